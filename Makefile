@@ -1,0 +1,46 @@
+# Everything a newcomer types: `make quickstart` (install and the toy training) and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The default torch wheel on Linux carries 2.8 GB of CUDA libraries. Without an NVIDIA driver the CPU build is taken
+# from PyTorch's own index; with one, PyPI's CUDA build; elsewhere (macOS) PyPI's wheel is the CPU/MPS one.
+ifeq ($(shell uname -s),Linux)
+  ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+    TORCH := --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+  endif
+endif
+TORCH ?= 'torch>=2.11'
+
+.PHONY: quickstart install test check format bench clean
+
+quickstart: install
+	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \
+	  actor_rollout_ref.model.path=toy trainer.max_steps=10 trainer.log_interval=1
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+test: check
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python bench/grpo_cpu.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,96 @@
+"""The tree of keys: what users of verl 0.5 write exists, and the package stays quick to import."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.shared_files import SHARED, needs_shared
+from verl.config import TrainConfig
+from verl.config.key_table import key_table
+from verl.config.keys import IGNORED_NAME, flatten, keys_of, nearest_keys, nest
+from verl.utils.errors import ConfigError
+
+KEYS = keys_of(TrainConfig)
+
+
+def _verl_lines() -> list[tuple[str, str]]:
+    lines = (SHARED / "verl05_keys.txt").read_text().splitlines()
+    return [tuple(line.split(" = ", 1)) for line in lines if " = " in line]  # pyright: ignore[reportReturnType]
+
+
+@needs_shared("verl05_keys.txt")
+def test_every_key_of_verl_exists():
+    paths = [path for path, _ in _verl_lines()]
+    assert len(paths) > 250
+    for path in paths:
+        if path.endswith(IGNORED_NAME):
+            continue
+        flatten(nest({path: 0}), TrainConfig)  # raises on an unknown key
+
+
+@needs_shared("verl05_keys.txt")
+def test_keys_follow_the_keys_they_follow_in_verl():
+    for path, text in _verl_lines():
+        followed = re.search(r"# \$\{(?:oc\.select:)?([\w.]+)[,}]", text)
+        if followed is None or path.endswith(("_micro_batch_size", "_micro_batch_size_per_gpu")):
+            continue
+        source = followed[1] if not followed[1].startswith(".") else KEYS[path].section + followed[1]
+        assert KEYS[path].followed == source, path
+
+
+def test_target_lines_are_read_over():
+    assert flatten({"critic": {"_target_": "some.Class", "grad_clip": 2}}, TrainConfig) == {"critic.grad_clip": 2}
+
+
+def test_every_key_has_help_and_at_most_one_status():
+    for key in KEYS.values():
+        assert key.setting.help, key.path
+        assert key.setting.no_effect is None or key.setting.planned is None, key.path
+        assert key.followed is None or key.followed in KEYS, key.path
+        assert key.setting.choices is None or key.default is None or key.default in key.setting.choices, key.path
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [
+        ("data.trian_files", "data.train_files"),
+        ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("trainer.lr", "critic.optim.lr"),
+        ("actor_rolout_ref.rollout.temperature", "actor_rollout_ref.rollout.temperature"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(written: str, nearest: str):
+    assert nearest in nearest_keys(written, list(KEYS)).split(", ")
+    with pytest.raises(ConfigError, match=rf"Unknown key '{re.escape(written)}'.*{re.escape(nearest)}"):
+        flatten(nest({written: 1}), TrainConfig)
+
+
+def test_all_unknown_keys_are_named_at_once():
+    with pytest.raises(ConfigError, match="(?s)'data.a'.*'trainer.b.c'"):
+        flatten({"data": {"a": 1}, "trainer": {"b": {"c": 1}}}, TrainConfig)
+
+
+def test_a_section_is_no_value():
+    with pytest.raises(ConfigError, match="'critic.model' is a section"):
+        flatten({"critic": {"model": "gpt2"}}, TrainConfig)
+
+
+def test_key_table_has_a_line_for_each_key():
+    table = key_table()
+    assert all(f"| `{path}` |" in table for path in KEYS)
+    assert len(table.splitlines()) == len(KEYS) + 2
+
+
+def test_importing_the_configuration_brings_neither_torch_nor_hydra():
+    code = "import sys, verl.config; print([name for name in ('torch', 'hydra', 'omegaconf') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_loading_a_configuration_brings_no_torch():
+    code = "import sys; from verl.config import load_config; load_config(['data.dataset_name=toy']); "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")

@@ -1,0 +1,315 @@
+"""Command line and YAML: what a user may type, and what an error says."""
+
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.config.conftest import BASE, Load
+from verl.config import (
+    ExtraLossConfig,
+    TrainConfig,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+    log_prob_micro_batch,
+    update_micro_batch,
+    value_micro_batch,
+)
+from verl.config.keys import nest
+from verl.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize("form", ["{}", "+{}", "++{}", "--{}", "-{}"])
+def test_every_form_of_an_override_sets_the_value(load: Load, form: str):
+    assert load(form.format("actor_rollout_ref.actor.optim.lr=3e-5")).actor_rollout_ref.actor.optim.lr == 3e-5
+
+
+def test_values_keep_their_types(load: Load):
+    config = load(
+        'trainer.logger=["console","wandb"]',
+        "data.train_files=['a.parquet','b.parquet']",
+        "data.truncation='left'",
+        "actor_rollout_ref.actor.entropy_coeff=0",
+        "data.train_batch_size=1e1",
+        "trainer.max_steps=1e3",
+        "trainer.experiment_name=7",
+        "actor_rollout_ref.rollout.stop='\n\n'",
+        "+actor_rollout_ref.model.override_config.num_hidden_layers=2",
+        "actor_rollout_ref.actor.loss_extra=[{name: sft, coef: 0.1}]",
+        "actor_rollout_ref.rollout.max_model_len=null",
+    )
+    assert config.trainer.logger == ["console", "wandb"]
+    assert config.data.train_files == ["a.parquet", "b.parquet"]
+    assert config.data.truncation == "left"
+    assert config.actor_rollout_ref.actor.entropy_coeff == 0.0
+    assert config.data.train_batch_size == 10
+    assert config.trainer.total_training_steps == 1000
+    assert config.trainer.experiment_name == "7"
+    assert config.actor_rollout_ref.rollout.stop == ["\n\n"]
+    assert config.actor_rollout_ref.model.override_config == {"num_hidden_layers": 2}
+    assert config.actor_rollout_ref.actor.loss_extra == [ExtraLossConfig(name="sft", coef=0.1)]
+
+
+def test_one_file_becomes_a_list_and_tilde_the_home_folder(load: Load):
+    config = load("data.train_files=~/data/train.parquet", "trainer.default_local_dir=~/out")
+    assert config.data.train_files == [str(Path.home() / "data/train.parquet")]
+    assert config.trainer.default_local_dir == str(Path.home() / "out")
+
+
+def test_keys_follow_each_other_as_in_verl(load: Load):
+    config = load(
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=5000",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.clip_ratio=0.1",
+        "trainer.project_name=p",
+        "critic.ppo_max_token_len_per_gpu=7000",
+        "data.max_response_length=100",
+    )
+    assert config.critic.ppo_mini_batch_size == 4
+    assert config.critic.rollout_n == 3
+    assert config.critic.forward_max_token_len_per_gpu == 7000
+    assert config.critic.model.path == "some/model"
+    assert config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == 5000
+    assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == 5000
+    assert config.actor_rollout_ref.rollout.response_length == 100
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.1
+    assert config.trainer.default_local_dir == "checkpoints/p/gsm8k"
+
+
+def test_a_following_key_can_be_set_apart(load: Load):
+    config = load("actor_rollout_ref.actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=8")
+    assert (config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size) == (4, 8)
+
+
+def test_null_leaves_a_following_key_following(load: Load):
+    actor = load("actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_low=null")
+    assert actor.actor_rollout_ref.actor.clip_ratio_low == 0.3
+    assert load("critic.optim.min_lr_ratio=null").critic.optim.min_lr_ratio == 0.0
+
+
+def test_interpolations_of_the_user_are_resolved(load: Load):
+    config = load("trainer.experiment_name='${data.train_batch_size}-${actor_rollout_ref.rollout.n}'")
+    assert config.trainer.experiment_name == "8-1"
+
+
+@pytest.mark.parametrize(
+    ("alias", "main"),
+    [
+        ("trainer.max_steps", "trainer.total_training_steps"),
+        ("trainer.num_train_epochs", "trainer.total_epochs"),
+        ("actor_rollout_ref.rollout.max_new_tokens", "data.max_response_length"),
+        ("actor_rollout_ref.rollout.response_length", "data.max_response_length"),
+        ("actor_rollout_ref.rollout.prompt_length", "data.max_prompt_length"),
+        ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
+    ],
+)
+def test_another_name_sets_the_main_one(load: Load, alias: str, main: str):
+    config = load(f"{alias}=6")
+    assert OmegaConf.select(OmegaConf.create(config_to_dict(config)), main) == 6
+    assert load(f"{alias}=6", f"{main}=6") == config
+    with pytest.raises(ConfigError, match=f"{alias} and {main} are two names"):
+        load(f"{alias}=6", f"{main}=7")
+
+
+def test_paper_names_that_disagree_are_an_error(load: Load):
+    with pytest.raises(ConfigError, match="two names of one setting"):
+        load("actor_rollout_ref.rollout.max_new_tokens=5", "actor_rollout_ref.rollout.response_length=6")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_steps=None", "trainer.max_steps expects a whole number or null, got 'None'.*Write null"),
+        ("data.seed=1.5", "data.seed expects a whole number, got 1.5"),
+        ("data.shuffle=maybe", "data.shuffle expects True or False, got 'maybe'"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "optim.lr expects a number, got 'fast'"),
+        ("actor_rollout_ref.actor.optim.betas=[a,b]", "betas expects a list of numbers"),
+        ("actor_rollout_ref.actor.loss_extra=[{coef: 1}]", "loss_extra.*name"),
+        ("actor_rollout_ref.actor.loss_extra=[{name: a, weight: 1}]", "loss_extra expects a list of"),
+        ("actor_rollout_ref.rollout.temperature=null", "temperature expects a number, got None"),
+        ("actor_rollout_ref.model.override_config=3", "override_config expects a mapping"),
+        ("trainer.project_name='${data.nothing}'", "project_name=.* cannot be resolved"),
+        ("data.train_batch_size='${actor_rollout_ref.model.path}'", "cannot be resolved to a whole number"),
+        ("trainer.project_name=a,b", "Ambiguous value.*Write a list as"),
+        ("trainer.project_name=a b(c)", "Cannot read 'trainer.project_name=a b.c.'.*Quote"),
+        ("~data.shuffle", "Could not delete.*key=null"),
+        ("fast", "Expected key=value, got 'fast'"),
+        ("--multirun", "one run per configuration"),
+        ("--cfg=hydra", "expected 'job', got 'hydra'"),
+        ("--config-name", "--config-name needs a value"),
+        ("--config-path=no/such/folder", "--config-path must be an existing folder"),
+        ("--config-name=ppo_megatron_trainer", "no Megatron backend"),
+        ("actor_rollout_ref.actor.megatron.seed=1", "no Megatron backend.*fsdp.*tensor_model_parallel_size"),
+    ],
+)
+def test_what_cannot_be_read_says_why(load: Load, override: str, message: str):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load(override)
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+USERS_YAML = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 77
+  train_batch_size: 16
+actor_rollout_ref:
+  hybrid_engine: True
+  model: {path: some/model}
+  rollout: {n: 2, max_model_len: "${data.max_prompt_length}"}
+"""
+
+
+@pytest.mark.parametrize(
+    "form", ["--config-path={folder} --config-name={name}", "--config-path {folder} -cn {name}.yaml"]
+)
+def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: str):
+    folder = _write(tmp_path / "config", "mine", USERS_YAML)
+    argv = form.format(folder=folder, name="mine").split()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = load_config(
+            [*argv, "data.train_files=a", "data.train_batch_size=4", "~actor_rollout_ref.rollout.max_model_len"]
+        )
+    assert config.data.max_prompt_length == 77
+    assert config.data.train_batch_size == 4
+    assert config.data.max_response_length == 512
+    assert config.actor_rollout_ref.rollout.max_model_len is None
+
+
+def test_a_yaml_composes_other_files(tmp_path: Path):
+    _write(tmp_path / "more" / "experiment", "small", "# @package _global_\ndata: {train_batch_size: 2}\n")
+    _write(tmp_path / "main", "mine", "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: toy}}\n")
+    argv = [f"--config-path={tmp_path / 'main'}", "--config-name=mine", f"--config-dir={tmp_path / 'more'}"]
+    config = load_config([*argv, "data.train_files=a", "+experiment=small"])
+    assert config.data.train_batch_size == 2
+
+
+def test_a_config_group_is_picked_from_a_folder(tmp_path: Path):
+    _write(tmp_path / "experiment", "small", "# @package _global_\ndata: {train_batch_size: 2}\n")
+    assert load_config([f"--config-dir={tmp_path}", *BASE[:2], "+experiment=small"]).data.train_batch_size == 2
+
+
+def test_errors_in_yaml_are_ours(tmp_path: Path):
+    folder = _write(tmp_path, "typo", "defaults: [ppo_trainer, _self_]\ndata: {train_batchsize: 3}\n")
+    _write(tmp_path, "broken", "data: {train_batch_size: [3}\n")
+    _write(tmp_path, "badtype", "data: {train_batch_size: many}\n")
+    with pytest.raises(ConfigError, match="Unknown key 'data.train_batchsize'.*data.train_batch_size"):
+        load_config([f"--config-path={folder}", "--config-name=typo", *BASE[:2]])
+    with pytest.raises(ConfigError, match="data.train_batch_size expects a whole number, got 'many'"):
+        load_config([f"--config-path={folder}", "--config-name=badtype", *BASE[:2]])
+    with pytest.raises(ConfigError, match="(?s)broken.yaml.*line 1"):
+        load_config([f"--config-path={folder}", "--config-name=broken", *BASE])
+    with pytest.raises(ConfigError, match="No 'missing.yaml' in .*Found there: badtype, broken, typo"):
+        load_config([f"--config-path={folder}", "--config-name=missing", *BASE])
+
+
+def test_values_still_to_be_given_count_as_unset(tmp_path: Path):
+    folder = _write(tmp_path, "mine", "actor_rollout_ref: {model: {path: '???'}}\n")
+    with pytest.raises(ConfigError, match="actor_rollout_ref.model.path is not set"):
+        load_config([f"--config-path={folder}", "--config-name=mine", "data.train_files=a"])
+
+
+def test_a_users_own_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
+    load()  # leaves the schema registered
+    folder = _write(tmp_path, "mine", "defaults: [ppo_trainer, _self_]\ntrainer: {save_freq: 5}\n")
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        composed = compose("mine", [*BASE, "actor_rollout_ref.rollout.n=4"])
+    config = config_from_dict(composed)
+    assert (config.trainer.save_freq, config.critic.rollout_n) == (5, 4)
+
+
+def test_hydra_leaves_no_trace(load: Load, log: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load("hydra.run.dir=somewhere")
+    assert list(tmp_path.iterdir()) == []
+    assert "hydra.run.dir has no effect" in log.text
+
+
+def test_cfg_job_prints_everything_even_when_contradictory(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(["--cfg", "job", "--resolve", "data.train_batch_size=3"])
+    assert exit_info.value.code == 0
+    printed = OmegaConf.create(capsys.readouterr().out)
+    assert printed.data.train_batch_size == 3
+    assert printed.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+
+
+def test_help_is_short(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(["--help"])
+    assert exit_info.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) < 20
+
+
+VALUES = {
+    "data.train_batch_size": st.sampled_from([8, 16]),
+    "actor_rollout_ref.actor.optim.lr": st.floats(1e-9, 1.0),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": st.sampled_from([None, 4]),
+    "trainer.max_steps": st.none() | st.integers(1, 99),
+    "actor_rollout_ref.actor.loss_extra": st.just([{"name": "sft", "coef": 0.5}]),
+    "trainer.logger": st.sampled_from(["console", ["console", "file"]]),
+    "actor_rollout_ref.model.override_config": st.dictionaries(st.sampled_from("abc"), st.integers()),
+    "data.dataset_name": st.just("toy"),
+}
+
+
+@settings(max_examples=15, deadline=None)
+@given(flat=st.fixed_dictionaries({}, optional=VALUES))
+def test_a_configuration_survives_a_dictionary(flat: dict):
+    if "data.dataset_name" not in flat:
+        flat = {**flat, "data.train_files": "a.parquet", "actor_rollout_ref.model.path": "some/model"}
+    config = config_from_dict(nest(flat))
+    plain = config_to_dict(config)
+    assert config_from_dict(json.loads(json.dumps(plain))) == config
+    assert isinstance(config, TrainConfig)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_misspelt_attribute_is_an_error(load: Load):
+    with pytest.raises(AttributeError):
+        load().trainer.total_epoch = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_no_micro_batch_size_means_a_token_budget(load: Load):
+    config = load()
+    roles = config.actor_rollout_ref
+    assert update_micro_batch(roles.actor) == (16384, None)
+    assert log_prob_micro_batch(roles.ref) == log_prob_micro_batch(roles.rollout) == (16384, None)
+    assert value_micro_batch(config.critic) == update_micro_batch(config.critic) == (32768, None)
+    off = load("actor_rollout_ref.actor.use_dynamic_bsz=False")
+    assert update_micro_batch(off.actor_rollout_ref.actor) == (16384, None)
+
+
+def test_a_micro_batch_size_means_rows_unless_tokens_are_asked_for(load: Load):
+    rows = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+    assert update_micro_batch(load(rows).actor_rollout_ref.actor) == (None, 2)
+    dynamic = load(rows, "actor_rollout_ref.actor.use_dynamic_bsz=True")
+    assert update_micro_batch(dynamic.actor_rollout_ref.actor) == (16384, None)
+    assert value_micro_batch(load("critic.ppo_micro_batch_size=3").critic) == (None, 3)
+
+
+def test_an_unset_budget_has_room_for_the_longest_sequence(load: Load):
+    config = load("data.max_response_length=40000")
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 40512
+    assert config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == 40512
+    assert config.critic.forward_max_token_len_per_gpu == 40512

@@ -1,0 +1,249 @@
+"""Contradictions fail before a weight is loaded; keys without meaning here say so once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import BASE, Load
+from verl.config import ActorConfig, TrainConfig, load_config, validate
+from verl.config.keys import keys_of
+from verl.utils.errors import ConfigError
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (f"data.train_batch_size=10 {ACTOR}.ppo_mini_batch_size=4", "divisible.*10 and 4.*8 or 12.*size 5"),
+        (f"{ACTOR}.ppo_mini_batch_size=16", "must not exceed data.train_batch_size.*16 and 8"),
+        ("critic.ppo_mini_batch_size=3", "divisible by critic.ppo_mini_batch_size, got 8 and 3"),
+        ("data.train_batch_size=0", "data.train_batch_size must be above 0, got 0"),
+        (f"{ROLLOUT}.max_model_len=1000", r"max_model_len must hold.*512 \+ 512.*got 1000.*1024"),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "must hold one whole sequence.*got 1000.*at least 1024"),
+        ("critic.forward_max_token_len_per_gpu=100", "critic.forward_max_token_len_per_gpu must hold"),
+        ("algorithm.adv_estimator=grpo", "grpo compares.*n of at least 2, got 1"),
+        ("critic.enable=False", "gae needs a critic"),
+        ("critic.rollout_n=5", "critic.rollout_n must equal .*5 and 1"),
+        (f"algorithm.adv_estimator=grpo {ROLLOUT}.n=2 trainer.critic_warmup=3", "critic_warmup=3.*has none"),
+        (f"{ROLLOUT}.temperature=0", "samples that vary.*temperature=0"),
+        (f"{ROLLOUT}.do_sample=False", "samples that vary.*do_sample=False"),
+        (f"{ROLLOUT}.temperature=-1", "temperature must be at least 0"),
+        (f"{ROLLOUT}.top_p=1.5", "top_p must be above 0 and at most 1, got 1.5"),
+        (f"{ROLLOUT}.top_p=0", "top_p must be above 0"),
+        (f"{ROLLOUT}.top_k=-2", "top_k must be at least -1"),
+        (f"{ROLLOUT}.min_p=2", "min_p must be at least 0 and at most 1"),
+        (f"{ROLLOUT}.val_kwargs.top_p=0", "val_kwargs.top_p must be above 0"),
+        (f"{ROLLOUT}.gpu_memory_utilization=1.5", "gpu_memory_utilization must be above 0 and at most 1"),
+        (f"{ROLLOUT}.dtype=float8", "dtype: unknown value 'float8'"),
+        (f"{ACTOR}.clip_ratio=-0.1", "clip_ratio must be at least 0"),
+        (f"{ACTOR}.clip_ratio_low=1.2", "clip_ratio_low is a distance below.*1.2"),
+        (f"{ACTOR}.clip_ratio_c=0.5", "clip_ratio_c must be above 1"),
+        (f"{ACTOR}.policy_loss.clip_cov_lb=9", "clip_cov_lb must not exceed"),
+        (f"{ACTOR}.kl_loss_type=k4", "kl_loss_type: unknown value 'k4'.*Nearest known"),
+        (f"{ACTOR}.loss_agg_mode=token_mean", "loss_agg_mode: unknown value 'token_mean'. Nearest known: token-mean"),
+        (f"{ACTOR}.kl_loss_coef=-1", "kl_loss_coef must be at least 0"),
+        (f"{ACTOR}.grad_clip=0", "grad_clip must be above 0"),
+        (f"{ACTOR}.optim.lr=-1", "optim.lr must be at least 0"),
+        (f"{ACTOR}.optim.lr=nan", "optim.lr must be at least 0"),
+        (f"{ACTOR}.optim.betas=[0.9]", "betas must be two numbers"),
+        ("critic.optim.betas=[0.9,1.0]", "critic.optim.betas must be two numbers"),
+        (f"{ACTOR}.optim.warmup_style=linear", "warmup_style: unknown value 'linear'"),
+        ("algorithm.kl_penalty=k9", "kl_penalty: unknown value"),
+        ("algorithm.kl_ctrl.type=fixd", "kl_ctrl.type: unknown value 'fixd'. Nearest known: fixed"),
+        ("algorithm.gamma=1.1", "gamma must be at least 0 and at most 1"),
+        ("data.truncation=middel", "truncation: unknown value 'middel'. Nearest known: middle"),
+        ("data.custom_cls.path=x.py", "custom_cls.path and data.custom_cls.name go together"),
+        ("data.sampler.class_name=Mine", "sampler.class_path and data.sampler.class_name go together"),
+        ("data.dataset_name=toy", "both name the training data"),
+        ("reward_model.on_error=ignore", "on_error: unknown value 'ignore'"),
+        ("reward_model.timeout_s=0", "timeout_s must be above 0"),
+        ("custom_reward_function.path=no/such/reward.py", "custom_reward_function.path must be a Python file"),
+        ("trainer.resume_mode=always", "resume_mode: unknown value 'always'"),
+        ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
+        ("trainer.resume_from_path=some/folder", "is read with trainer.resume_mode=resume_path only"),
+        ("trainer.resume_mode=resume_path trainer.resume_from_path=no/such", "found none at 'no/such'"),
+        ("trainer.total_epochs=null", "The run has no end"),
+        ("trainer.logger=[console,wandbb]", "unknown 'wandbb'. Nearest known: wandb"),
+        ("trainer.val_only=True", "val_only=True asks for validation, but data.val_files is not set"),
+        ("trainer.test_freq=5", "test_freq=5 asks for validation"),
+        ("trainer.save_freq=0", "save_freq must be positive, or -1"),
+        ("trainer.device=npu", "device: unknown value 'npu'"),
+        (f"{ACTOR}.strategy=megatron", "no Megatron backend.*fsdp.*tensor_model_parallel_size"),
+        ("critic.strategy=megatron", "critic.strategy=megatron: there is no Megatron backend"),
+    ],
+)
+def test_contradictions_name_expectation_fact_and_way_out(build: Load, overrides: str, message: str):
+    with pytest.raises(ConfigError, match=f"(?s){message}") as error:
+        build(*overrides.split())
+    assert "problems in the configuration" not in str(error.value), "one mistake, one message"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=8",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.deterministic=True",
+        f"{ROLLOUT}.multi_turn.enable=True",
+        f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml",
+        f"{MODEL}.lora_rank=32",
+        f"{MODEL}.enable_activation_offload=True",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{ACTOR}.fsdp_config.param_offload=True",
+        f"{ACTOR}.fsdp_config.fsdp_size=4",
+        "critic.model.lora_rank=8",
+        "reward_model.enable=True",
+        "reward_model.sandbox_fusion.url=http://localhost",
+        "actor_rollout_ref.hybrid_engine=False",
+        "algorithm.use_pf_ppo=True",
+        "data.datagen.path=gen.py",
+        "trainer.profile_steps=[1]",
+        "trainer.default_hdfs_dir=hdfs://x",
+    ],
+)
+def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, override: str):
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"(?s){key}.*not available in this version.*Set {key}=") as error:
+        build(override)
+    assert "problems in the configuration" not in str(error.value)
+
+
+def test_several_problems_come_in_one_error(build: Load):
+    with pytest.raises(ConfigError, match="(?s)3 problems.*- .*nnodes.*- .*lora_rank|3 problems.*lora_rank.*nnodes"):
+        build("trainer.nnodes=2", f"{MODEL}.lora_rank=8", "trainer.test_freq=3")
+
+
+def test_model_and_data_must_be_named():
+    with pytest.raises(ConfigError, match="(?s)model.path is not set.*'toy'.*No training data"):
+        load_config([])
+
+
+@pytest.mark.parametrize(
+    ("override", "warned"),
+    [
+        ("data.dataloader_num_workers=8", True),
+        ("data.dataloader_num_workers=0", False),
+        (f"{MODEL}.use_remove_padding=True", False),
+        (f"{MODEL}.use_remove_padding=False", True),
+        ("data.return_raw_chat=True", False),
+        (f"{ACTOR}.checkpoint.save_contents=[model]", True),
+        (f"{ROLLOUT}.load_format=safetensors", True),
+        (f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", True),
+        (f"{ROLLOUT}.calculate_log_probs=True", False),
+        (f"{ACTOR}.use_torch_compile=True", True),
+        ("trainer.balance_batch=False", True),
+        ("ray_init.num_cpus=8", True),
+    ],
+)
+def test_a_key_without_effect_is_one_line_when_changed(
+    build: Load, log: pytest.LogCaptureFixture, override: str, warned: bool
+):
+    build(override)
+    lines = [record.message for record in log.records if "has no effect" in record.message]
+    assert len(lines) == int(warned)
+    assert all(line.startswith(override.partition("=")[0][:40]) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0"], "KL does not enter the loss"),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0"], "KL does not enter the reward"),
+        ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "validation is greedy"),
+        ([f"{ROLLOUT}.val_kwargs.n=4"], "4 equal responses"),
+    ],
+)
+def test_doubtful_combinations_run_with_a_warning(
+    build: Load, log: pytest.LogCaptureFixture, overrides: list[str], line: str
+):
+    build(*overrides)
+    assert line in log.text
+    log.clear()
+    build()
+    assert not log.records
+
+
+def test_sections_that_nothing_reads_may_ask_for_anything(build: Load):
+    grpo = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
+    config = build(*grpo, "critic.model.fsdp_config.param_offload=True", "critic.ppo_max_token_len_per_gpu=1")
+    assert not config.needs_critic
+    build("actor_rollout_ref.ref.fsdp_config.param_offload=True")
+    with pytest.raises(ConfigError, match="ref.fsdp_config.param_offload"):
+        build("actor_rollout_ref.ref.fsdp_config.param_offload=True", f"{ACTOR}.use_kl_loss=True")
+
+
+def test_a_budget_is_not_asked_for_where_rows_are_given(build: Load):
+    rows = ("ppo_micro_batch_size_per_gpu=2", "ppo_max_token_len_per_gpu=100")
+    with pytest.raises(ConfigError, match="rollout.log_prob_max_token_len_per_gpu must hold"):
+        build(*(f"{ACTOR}.{row}" for row in rows))
+    build(*(f"{ACTOR}.{row}" for row in rows), f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=2")
+
+
+def test_greedy_is_fine_where_nothing_is_trained(build: Load):
+    build("trainer.val_only=True", "data.val_files=val.parquet", f"{ROLLOUT}.temperature=0")
+
+
+def test_users_own_trackers_and_reward_files(build: Load, tmp_path: Path):
+    build("trainer.logger=[mine]", f"{MODEL}.external_lib=my_trackers")
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    assert build(f"custom_reward_function.path={reward}").custom_reward_function.path == str(reward)
+
+
+def test_resume_from_a_folder(build: Load, tmp_path: Path):
+    config = build("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    assert config.trainer.resume_from_path == str(tmp_path)
+
+
+def test_a_configuration_made_by_hand_is_checked_alike():
+    config = TrainConfig()
+    config.actor_rollout_ref.model.path, config.data.train_files = "toy", ["a"]
+    validate(config)
+    config.actor_rollout_ref.actor = ActorConfig(ppo_mini_batch_size=3)
+    with pytest.raises(ConfigError, match="divisible"):
+        validate(config)
+
+
+def test_all_defaults_are_within_their_own_bounds(build: Load, log: pytest.LogCaptureFixture):
+    assert build() == load_config(list(BASE))
+    assert not log.records
+    assert len(keys_of(TrainConfig)) > 270
+
+
+LONG_SCRIPT = """
+algorithm.adv_estimator=grpo data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error' data.return_raw_chat=True
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.n=16
+actor_rollout_ref.rollout.gpu_memory_utilization=0.5 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='["console","wandb"]' trainer.nnodes=1
+trainer.save_freq=-1 trainer.test_freq=20 data.val_files=test.parquet trainer.total_epochs=15
+actor_rollout_ref.rollout.update_weights_bucket_megabytes=512
+"""
+NOT_BUILT = (
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+    "trainer.n_gpus_per_node=8",
+    "actor_rollout_ref.rollout.name=sglang",
+)
+
+
+def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(log: pytest.LogCaptureFixture):
+    script = [*BASE, *(word for word in LONG_SCRIPT.replace("'[", "[").replace("]'", "]").split())]
+    config = load_config(script)
+    assert config.data.truncation == "error"
+    assert not log.records
+    with pytest.raises(ConfigError, match="5 problems") as error:
+        load_config([*script, *NOT_BUILT])
+    assert all(override in str(error.value) for override in NOT_BUILT)

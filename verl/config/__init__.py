@@ -1,0 +1,85 @@
+"""The typed configuration. Importing it needs neither torch nor Hydra; `load_config` brings Hydra on first use."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from verl.config.actor import ActorConfig, ExtraLossConfig, PolicyLossConfig
+from verl.config.actor_rollout_ref import ActorRolloutRefConfig
+from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.critic import CriticConfig, CriticModelConfig
+from verl.config.data import CustomClassConfig, DataConfig, DataGenConfig, SamplerConfig
+from verl.config.fsdp import FSDPConfig, WrapPolicyConfig
+from verl.config.micro_batch import MicroBatch, log_prob_micro_batch, update_micro_batch, value_micro_batch
+from verl.config.model import FusedKernelConfig, ModelConfig
+from verl.config.multi_turn import AgentConfig, CustomAsyncServerConfig, MultiTurnConfig
+from verl.config.optim import OptimConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.ref import RefConfig
+from verl.config.reward import (
+    CustomRewardFunctionConfig,
+    RewardModelConfig,
+    RewardModelModelConfig,
+    SandboxFusionConfig,
+)
+from verl.config.rollout import EngineKwargsConfig, RolloutConfig, SamplingValConfig, TraceConfig
+from verl.config.train import TrainConfig
+from verl.config.trainer import RayInitConfig, TrainerConfig
+from verl.config.validate import validate
+
+if TYPE_CHECKING:
+    from verl.config.load import config_from_dict, config_to_dict, load_config
+
+_LOADING = ("config_from_dict", "config_to_dict", "load_config")
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CustomAsyncServerConfig",
+    "CustomClassConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "DataGenConfig",
+    "EngineKwargsConfig",
+    "ExtraLossConfig",
+    "FSDPConfig",
+    "FusedKernelConfig",
+    "KLControlConfig",
+    "MicroBatch",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OptimConfig",
+    "PFPPOConfig",
+    "PolicyLossConfig",
+    "ProfilerConfig",
+    "RayInitConfig",
+    "RefConfig",
+    "RewardModelConfig",
+    "RewardModelModelConfig",
+    "RolloutConfig",
+    "SamplerConfig",
+    "SamplingValConfig",
+    "SandboxFusionConfig",
+    "TraceConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "WrapPolicyConfig",
+    "config_from_dict",
+    "config_to_dict",
+    "load_config",
+    "log_prob_micro_batch",
+    "update_micro_batch",
+    "validate",
+    "value_micro_batch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADING:
+        return getattr(importlib.import_module("verl.config.load"), name)
+    raise AttributeError(f"module 'verl.config' has no attribute '{name}'")

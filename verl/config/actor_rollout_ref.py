@@ -1,0 +1,22 @@
+"""The three roles of the trained language model."""
+
+from dataclasses import dataclass, field
+
+from verl.config.actor import ActorConfig
+from verl.config.model import ModelConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.ref import RefConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.setting import setting
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorRolloutRefConfig:
+    hybrid_engine: bool = setting(
+        True, "actor and rollout share their devices", planned="roles on devices of their own need several processes"
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -1,0 +1,6 @@
+"""Names that a key may take, where the set is closed."""
+
+STRATEGIES = ("fsdp", "fsdp2")
+LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")

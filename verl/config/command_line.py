@@ -1,0 +1,92 @@
+"""Options and overrides of the command line, before Hydra looks at them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl.utils.errors import ConfigError
+
+USAGE = """\
+usage: python -m verl.trainer.main_ppo [options] [key=value ...]
+
+  a.b.c=value             set a key; also +a.b.c=value, ++a.b.c=value and --a.b.c=value
+  --config-path FOLDER    folder of your YAML file (relative to the current one)
+  --config-name NAME      its name; start it with `defaults: [ppo_trainer, _self_]`
+  --config-dir FOLDER     a further folder to look for YAML files in
+  --cfg job               print the configuration and stop
+  --help                  print this and stop
+
+Every key with its default: --cfg job. The shortest run: data.dataset_name=toy
+"""
+
+
+@dataclass(kw_only=True)
+class CommandLine:
+    """What was asked for, before anything is looked up."""
+
+    overrides: list[str] = field(default_factory=list)
+    config_path: str | None = None
+    config_name: str | None = None
+    config_dir: str | None = None
+    show: bool = False
+    help: bool = False
+
+
+_VALUE_OPTIONS = {
+    "--config-path": "config_path",
+    "-cp": "config_path",
+    "--config-name": "config_name",
+    "-cn": "config_name",
+    "--config-dir": "config_dir",
+    "-cd": "config_dir",
+    "--cfg": "cfg",
+    "-c": "cfg",
+}
+
+
+def parse_command_line(argv: list[str]) -> CommandLine:
+    """Sort options from overrides. Overrides lose leading dashes; nothing is interpreted yet."""
+    command = CommandLine()
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in _VALUE_OPTIONS:
+            if not equals:
+                value = next(arguments, "")
+            if not value:
+                raise ConfigError(f"{name} needs a value: {name} <value>.")
+            _set_option(command, _VALUE_OPTIONS[name], value)
+        elif argument in ("--help", "-h"):
+            command.help = True
+        elif argument == "--resolve":
+            continue  # what is printed is always resolved
+        elif argument in ("--multirun", "-m"):
+            raise ConfigError(f"{argument} is not available: start one run per configuration.")
+        else:
+            command.overrides.append(_normalised_override(argument))
+    return command
+
+
+def _set_option(command: CommandLine, option: str, value: str) -> None:
+    if option == "cfg":
+        if value != "job":
+            raise ConfigError(f"--cfg prints the run's configuration only: expected 'job', got '{value}'.")
+        command.show = True
+    elif option == "config_name":
+        command.config_name = value.removesuffix(".yaml").removesuffix(".yml")
+    else:
+        setattr(command, option, value)
+
+
+def _normalised_override(argument: str) -> str:
+    """`--a.b=v`, `+a.b=v` and `a.b=v` all set a value: `++a.b=v`. Deletions and config groups stay as they are."""
+    override = argument.lstrip("-") if argument.startswith("-") else argument
+    if override.startswith("~"):
+        return override
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"Expected key=value, got '{argument}'. See --help for the options.")
+    if "/" in key or "@" in key:
+        return override
+    if value.startswith("~/"):  # no shell expands it after a dotted key, and Hydra's grammar has no such word
+        value = str(Path(value).expanduser())
+    return f"++{key.lstrip('+')}={value}"

@@ -1,0 +1,94 @@
+"""The value model and its update."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.actor import NO_ULYSSES
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.choices import LOSS_AGGREGATIONS, STRATEGIES
+from verl.config.fsdp import FSDPConfig
+from verl.config.optim import OptimConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.setting import setting
+
+_LORA = "read with critic.model.lora_rank > 0 only, which is not available in this version"
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticModelConfig:
+    path: str | None = setting(
+        None, "folder or hub name; null: the actor's", follows="actor_rollout_ref.model.path", is_path=True
+    )
+    tokenizer_path: str | None = setting(
+        None, "tokenizer of the critic", follows="actor_rollout_ref.model.path",
+        no_effect="the critic reads the actor's token ids", is_path=True,
+    )  # fmt: skip
+    override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
+    external_lib: str | None = setting(
+        None, "module imported at start", follows="actor_rollout_ref.model.external_lib", is_path=True
+    )
+    dtype: str | None = setting(
+        None, "dtype of the trained parameters; null: float32", choices=("float32", "bfloat16", "float64"),
+        follows="actor_rollout_ref.model.dtype",
+    )  # fmt: skip
+    trust_remote_code: bool = setting(
+        False, "run Python code that comes with a model", follows="actor_rollout_ref.model.trust_remote_code"
+    )
+    use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect="weights are read once a process")
+    enable_gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass")
+    enable_activation_offload: bool = setting(
+        False, "keep activations on the host", planned="activations stay on the device; use gradient checkpointing"
+    )
+    use_remove_padding: bool = setting(
+        True, "compute on packed sequences", no_effect="sequences are always packed; there is no padded path"
+    )
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", planned="LoRA is not built yet")
+    lora_alpha: int = setting(16, "scale of LoRA adapters", no_effect=_LORA)
+    target_modules: Any = setting("all-linear", "modules that get adapters", no_effect=_LORA)
+
+
+def _critic_optim() -> OptimConfig:
+    return OptimConfig(lr=1e-5)
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    enable: bool | None = setting(None, "train a critic; null: only where adv_estimator=gae needs one")
+    rollout_n: int = setting(1, "G", follows="actor_rollout_ref.rollout.n")
+    strategy: str = setting("fsdp", "how weights are sharded; fsdp and fsdp2 both mean FSDP2", choices=STRATEGIES)
+    optim: OptimConfig = field(default_factory=_critic_optim)
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    ppo_mini_batch_size: int | None = setting(
+        None, "prompts an optimizer step; null: the whole batch", above=0,
+        follows="actor_rollout_ref.actor.ppo_mini_batch_size",
+    )  # fmt: skip
+    ppo_micro_batch_size: int | None = setting(None, "old name", alias_of="critic.ppo_micro_batch_size_per_gpu")
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        None, "responses a forward-backward pass; null: as many as fit ppo_max_token_len_per_gpu", above=0
+    )
+    forward_micro_batch_size: int | None = setting(None, "old name", alias_of="critic.forward_micro_batch_size_per_gpu")
+    forward_micro_batch_size_per_gpu: int | None = setting(
+        None, "responses a forward pass", above=0, follows=".ppo_micro_batch_size_per_gpu"
+    )
+    use_dynamic_bsz: bool | None = setting(
+        None, "micro-batches by tokens; null: unless their rows are given",
+        follows="actor_rollout_ref.actor.use_dynamic_bsz",
+    )  # fmt: skip
+    ppo_max_token_len_per_gpu: int = setting(32768, "tokens a forward-backward pass", above=0)
+    forward_max_token_len_per_gpu: int = setting(
+        32768, "tokens a forward pass", above=0, follows=".ppo_max_token_len_per_gpu"
+    )
+    ppo_epochs: int = setting(1, "passes over a batch", above=0, follows="actor_rollout_ref.actor.ppo_epochs")
+    shuffle: bool = setting(
+        False, "new order of rows in each pass over a batch", follows="actor_rollout_ref.actor.shuffle"
+    )
+    cliprange_value: float = setting(0.5, "largest move of a value from the old one that is rewarded", above=0)
+    loss_agg_mode: str = setting(
+        "token-mean", "how token losses become one number", choices=LOSS_AGGREGATIONS,
+        follows="actor_rollout_ref.actor.loss_agg_mode",
+    )  # fmt: skip
+    grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
+    ulysses_sequence_parallel_size: int = setting(1, "ranks that share one sequence", planned=NO_ULYSSES)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -1,0 +1,74 @@
+"""The prompts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.setting import setting
+
+_TEXT_ONLY = "images and videos are not read in this version"
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomClassConfig:
+    path: str | None = setting(None, "file of your own dataset class", is_path=True)
+    name: str | None = setting(None, "name of your own dataset class")
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplerConfig:
+    class_path: str | None = setting(None, "file of your own (curriculum) sampler", is_path=True)
+    class_name: str | None = setting(None, "name of your own (curriculum) sampler")
+
+
+@dataclass(kw_only=True, slots=True)
+class DataGenConfig:
+    path: str | None = setting(None, "file of a data generator", planned="data cannot be generated during training yet")
+    name: str | None = setting(None, "name of a data generator", no_effect="read together with data.datagen.path only")
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    dataset_name: str | None = setting(
+        None, "'toy' (ten packaged prompts, with defaults of its own), or a file or `save_to_disk` folder", is_path=True
+    )
+    train_files: Any = setting(None, "file or list of files: Parquet, JSON lines, folder", many=True, is_path=True)
+    val_files: Any = setting(None, "files to validate on; null: no validation", many=True, is_path=True)
+    tokenizer: str | None = setting(None, "folder or hub name of a tokenizer; null: the model's", is_path=True)
+    use_shm: bool = setting(False, "copy files to /dev/shm first", no_effect="files are read once")
+    prompt_key: str = setting("prompt", "column that holds the messages")
+    reward_fn_key: str = setting("data_source", "column that picks the reward rule")
+    max_prompt_length: int = setting(512, "P: longest prompt, in tokens", above=0)
+    max_response_length: int = setting(512, "R: longest response, in tokens", above=0)
+    train_batch_size: int = setting(1024, "prompts a step", above=0)
+    val_batch_size: int | None = setting(None, "prompts a validation batch; null: all at once", above=0)
+    return_raw_input_ids: bool = setting(
+        False, "keep raw_prompt_ids", no_effect="every batch carries raw_prompt_ids", also=(True,)
+    )
+    return_raw_chat: bool = setting(False, "keep raw_prompt", no_effect="every batch carries raw_prompt", also=(True,))
+    return_full_prompt: bool = setting(
+        False, "keep the prompt's rendered text", no_effect="batches carry the messages and the token ids instead"
+    )
+    shuffle: bool = setting(True, "new order of the training rows each epoch")
+    validation_shuffle: bool = setting(False, "shuffle the validation rows")
+    seed: int = setting(1, "seed of the order of rows", at_least=0)
+    dataloader_num_workers: int = setting(
+        0, "processes that read rows", no_effect="rows are tokenised once and read in the driver"
+    )
+    filter_overlong_prompts: bool = setting(False, "drop prompts longer than max_prompt_length")
+    filter_overlong_prompts_workers: int = setting(
+        1, "processes that measure prompts", no_effect="lengths are measured once and cached"
+    )
+    truncation: str = setting(
+        "error", "what to do with a longer prompt; left and right name the side cut off",
+        choices=("error", "left", "right", "middle"),
+    )  # fmt: skip
+    custom_chat_template: str | None = setting(
+        None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
+    )
+    image_key: str = setting("images", "column of images", no_effect=_TEXT_ONLY)
+    video_key: str = setting("videos", "column of videos", no_effect=_TEXT_ONLY)
+    return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_TEXT_ONLY)
+    trust_remote_code: bool = setting(False, "run Python code that comes with a tokenizer")
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    datagen: DataGenConfig = field(default_factory=DataGenConfig)

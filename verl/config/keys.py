@@ -1,0 +1,145 @@
+"""The tree of keys as a flat table: what exists, what it means, and what a user's nested values say about it."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.setting import Setting, setting_of
+from verl.utils.errors import ConfigError
+
+# verl's way of naming the class of a section; ours are known, so the line is read over.
+IGNORED_NAME = "_target_"
+# OmegaConf's mark of a value still to be given.
+_MISSING = "???"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the tree."""
+
+    path: str
+    setting: Setting
+    type: Any
+    default: Any
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def followed(self) -> str | None:
+        """Full path of the key whose value this one takes when unset, if it is one key."""
+        source = self.setting.alias_of or self.setting.follows
+        if source is None or "${" in source:
+            return None
+        return f"{self.section}{source}" if source.startswith(".") else source
+
+    @property
+    def interpolation(self) -> str | None:
+        """What OmegaConf puts in when the key is unset."""
+        if self.followed is not None:
+            return f"${{{self.followed}}}"
+        return self.setting.follows
+
+
+@functools.cache
+def keys_of(root: type) -> dict[str, Key]:
+    """Every key below the section class `root`, by path, in the order of declaration."""
+    return {key.path: key for key in _walk(root(), "")}
+
+
+def _walk(section: Any, prefix: str) -> Iterator[Key]:
+    for field in dataclasses.fields(section):
+        path, value = prefix + field.name, getattr(section, field.name)
+        setting = setting_of(field)
+        if setting is None:
+            yield from _walk(value, f"{path}.")
+        else:
+            yield Key(path, setting, field.type, value)
+
+
+def owner_of(config: Any, path: str) -> tuple[Any, str]:
+    """The section object that holds a key, and the key's name in it."""
+    *sections, name = path.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    return config, name
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value of a key in a configuration object."""
+    return getattr(*owner_of(config, path))
+
+
+def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
+    """Nested values as {path: value}, or a ConfigError that names every key that does not exist."""
+    known = keys_of(root)
+    sections = {key.path[:index] for key in known.values() for index, char in enumerate(key.path) if char == "."}
+    flat: dict[str, Any] = {}
+    unknown: list[str] = []
+
+    def visit(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            path = f"{prefix}{name}"
+            if name == IGNORED_NAME or value == _MISSING:
+                continue
+            if path in known:
+                flat[path] = value
+            elif path not in sections:
+                unknown.extend(_leaves(value, path))
+            elif isinstance(value, Mapping):
+                visit(value, f"{path}.")
+            elif value is not None:
+                raise ConfigError(
+                    f"'{path}' is a section with keys of its own, got {value!r}. Set {path}.<key>=<value>."
+                )
+
+    visit(values, "")
+    if unknown:
+        raise ConfigError("\n".join(_unknown_key_message(path, list(known)) for path in unknown))
+    return flat
+
+
+def _leaves(value: Any, path: str) -> list[str]:
+    if not isinstance(value, Mapping) or not value:
+        return [path]
+    return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{path}.{name}")]
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def _unknown_key_message(path: str, known: list[str]) -> str:
+    if "megatron" in path:
+        return (
+            f"Unknown key '{path}': there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the "
+            "rollout engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
+        )
+    return f"Unknown key '{path}'. Nearest known: {nearest_keys(path, known)}."
+
+
+def nearest_keys(path: str, known: list[str]) -> str:
+    """Keys that end in `path`, else similar ones of the same section, else of the same name, else of the whole tree."""
+    ending = [key for key in known if key.endswith(f".{path}")]
+    section, _, name = path.rpartition(".")
+    siblings = {_name(key): key for key in known if key.rpartition(".")[0] == section}
+    similar = [siblings[close] for close in difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)]
+    same_name = [key for key in known if _name(key) == name]
+    best = ending or similar or same_name or difflib.get_close_matches(path, known, n=4, cutoff=0.5)
+    return ", ".join(best[:4]) if best else "none; --cfg job prints all keys"
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]

@@ -1,0 +1,314 @@
+"""From a command line or a dictionary to a checked configuration. The only file that knows Hydra and OmegaConf."""
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.actor import ExtraLossConfig
+from verl.config.command_line import USAGE, CommandLine, parse_command_line
+from verl.config.keys import Key, flatten, keys_of, nest, owner_of
+from verl.config.rules import TOKEN_BUDGETS
+from verl.config.toy_defaults import with_toy_defaults
+from verl.config.train import TrainConfig
+from verl.config.validate import validate
+from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
+
+ROOTS: dict[str, type[TrainConfig]] = {"ppo_trainer": TrainConfig}
+
+
+def load_config(argv: list[str], *, root: str = "ppo_trainer") -> TrainConfig:
+    """The configuration that `argv` (without the program's name) asks for, checked for contradictions.
+
+    `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a ConfigError.
+    """
+    command = parse_command_line(argv)
+    if command.help:
+        print(USAGE, end="")
+        sys.exit(0)
+    config = _build(_compose(command, root), root)
+    if command.show:
+        print(OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))), end="")
+        sys.exit(0)
+    validate(config)
+    return config
+
+
+def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> TrainConfig:
+    """A checked configuration from nested values, of which any may be left out (also a composed DictConfig)."""
+    if isinstance(values, DictConfig):
+        values = _changed_values(values, root)
+    config = _build(values, root)
+    validate(config)
+    return config
+
+
+def _changed_values(composed: DictConfig, root: str) -> dict[str, Any]:
+    """What in a tree composed on the schema by a user's own Hydra program is not simply the schema's default."""
+    defaults = flatten(_plain(_schema(root)), ROOTS[root])
+    changed = flatten(_plain(composed), ROOTS[root]).items()
+    return nest({path: value for path, value in changed if path not in defaults or value != defaults[path]})
+
+
+def _plain(tree: DictConfig) -> dict[str, Any]:
+    """Nested values with interpolations as they are written."""
+    values = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def config_to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested plain values, fit for JSON; `config_from_dict` gives an equal configuration back."""
+    return dataclasses.asdict(config)
+
+
+# ---- Hydra -----------------------------------------------------------------------------------------------------------
+
+
+def _compose(command: CommandLine, root: str) -> dict[str, Any]:
+    """What the user's YAML and overrides set, and nothing else: nested values, interpolations unresolved.
+
+    The schema stays out of the composition (its name stands for an empty tree meanwhile), so that what the user has
+    set can be told from what is default, and so that every complaint is ours.
+    """
+    name = command.config_name or root
+    if "megatron" in name:
+        raise ConfigError(f"Config '{name}': there is no Megatron backend; use '{root}', which shards with FSDP2.")
+    folder, overrides = _config_folder(command), list(command.overrides)
+    groups = {path.name for path in folder.iterdir() if path.is_dir()} if _asks_for_files(command) else set()
+    if command.config_path and command.config_dir:
+        further = _folder(command.config_dir, "--config-dir")
+        groups |= {path.name for path in further.iterdir() if path.is_dir()}
+        overrides.append(f"hydra.searchpath=[file://{further}]")
+    overrides = [_as_group(override, groups) for override in overrides if not _is_hydra_setting(override)]
+    try:
+        with _stand_in(root), warnings.catch_warnings(), initialize_config_dir(str(folder), version_base="1.3"):
+            # ppo_trainer is built in, so a search path into verl's own folder may point nowhere.
+            warnings.filterwarnings("ignore", message=r".*verl/trainer/config is not\s+available", category=UserWarning)
+            composed = compose(name, overrides)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_hydra_message(error, command, folder)) from error
+    return _plain(composed)
+
+
+@contextmanager
+def _stand_in(root: str) -> Iterator[None]:
+    """While open, `root` in Hydra's ConfigStore is empty; else it is the schema, for users' own Hydra programs."""
+    store = ConfigStore.instance()
+    store.store(name=root, node={})
+    try:
+        yield
+    finally:
+        store.store(name=root, node=_schema(root))
+
+
+def _asks_for_files(command: CommandLine) -> bool:
+    return command.config_path is not None or command.config_dir is not None or command.config_name is not None
+
+
+def _config_folder(command: CommandLine) -> Path:
+    if command.config_path is not None:
+        return _folder(command.config_path, "--config-path")
+    if command.config_dir is not None:
+        return _folder(command.config_dir, "--config-dir")
+    return Path.cwd() if command.config_name is not None else Path(__file__).parent
+
+
+def _folder(path: str, option: str) -> Path:
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"{option} must be an existing folder, got '{path}' (looked at {folder}).")
+    return folder
+
+
+def _is_hydra_setting(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    if not key.startswith(("hydra.", "hydra/")) or key == "hydra.searchpath":
+        return False
+    logger.warning("%s has no effect: Hydra makes no folder and sets up no logging here.", key)
+    return True
+
+
+def _as_group(override: str, groups: set[str]) -> str:
+    """Undo the `++` where the name is a config group (a subfolder of the user's) or Hydra's own search path."""
+    key = override.lstrip("+").partition("=")[0]
+    if key == "hydra.searchpath":
+        return override.lstrip("+")
+    return f"+{override.lstrip('+')}" if key in groups else override
+
+
+def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
+    text = str(error.__cause__ if not str(error).strip() and error.__cause__ else error).strip()
+    if isinstance(error, OverrideParseException):
+        override = error.override.lstrip("+")
+        return (
+            f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the argument: \"key='value'\"."
+        )
+    if "--multirun" in text:
+        return f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as \"key='a,b'\"."
+    if "Could not delete" in text:
+        return f"{text} A deletion takes back what a YAML file sets; for no value write key=null."
+    if "Cannot find primary config" in text:
+        found = sorted(path.stem for path in folder.glob("[!.]*.y*ml"))
+        return f"No '{command.config_name}.yaml' in {folder}. Found there: {', '.join(found) or 'no YAML file'}."
+    return text
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def _build(values: Mapping[str, Any], root: str) -> TrainConfig:
+    """Schema defaults, then the toy set's, then `values`, all resolved; not yet checked for contradictions."""
+    root_class = ROOTS[root]
+    keys = keys_of(root_class)
+    given, written_as = _rename_aliases(flatten(values, root_class), keys)
+    given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
+    given = with_toy_defaults(given)
+    tree = _schema(root).copy()
+    for path, value in given.items():
+        _assign(tree, keys[path], value, written_as.get(path, path))
+    config = _resolve(tree, keys)
+    assert isinstance(config, root_class)
+    _tidy(config, keys)
+    _widen_budgets(config, given)
+    return config
+
+
+@functools.cache
+def _schema(root: str) -> DictConfig:
+    """The typed tree of defaults, with an interpolation wherever a key follows another."""
+    tree = OmegaConf.structured(ROOTS[root]())
+    for key in keys_of(ROOTS[root]).values():
+        if key.interpolation is not None:
+            OmegaConf.update(tree, key.path, key.interpolation)
+    return tree
+
+
+def _rename_aliases(given: Mapping[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Move the value of a key's other name to the key itself; the alias then follows it.
+
+    Returns the values by main key, and how the user wrote each main key.
+    """
+    renamed = {path: value for path, value in given.items() if keys[path].setting.alias_of is None}
+    written_as = {path: path for path in renamed}
+    for path, value in given.items():
+        main = keys[path].setting.alias_of
+        if main is None or value is None:
+            continue
+        if renamed.get(main) is not None and renamed[main] != value:
+            raise ConfigError(
+                f"{path} and {written_as[main]} are two names of one setting, got {value!r} and {renamed[main]!r}. "
+                f"Set {main} alone."
+            )
+        renamed[main], written_as[main] = value, path
+    return renamed, written_as
+
+
+def _leaves_unset(key: Key, value: Any) -> bool:
+    """An explicit null of a key that has no null means what the key follows, or its default."""
+    return value is None and not _allows_null(key) and (key.setting.follows is not None or key.setting.null_is_default)
+
+
+def _allows_null(key: Key) -> bool:
+    return key.type is Any or type(None) in get_args(key.type)
+
+
+def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
+    takes_int = int in (key.type, *get_args(key.type))
+    if takes_int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1e3
+    try:
+        OmegaConf.update(tree, key.path, value, merge=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_type_message(key, value, written_as)) from error
+
+
+def _type_message(key: Key, value: Any, written_as: str) -> str:
+    hint = " Write null for no value." if value in ("None", "none") else ""
+    return f"{written_as} expects {describe_type(key)}, got {value!r} ({type(value).__name__}).{hint}"
+
+
+_TYPE_NAMES = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list[int]: "a list of whole numbers",
+    list[float]: "a list of numbers",
+    list[str]: "a list of texts",
+    dict[str, Any]: "a mapping of names to values",
+    list[ExtraLossConfig]: "a list of {name: <registered loss>, coef: <number>}",
+}
+
+
+def describe_type(key: Key) -> str:
+    """What a key expects, in words."""
+    if key.type is Any:
+        return "a value or a list"
+    parts = [part for part in get_args(key.type) if part is not type(None)]
+    plain = parts[0] if _allows_null(key) and parts else key.type
+    return _TYPE_NAMES[plain] + (" or null" if _allows_null(key) else "")
+
+
+def _resolve(tree: DictConfig, keys: Mapping[str, Key]) -> Any:
+    try:
+        return OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_resolution_message(tree, keys)) from error
+
+
+def _resolution_message(tree: DictConfig, keys: Mapping[str, Key]) -> str:
+    """Which key it is that cannot be resolved, and why."""
+    written = flatten(_plain(tree), TrainConfig)
+    for key in keys.values():
+        try:
+            value = OmegaConf.select(tree, key.path)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            return f"{key.path}={written[key.path]} cannot be resolved to {describe_type(key)}: {reason}"
+    raise AssertionError("every key resolves alone, but not all together")
+
+
+def _tidy(config: TrainConfig, keys: Mapping[str, Key]) -> None:
+    """One value becomes a list where both are accepted, and `~` in paths the home folder."""
+    for key in keys.values():
+        owner, name = owner_of(config, key.path)
+        value = getattr(owner, name)
+        if key.setting.many and value is not None and not isinstance(value, list):
+            value = [value]
+        if key.setting.is_path:
+            value = [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
+        setattr(owner, name, value)
+
+
+def _expanded(path: Any) -> Any:
+    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
+
+
+def _widen_budgets(config: TrainConfig, given: Mapping[str, Any]) -> None:
+    """A token budget that the user left alone always has room for one whole sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for path in TOKEN_BUDGETS:
+        owner, name = owner_of(config, path)
+        followed = keys_of(TrainConfig)[path].followed
+        if path not in given and followed not in given and getattr(owner, name) < longest:
+            setattr(owner, name, longest)
+
+
+# Users' own Hydra programs find the schema by name in their `defaults:` lists.
+for _root in ROOTS:
+    ConfigStore.instance().store(name=_root, node=_schema(_root))

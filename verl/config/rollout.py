@@ -1,0 +1,102 @@
+"""Generation of responses."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.multi_turn import AgentConfig, MultiTurnConfig
+from verl.config.setting import setting
+
+_OTHER_ENGINES = "read by the vllm and sglang engines only, which are not available in this version"
+_ONE_COPY = "the engine takes its weights straight from the trainer's module"
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingValConfig:
+    """How validation samples. `do_sample=False` is greedy, whatever the temperature."""
+
+    top_k: int = setting(-1, "sample among the k likeliest tokens; -1: all", at_least=-1)
+    top_p: float = setting(1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1)
+    min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1)
+    temperature: float = setting(0.0, "0 is greedy", at_least=0)
+    n: int = setting(1, "responses a prompt", above=0)
+    do_sample: bool = setting(False, "False: greedy")
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineKwargsConfig:
+    vllm: dict[str, Any] = setting({}, "arguments for vLLM", no_effect=_OTHER_ENGINES)
+    sglang: dict[str, Any] = setting({}, "arguments for SGLang", no_effect=_OTHER_ENGINES)
+
+
+@dataclass(kw_only=True, slots=True)
+class TraceConfig:
+    backend: str | None = setting(None, "where rollouts are traced to", planned="rollouts are not traced yet")
+    token2text: bool = setting(False, "decode traced tokens", no_effect="read together with trace.backend only")
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    name: str = setting("embedded", "registered engine: embedded, or hf (slow reference)")
+    mode: str = setting("sync", "sync or async", planned="asynchronous rollouts are not built yet")
+    seed: int = setting(0, "seed of the sampling noise; with step, sample and position it fixes every draw", at_least=0)
+    n: int = setting(1, "G: responses a prompt", above=0)
+    do_sample: bool = setting(True, "False: greedy")
+    temperature: float = setting(1.0, "divides the logits, in every log-prob too", at_least=0)
+    top_k: int = setting(-1, "sample among the k likeliest tokens; -1: all", at_least=-1)
+    top_p: float = setting(1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1)
+    min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1)
+    stop: Any = setting([], "text (or list of texts) that ends a response and is kept", many=True)
+    stop_token_ids: list[int] = setting([], "tokens that end a response, beside the model's own")
+    ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
+    prompt_length: int = setting(512, "P", alias_of="data.max_prompt_length")
+    response_length: int = setting(512, "R", alias_of="data.max_response_length")
+    max_new_tokens: int | None = setting(None, "R", alias_of="data.max_response_length")
+    max_model_len: int | None = setting(None, "longest sequence; null: prompt + response", above=0)
+    dtype: str | None = setting(
+        None, "dtype of the engine's weights; null: bfloat16 on CUDA, the trainer's on CPU",
+        choices=("float32", "bfloat16", "float16", "float64"),
+    )  # fmt: skip
+    gpu_memory_utilization: float = setting(
+        0.5, "share of the device's memory that the engine may fill", above=0, at_most=1
+    )
+    page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
+    num_pages: int | None = setting(None, "pages of the key-value cache; null: what the memory allows", above=0)
+    max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
+    max_num_batched_tokens: int = setting(8192, "prompt tokens taken in one prefill step", above=0)
+    enable_chunked_prefill: bool = setting(
+        True, "split long prompts over prefill steps", no_effect="the scheduler decides"
+    )
+    enforce_eager: bool = setting(True, "no CUDA graphs", no_effect="decoding runs eagerly in this version")
+    free_cache_engine: bool = setting(True, "give the engine's memory back while training")
+    deterministic: bool = setting(
+        False, "same tokens in every batch composition",
+        planned="batch-invariant kernels are not built; on one device the same batch gives the same tokens already",
+    )  # fmt: skip
+    tensor_model_parallel_size: int = setting(1, "ranks that share the engine", planned="the engine uses one device")
+    log_prob_micro_batch_size: int | None = setting(
+        None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        None, "responses a forward pass for old log-probs; null: as many as fit the token budget", above=0
+    )
+    log_prob_use_dynamic_bsz: bool | None = setting(
+        None, "micro-batches by tokens; null: unless their rows are given",
+        follows="actor_rollout_ref.actor.use_dynamic_bsz",
+    )  # fmt: skip
+    log_prob_max_token_len_per_gpu: int = setting(
+        16384, "tokens a forward pass for old log-probs", above=0,
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )  # fmt: skip
+    calculate_log_probs: bool = setting(
+        True, "return log-probs of the sampled tokens", no_effect="they are always returned", also=(False,)
+    )
+    disable_log_stats: bool = setting(True, "no engine statistics", no_effect="statistics are metrics of each step")
+    multi_stage_wake_up: bool = setting(False, "wake weights and cache apart", no_effect=_OTHER_ENGINES)
+    update_weights_bucket_megabytes: int = setting(512, "size of a hand-over bucket", no_effect=_ONE_COPY)
+    load_format: str = setting("dummy_dtensor", "how the engine loads weights", no_effect=_ONE_COPY)
+    layered_summon: bool = setting(False, "gather weights layer by layer", no_effect=_ONE_COPY)
+    engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
+    val_kwargs: SamplingValConfig = field(default_factory=SamplingValConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)

@@ -1,0 +1,261 @@
+"""Contradictions between keys. Each rule yields one message per contradiction: expectation, fact, way out."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from verl.config.choices import TRACKERS
+from verl.config.micro_batch import MicroBatch, log_prob_micro_batch, update_micro_batch, value_micro_batch
+from verl.config.rollout import RolloutConfig, SamplingValConfig
+from verl.config.train import TrainConfig
+from verl.utils.registry import nearest_names
+
+Rule = Callable[[TrainConfig], Iterator[str]]
+
+# Keys that say how many tokens one pass may take; `_micro_batches` goes through them in this order.
+TOKEN_BUDGETS = (
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+)
+
+
+def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    if config.actor_rollout_ref.model.path is None:
+        yield (
+            "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face causal LM, "
+            "or 'toy' for the packaged one."
+        )
+    if not data.train_files and data.dataset_name is None:
+        yield "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
+    if data.train_files and data.dataset_name is not None:
+        yield (
+            f"data.train_files and data.dataset_name both name the training data, got {data.train_files} and "
+            f"'{data.dataset_name}'. Set one of them."
+        )
+    for section, path, name, path_key, name_key in (
+        ("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name"),
+        ("data.sampler", data.sampler.class_path, data.sampler.class_name, "class_path", "class_name"),
+    ):
+        if (path is None) != (name is None):
+            yield f"{section}.{path_key} and {section}.{name_key} go together, got {path!r} and {name!r}. Set both."
+
+
+def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
+    batch = config.data.train_batch_size
+    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if config.needs_critic and config.critic.ppo_mini_batch_size not in minis.values():
+        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for key, mini in minis.items():
+        if mini is None:
+            continue
+        if mini > batch:
+            yield (
+                f"{key} must not exceed data.train_batch_size (both count prompts), got {mini} and {batch}. "
+                f"Set {key}={batch}, or leave it unset for the whole batch."
+            )
+        elif batch % mini:
+            yield (
+                f"data.train_batch_size must be divisible by {key}, got {batch} and {mini}. "
+                f"Nearest that fit: train_batch_size {batch // mini * mini} or {(batch // mini + 1) * mini}, "
+                f"ppo_mini_batch_size {_nearest_divisor(batch, mini)}."
+            )
+
+
+def _nearest_divisor(number: int, near: int) -> int:
+    return min((part for part in range(1, number + 1) if number % part == 0), key=lambda part: abs(part - near))
+
+
+def sequences_fit(config: TrainConfig) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    longest = prompt + response
+    limit = config.actor_rollout_ref.rollout.max_model_len
+    if limit is not None and limit < longest:
+        yield (
+            "actor_rollout_ref.rollout.max_model_len must hold a prompt and its response "
+            f"(data.max_prompt_length + data.max_response_length = {prompt} + {response}), got {limit}. "
+            f"Set it to at least {longest}, or leave it unset."
+        )
+    reported = set()  # one message for a budget and those that follow it
+    for key, micro_batch in _micro_batches(config):
+        budget = micro_batch.max_tokens
+        if budget is None or budget >= longest or budget in reported or key.startswith(inactive_sections(config)):
+            continue
+        reported.add(budget)
+        yield (
+            f"{key} must hold one whole sequence (data.max_prompt_length + data.max_response_length = "
+            f"{prompt} + {response}), got {budget}. Set it to at least {longest}."
+        )
+
+
+def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch]]:
+    roles = config.actor_rollout_ref
+    chosen = (
+        update_micro_batch(roles.actor),
+        log_prob_micro_batch(roles.ref),
+        log_prob_micro_batch(roles.rollout),
+        update_micro_batch(config.critic),
+        value_micro_batch(config.critic),
+    )
+    yield from zip(TOKEN_BUDGETS, chosen)
+
+
+def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
+    """Sections that nothing reads in this run; what they ask for is no contradiction."""
+    sections = []
+    if not config.needs_critic:
+        sections.append("critic.")
+    if not config.needs_reference:
+        sections.append("actor_rollout_ref.ref.")
+    if not config.reward_model.enable:
+        sections.append("reward_model.model.")
+    return tuple(sections)
+
+
+def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
+    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if estimator in ("grpo", "grpo_passk", "rloo", "opo") and n < 2:
+        yield (
+            f"algorithm.adv_estimator={estimator} compares the responses to one prompt and needs "
+            f"actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 8, say, or algorithm.adv_estimator=gae."
+        )
+    if estimator == "gae" and config.critic.enable is False:
+        yield (
+            "algorithm.adv_estimator=gae needs a critic, got critic.enable=False. "
+            "Leave critic.enable unset, or set algorithm.adv_estimator=grpo."
+        )
+    if config.needs_critic and config.critic.rollout_n != n:
+        yield (
+            f"critic.rollout_n must equal actor_rollout_ref.rollout.n, got {config.critic.rollout_n} and {n}. "
+            "Leave critic.rollout_n unset."
+        )
+    if config.trainer.critic_warmup > 0 and not config.needs_critic:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} trains the critic alone at first, but this run has "
+            "none. Set trainer.critic_warmup=0."
+        )
+
+
+def losses_make_sense(config: TrainConfig) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    prefix = "actor_rollout_ref.actor"
+    for key, low in (("clip_ratio_low", actor.clip_ratio_low), ("clip_ratio", actor.clip_ratio)):
+        if low > 1:
+            yield f"{prefix}.{key} is a distance below a ratio of 1 and cannot exceed 1, got {low}. 0.2 is usual."
+            break
+    if actor.policy_loss.clip_cov_lb > actor.policy_loss.clip_cov_ub:
+        yield (
+            f"{prefix}.policy_loss.clip_cov_lb must not exceed clip_cov_ub, got {actor.policy_loss.clip_cov_lb} and "
+            f"{actor.policy_loss.clip_cov_ub}. Swap them."
+        )
+    for role, optim in ((prefix, actor.optim), ("critic", config.critic.optim)):
+        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+            yield f"{role}.optim.betas must be two numbers in [0, 1), got {optim.betas}. [0.9,0.999] is usual."
+
+
+def training_samples_vary(config: TrainConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.val_only or not is_greedy(rollout):
+        return
+    fact = "temperature=0" if rollout.temperature == 0 else "do_sample=False"
+    yield (
+        f"Training needs samples that vary, got actor_rollout_ref.rollout.{fact} (greedy). "
+        "Set actor_rollout_ref.rollout.temperature=1.0 and do_sample=True; "
+        "for greedy validation use actor_rollout_ref.rollout.val_kwargs."
+    )
+
+
+def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
+    """Whether every token is the likeliest one."""
+    return sampling.temperature == 0 or not sampling.do_sample
+
+
+def engine_is_available(config: TrainConfig) -> Iterator[str]:
+    name = config.actor_rollout_ref.rollout.name
+    if name in ("vllm", "sglang"):
+        yield (
+            f"actor_rollout_ref.rollout.name={name} is not available in this version. "
+            "Set actor_rollout_ref.rollout.name=embedded, or leave it unset."
+        )
+
+
+def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.total_training_steps is None and trainer.total_epochs is None:
+        yield "The run has no end. Set trainer.total_training_steps (max_steps) or trainer.total_epochs."
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield (
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path, which is not set. "
+            "Set it to a global_step_N folder, or trainer.resume_mode=auto."
+        )
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield (
+            f"trainer.resume_from_path='{trainer.resume_from_path}' is read with trainer.resume_mode=resume_path only, "
+            f"got '{trainer.resume_mode}'. Set trainer.resume_mode=resume_path."
+        )
+    elif trainer.resume_from_path is not None and not Path(trainer.resume_from_path).is_dir():
+        yield f"trainer.resume_from_path must be a global_step_N folder, found none at '{trainer.resume_from_path}'."
+    for key in ("save_freq", "test_freq"):
+        if getattr(trainer, key) == 0:
+            yield f"trainer.{key} must be positive, or -1 for never, got 0."
+
+
+def validation_has_data(config: TrainConfig) -> Iterator[str]:
+    if config.data.val_files:
+        return
+    for key, asked in (("val_only", config.trainer.val_only), ("test_freq", config.trainer.test_freq > 0)):
+        if asked:
+            yield (
+                f"trainer.{key}={getattr(config.trainer, key)} asks for validation, but data.val_files is not set. "
+                "Set data.val_files."
+            )
+
+
+def loggers_are_known(config: TrainConfig) -> Iterator[str]:
+    if config.actor_rollout_ref.model.external_lib is not None:
+        return  # the user's module may register more
+    for name in config.trainer.logger:
+        if name not in TRACKERS:
+            near = nearest_names(str(name), list(TRACKERS))
+            yield f"trainer.logger: unknown '{name}'. Nearest known: {near}. All: {', '.join(TRACKERS)}."
+
+
+def reward_function_is_there(config: TrainConfig) -> Iterator[str]:
+    path = config.custom_reward_function.path
+    if path is not None and path.endswith(".py") and not Path(path).is_file():
+        yield f"custom_reward_function.path must be a Python file, found none at '{path}'."
+
+
+RULES: tuple[Rule, ...] = (
+    model_and_data_are_named,
+    batch_divides_into_mini_batches,
+    sequences_fit,
+    algorithm_has_what_it_needs,
+    losses_make_sense,
+    training_samples_vary,
+    engine_is_available,
+    run_has_an_end_and_a_start,
+    validation_has_data,
+    loggers_are_known,
+    reward_function_is_there,
+)
+
+
+def doubtful(config: TrainConfig) -> Iterator[str]:
+    """Combinations that run, but are seldom meant."""
+    actor, validation = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.val_kwargs
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both on."
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not enter the loss."
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
+        yield "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the reward."
+    if not validation.do_sample and validation.temperature > 0:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no effect without "
+            "val_kwargs.do_sample=True: validation is greedy."
+        )
+    if validation.n > 1 and is_greedy(validation):
+        yield f"Greedy validation gives {validation.n} equal responses a prompt; set val_kwargs.do_sample=True to vary."

@@ -1,0 +1,42 @@
+"""What `data.dataset_name=toy` sets where the user says nothing: ten prompts, a tiny model, two CPU cores."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.utils.logging import logger
+
+TOY = "toy"
+
+# For the ten prompts, whatever model answers them.
+TOY_DATA_DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.model.path": TOY,
+    "actor_rollout_ref.rollout.n": 16,
+    "data.train_batch_size": 8,
+    "data.max_prompt_length": 64,
+    "data.max_response_length": 32,
+    "trainer.project_name": "toy",
+    "trainer.experiment_name": "toy",
+    "trainer.total_training_steps": 10,
+}
+# For the packaged model alone: a learning rate that would wreck a large one.
+TOY_MODEL_DEFAULTS: dict[str, Any] = {
+    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+}
+
+
+def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` (flat, aliases already renamed) over the toy defaults, which are logged in one line."""
+    if given.get("data.dataset_name") != TOY:
+        return dict(given)
+    defaults = dict(TOY_DATA_DEFAULTS)
+    if given.get("actor_rollout_ref.model.path", TOY) == TOY:
+        defaults |= TOY_MODEL_DEFAULTS
+    if "trainer.total_epochs" in given:
+        del defaults["trainer.total_training_steps"]
+    applied = {path: value for path, value in defaults.items() if path not in given}
+    if applied:
+        values = ", ".join(f"{path}={value}" for path, value in applied.items())
+        logger.info("data.dataset_name=toy sets what you left unset: %s", values)
+    return {**applied, **given}

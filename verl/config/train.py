@@ -1,0 +1,32 @@
+"""The root of the configuration tree of `verl.trainer.main_ppo`."""
+
+from dataclasses import dataclass, field
+
+from verl.config.actor_rollout_ref import ActorRolloutRefConfig
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.critic import CriticConfig
+from verl.config.data import DataConfig
+from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from verl.config.trainer import RayInitConfig, TrainerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return self.critic.enable if self.critic.enable is not None else self.algorithm.adv_estimator == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the first policy is needed."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward

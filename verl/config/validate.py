@@ -1,0 +1,92 @@
+"""Whether a configuration can be honoured: asked before a weight is loaded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config.keys import Key, keys_of, value_at
+from verl.config.rules import RULES, doubtful, inactive_sections
+from verl.config.train import TrainConfig
+from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
+from verl.utils.registry import nearest_names
+
+
+def validate(config: TrainConfig) -> None:
+    """Raise one ConfigError with every contradiction; log one line for each changed key that has no effect."""
+    keys = keys_of(type(config))
+    problems = [problem for key in keys.values() for problem in _problems_of_value(config, key)]
+    if not problems:  # rules take it that every single value is in its range
+        problems = [problem for key in keys.values() for problem in _not_available(config, key)]
+        problems += [problem for rule in RULES for problem in rule(config)]
+    if problems:
+        raise ConfigError(
+            problems[0]
+            if len(problems) == 1
+            else f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {problem}" for problem in problems)
+        )
+    for warning in (*_without_effect(config, keys), *doubtful(config)):
+        logger.warning(warning)
+
+
+def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
+    """What is wrong with one value by itself: not among the choices, out of range."""
+    value, setting = value_at(config, key.path), key.setting
+    if value is None or _is_inherited(config, key, value):
+        return
+    if setting.choices is not None and value not in setting.choices:
+        if key.path.endswith("strategy") and "megatron" in str(value):
+            yield (
+                f"{key.path}={value}: there is no Megatron backend. Set {key.path}=fsdp: FSDP2 shards weights, "
+                "gradients and moments, and actor_rollout_ref.rollout.tensor_model_parallel_size splits the rollout."
+            )
+            return
+        near = nearest_names(str(value), list(setting.choices))
+        yield f"{key.path}: unknown value '{value}'. Nearest known: {near}. All: {', '.join(setting.choices)}."
+    if (bounds := _violated_bounds(key, value)) is not None:
+        yield f"{key.path} must be {bounds}, got {value}."
+
+
+def _not_available(config: TrainConfig, key: Key) -> Iterator[str]:
+    """What is asked for and not built yet, in the sections that are read at all."""
+    value, reason = value_at(config, key.path), key.setting.planned
+    if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
+        return
+    if not key.path.startswith(inactive_sections(config)):
+        yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={_written(key.default)}."
+
+
+def _violated_bounds(key: Key, value: Any) -> str | None:
+    """The range in words, if `value` lies outside."""
+    setting = key.setting
+    parts = []
+    inside = True
+    if setting.above is not None:
+        parts.append(f"above {setting.above}")
+        inside &= value > setting.above
+    if setting.at_least is not None:
+        parts.append(f"at least {setting.at_least}")
+        inside &= value >= setting.at_least
+    if setting.at_most is not None:
+        parts.append(f"at most {setting.at_most}")
+        inside &= value <= setting.at_most
+    return None if inside else " and ".join(parts)
+
+
+def _without_effect(config: TrainConfig, keys: dict[str, Key]) -> Iterator[str]:
+    for key in keys.values():
+        value, reason = value_at(config, key.path), key.setting.no_effect
+        if reason is not None and _is_changed(key, value) and not _is_inherited(config, key, value):
+            yield f"{key.path}={_written(value)} has no effect: {reason}."
+
+
+def _is_changed(key: Key, value: Any) -> bool:
+    return value != key.default and value not in key.setting.also
+
+
+def _is_inherited(config: TrainConfig, key: Key, value: Any) -> bool:
+    """Whether the value is the one of the key it follows, which has its own check."""
+    return key.followed is not None and value == value_at(config, key.followed)
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,40 @@
+"""Which device this process computes on, and how much of it was used."""
+
+import torch
+
+GIB = 1024**3
+
+
+def visible_device(requested: str | None = None) -> torch.device:
+    """The device asked for, or the first visible one: CUDA when there is any, else CPU."""
+    if requested in (None, "auto", "cuda"):
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+    return torch.device(requested)
+
+
+def describe_device(device: torch.device) -> str:
+    """One line for the log: name and memory of the device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{device} ({properties.name}, {properties.total_memory / GIB:.0f} GiB)"
+    return f"cpu ({torch.get_num_threads()} threads)"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that wall-clock timings mean what they say."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Peak memory since the last call, in GB as verl's users plot it; empty on CPU."""
+    if device.type != "cuda":
+        return {}
+    metrics = {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / GIB,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / GIB,
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return metrics

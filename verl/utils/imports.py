@@ -1,0 +1,61 @@
+"""Loading optional packages and users' own files."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.utils.errors import ConfigError, MissingDependencyError
+from verl.utils.registry import nearest_names
+
+
+def require(module: str, purpose: str, install: str) -> ModuleType:
+    """Import `module`, or say what needs it and the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.split(".")[0] != error.name.split(".")[0]:
+            raise
+        raise MissingDependencyError(f"{purpose} needs the package '{module}'. Install it: {install}") from error
+
+
+def load_module(path_or_name: str) -> ModuleType:
+    """Import a user's `.py` file (once a process) or an importable module by its dotted name."""
+    path = Path(path_or_name).expanduser()
+    if path.suffix != ".py":
+        try:
+            return importlib.import_module(path_or_name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"Cannot import '{path_or_name}': {error}. Give a .py file or an installed module."
+            ) from error
+    if not path.is_file():
+        raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
+    # The name depends on the path, so that two users' `reward.py` never shadow each other.
+    name = f"verl_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def load_extern_type(file_path: str, type_name: str) -> Any:
+    """The object `type_name` from a user's file or module."""
+    module = load_module(file_path)
+    if not hasattr(module, type_name):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(
+            f"'{file_path}' has no '{type_name}'. Nearest names in it: {nearest_names(type_name, public)}."
+        )
+    return getattr(module, type_name)

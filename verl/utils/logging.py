@@ -1,0 +1,23 @@
+"""One logger for the package, and a way to say a thing once."""
+
+import functools
+import logging
+import sys
+
+logger = logging.getLogger("verl")
+
+
+def configure_logging(level: int = logging.INFO) -> None:
+    """Send the package's log to stdout, one line a record. Called by entry points, never on import."""
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level)
+
+
+@functools.cache
+def say_once(message: str, level: int = logging.INFO) -> None:
+    """Log `message` the first time it comes, for facts that hold for a whole run."""
+    logger.log(level, message)

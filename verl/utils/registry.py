@@ -1,0 +1,45 @@
+"""One kind of registry for everything a user may add by a decorator."""
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from verl.utils.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest_names(name: str, known: list[str], count: int = 3) -> str:
+    """The known names closest to `name`, or all of them when none is close."""
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    return ", ".join(close or sorted(known))
+
+
+class Registry(Generic[T]):
+    """Names to objects of one kind (`kind` is how errors call them)."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: `@registry.register("rloo")`. Registering another object under a taken name is an error."""
+
+        def add(entry: T) -> T:
+            if self._entries.get(name, entry) is not entry:
+                raise ConfigError(f"{self.kind} '{name}' is already registered; give yours another name.")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def get(self, name: str) -> T:
+        if name not in self._entries:
+            raise ConfigError(f"Unknown {self.kind} '{name}'. Nearest known: {nearest_names(name, list(self))}.")
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
