@@ -1,0 +1,92 @@
+"""The value model: values before response tokens, a replaceable head, and its folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.rows import RESPONSE_LENGTH, padded_rows
+from tests.tiny_models import save_tiny, tiny_model
+from verl.models.attention import apply_checkpointing
+from verl.models.critic import VALUE_HEAD_FILE, CriticModel
+from verl.models.load import load_critic
+from verl.models.packed import PackedBatch, PackedValueModel
+from verl.utils.errors import ModelError
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen2", "gemma2", "qwen3_moe"])
+def test_values_are_the_head_on_the_state_before_each_response_token(family: str) -> None:
+    ids, mask = padded_rows()
+    reference = tiny_model(family)
+    critic = CriticModel.from_causal_lm(tiny_model(family))
+    torch.nn.init.normal_(critic.value_head.weight)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        states = reference.base_model(input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
+        expected = critic.value_head(states).squeeze(-1)[:, -RESPONSE_LENGTH - 1 : -1]
+        values = PackedValueModel(critic)(PackedBatch.from_rows(ids, mask, RESPONSE_LENGTH))["values"]
+    assert values.dtype == torch.float32
+    expected = expected[mask[:, -RESPONSE_LENGTH:].bool()]
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_initial_values_are_near_zero_alike_on_every_rank_and_trainable() -> None:
+    torch.manual_seed(1)
+    critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
+    torch.manual_seed(2)
+    twin = CriticModel.from_causal_lm(tiny_model("qwen2"))
+    assert torch.equal(critic.value_head.weight, twin.value_head.weight)
+    module = PackedValueModel(critic)
+    values = module(PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH))["values"]
+    assert values.abs().max() < 0.1
+    assert values.std() > 0
+    values.sum().backward()
+    assert all(parameter.grad is not None for parameter in critic.parameters())
+
+
+def test_the_head_can_be_replaced() -> None:
+    critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
+    critic.value_head = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    values = PackedValueModel(critic)(PackedBatch.from_sequences([[5, 6, 7]]))["values"]
+    assert values.shape == (2,)
+
+
+def test_a_saved_critic_gives_the_same_values(tmp_path: Path) -> None:
+    critic = load_critic(save_tiny(tmp_path / "policy"), dtype="float32")
+    torch.nn.init.normal_(critic.value_head.weight)
+    batch = PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH)
+    expected = PackedValueModel(critic)(batch)["values"]
+    critic.save_pretrained(tmp_path / "critic")
+    loaded = load_critic(tmp_path / "critic", dtype="float32")
+    assert torch.equal(PackedValueModel(loaded)(batch)["values"], expected)
+    assert loaded.config.model_type == "qwen2"
+
+
+def test_gathered_weights_are_saved_instead_of_ones_own(tmp_path: Path) -> None:
+    critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
+    doubled = {name: 2 * value for name, value in critic.state_dict().items()}
+    critic.save_pretrained(tmp_path, state_dict=doubled)
+    loaded = load_critic(tmp_path, dtype="float32", check=False)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, doubled[name])
+
+
+def test_a_saved_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
+    critic.value_head = torch.nn.Linear(32, 1)
+    critic.save_pretrained(tmp_path)
+    assert (tmp_path / VALUE_HEAD_FILE).is_file()
+    with pytest.raises(ModelError, match="another head"):
+        load_critic(tmp_path, dtype="float32")
+
+
+def test_checkpointing_a_critic_leaves_gradients_as_they_are() -> None:
+    batch = PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH)
+    found = []
+    for enabled in (False, True):
+        module = PackedValueModel(CriticModel.from_causal_lm(tiny_model("gemma2"))).train()
+        apply_checkpointing(module, enabled)
+        module(batch)["values"].square().sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

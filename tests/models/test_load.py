@@ -1,0 +1,282 @@
+"""Loading from folders and the hub: what is set, what is refused, and what the errors say."""
+
+import json
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.shared_files import SHARED, needs_shared
+from tests.tiny_models import FAMILIES, MORE_FAMILIES, save_tiny, tiny_model, tiny_tokenizer
+from verl.models import probe
+from verl.models.attention import IMPLEMENTATION, Facts, packed_attention
+from verl.models.load import check_vocabulary, load_causal_lm, load_critic, load_tokenizer, resolve_path
+from verl.models.logprobs import Head
+from verl.models.packed import PackedBatch, PackedCausalLM
+from verl.models.probe import check_packed
+from verl.utils.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
+def test_every_family_loads_and_passes_the_check(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family)
+    model = load_causal_lm(tmp_path, dtype="float32")
+    assert model.config._attn_implementation == IMPLEMENTATION
+    assert not model.training
+    load_critic(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_half_precision_passes_the_check(name: str, folder: Path) -> None:
+    model = load_causal_lm(folder, dtype=name)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, name)}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_all_dropout_is_zeroed(family: str, tmp_path: Path) -> None:
+    rates = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.2}, "opt": {"dropout": 0.1, "attention_dropout": 0.3}}
+    save_tiny(tmp_path, family, **rates[family])
+    module = PackedCausalLM(load_causal_lm(tmp_path, dtype="float32")).train()
+    batch = PackedBatch.from_sequences([[5, 6, 7, 8, 9], [10, 11, 12]])
+    assert torch.equal(module(batch)["log_probs"], module(batch)["log_probs"])
+    assert all(getattr(module.model.config, name) == 0 for name in rates[family])
+
+
+def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> None:
+    changes = {"rope_parameters": {"rope_theta": 50.0}, "max_position_embeddings": 64}
+    model = load_causal_lm(folder, dtype="float32", override_config=changes)
+    assert model.config.rope_parameters["rope_theta"] == 50.0
+    assert model.config.rope_parameters["rope_type"] == "default"
+    assert model.config.max_position_embeddings == 64
+    with pytest.raises(ModelError, match=r"override_config\.rope_thetas.*no such key"):
+        load_causal_lm(folder, dtype="float32", override_config={"rope_thetas": 1})
+
+
+def test_missing_weights_are_an_error_not_random(folder: Path) -> None:
+    with pytest.raises(ModelError, match="would be random"):
+        load_causal_lm(folder, dtype="float32", override_config={"num_hidden_layers": 3, "layer_types": None})
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [("tokenizer", "no tokenizer"), ("model.safetensors", "no weights"), ("config.json", "no configuration")],
+)
+def test_a_folder_that_lacks_something_is_named(removed: str, message: str, folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for file in copy.glob(f"{removed}*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(copy) if removed == "tokenizer" else load_causal_lm(copy, dtype="float32")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c"])
+def test_a_missing_folder_is_named(path: str) -> None:
+    for load in (load_tokenizer, lambda path: load_causal_lm(path, dtype="float32")):
+        with pytest.raises(ModelError, match="found none"):
+            load(path)
+
+
+def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelError, match="Cannot load the model"):
+        load_causal_lm(copy, dtype="float32")
+
+
+def hub_answer(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub answers as it does for a gated or missing repository; transformers wraps that in an OSError."""
+
+    def refuse(*_: object, **__: object) -> None:
+        request = httpx.Request("GET", "https://huggingface.co")
+        raise OSError("wrapped") from kind("refused", response=httpx.Response(403, request=request))
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+
+
+def test_gated_and_missing_repositories_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_answer(GatedRepoError, monkeypatch)
+    with pytest.raises(ModelError, match=r"gated.*hf auth login"):
+        load_causal_lm("org/gated", dtype="float32")
+    hub_answer(RepositoryNotFoundError, monkeypatch)
+    with pytest.raises(ModelError, match=r"no such repository.*hf auth login"):
+        load_causal_lm("org/none", dtype="float32")
+
+
+def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("wrapped") from ConnectionError("no route")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(ModelError, match=r"hf download org/some"):
+        load_causal_lm("org/some", dtype="float32")
+
+
+def test_the_toy_model_is_the_packaged_folder() -> None:
+    assert resolve_path("toy").replace("\\", "/").endswith("verl/data/toy_model")
+
+
+def config_folder(folder: Path, family: str, **settings: object) -> Path:
+    """A folder of a family that must be refused before its weights are looked at."""
+    AutoConfig.for_model(family, **settings).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"never read")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("bloom", {}, "ALiBi"),
+        ("mpt", {}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("mamba", {}, "recurrent"),
+        ("falcon_mamba", {}, "recurrent"),
+        ("jamba", {}, "recurrent"),
+        ("rwkv", {}, "recurrent"),
+        ("deepseek_v3", {}, "MLA"),
+        ("qwen3_next", {}, "linear_attention"),
+        ("t5", {}, "encoder-decoder"),
+        ("bart", {}, "encoder-decoder"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_families_that_cannot_be_packed_are_refused_by_name(
+    family: str, settings: dict, reason: str, tmp_path: Path
+) -> None:
+    config_folder(tmp_path, family, **settings)
+    with pytest.raises(ModelError, match=f"'{family}' cannot be trained on packed sequences.*{reason}"):
+        load_causal_lm(tmp_path, dtype="float32")
+
+
+def test_long_rope_is_allowed_up_to_its_original_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    save_tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    load_causal_lm(tmp_path, dtype="float32", max_length=64)
+    for length in (65, None):
+        with pytest.raises(ModelError, match="longrope.*at most 64 tokens"):
+            load_causal_lm(tmp_path, dtype="float32", max_length=length)
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gptj", "codegen"])
+def test_families_outside_the_attention_interface_fail_the_check(family: str, tmp_path: Path) -> None:
+    sizes = {
+        "gpt_neo": {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+        "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
+        "codegen": {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 2},
+    }
+    config = AutoConfig.for_model(family, vocab_size=64, bos_token_id=0, eos_token_id=1, **sizes[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=family):
+        load_causal_lm(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("dropped", [{"window": None}, {"cap": None}, {"sinks": None}, {"scale": 0.3}])
+def test_the_check_notices_wrong_attention(family: str, dropped: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
+    has = {
+        "mistral": {"window", "scale"},
+        "gemma2": {"window", "cap", "scale"},
+        "gpt_oss": {"window", "sinks", "scale"},
+    }
+    if not has[family] & dropped.keys():
+        check_packed(model)
+        return
+    read = packed_attention.__globals__["layer_facts"]
+
+    def forgets(*arguments: object) -> Facts:
+        return read(*arguments)._replace(**dropped)
+
+    monkeypatch.setitem(packed_attention.__globals__, "layer_facts", forgets)
+    with pytest.raises(ModelError, match=f"'{model.config.model_type}' cannot be run packed"):
+        check_packed(model)
+
+
+def test_the_check_notices_a_wrong_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "head_of", lambda _: Head(0.7))
+    with pytest.raises(ModelError, match=r"'gemma2' cannot be run packed: its logits"):
+        check_packed(tiny_model("gemma2"))
+
+
+def test_the_check_notices_weights_that_are_not_finite() -> None:
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="nan"):
+        check_packed(model)
+
+
+def test_the_check_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("qwen2").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check_packed(model)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_tokenizers_pad_on_the_left_and_get_a_pad_token(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.padding_side == "left"
+    assert loaded.pad_token == "<eos>"
+
+
+def test_a_chat_template_comes_from_a_string_or_a_file(folder: Path, tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}!{% endfor %}"
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    for given in (template, str(file)):
+        tokenizer = load_tokenizer(folder, custom_chat_template=given)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    with pytest.raises(ModelError, match="neither"):
+        load_tokenizer(folder, custom_chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error() -> None:
+    check_vocabulary(tiny_model("qwen2"), tiny_tokenizer())
+    with pytest.raises(ModelError, match="embeds 64 tokens"):
+        check_vocabulary(tiny_model("qwen2", vocab_size=64), tiny_tokenizer())
+
+
+def test_an_external_library_is_imported_first(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "imported"
+    library = tmp_path / "library.py"
+    library.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+    load_tokenizer(folder, external_lib=str(library))
+    assert mark.exists()
+
+
+@needs_shared("models/stories260K")
+def test_a_real_pretrained_model_loads() -> None:
+    found = SHARED / "models" / "stories260K"
+    if not (found / "config.json").exists():
+        pytest.skip(f"{found.name} is not in Hugging Face format: {sorted(file.name for file in found.iterdir())}")
+    model = load_causal_lm(found, dtype="float32")
+    assert model.config.vocab_size == json.loads((found / "config.json").read_text())["vocab_size"]
+
+
+@needs_shared("models/qwen2-tokenizer")
+def test_a_real_tokenizer_loads() -> None:
+    tokenizer = load_tokenizer(SHARED / "models" / "qwen2-tokenizer")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert tokenizer.pad_token_id is not None
+    assert tokenizer.decode(tokenizer.encode("a + b")) == "a + b"

@@ -1,0 +1,187 @@
+"""Packed log-probs are those of transformers' padded eager attention, and would not be if we dropped anything."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.rows import RESPONSE_LENGTH, KeepFloat64, eager_log_probs, padded_rows
+from tests.tiny_models import FAMILIES, MORE_FAMILIES, tiny_model
+from verl.models import attention, packed
+from verl.models.attention import Layout, attention_switched
+from verl.models.logprobs import Head
+from verl.models.packed import PackedBatch, PackedCausalLM
+from verl.utils.errors import ModelError
+
+ALL = FAMILIES + MORE_FAMILIES
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def batch() -> PackedBatch:
+    return PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH)
+
+
+def packed_log_probs(
+    family: str, batch: PackedBatch, temperature: float = 1.0, **overrides: object
+) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return PackedCausalLM(tiny_model(family, **overrides))(batch, temperature=temperature, entropy=True)
+
+
+def distance(family: str, batch: PackedBatch) -> float:
+    expected, _ = eager_log_probs(family)
+    return (packed_log_probs(family, batch)["log_probs"] - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_packed_log_probs_and_entropy_equal_padded_eager_ones(family: str, batch: PackedBatch) -> None:
+    expected, entropy = eager_log_probs(family)
+    outputs = packed_log_probs(family, batch)
+    assert outputs["log_probs"].dtype == torch.float32
+    torch.testing.assert_close(outputs["log_probs"], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(outputs["entropy"], entropy, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "cohere"])
+def test_temperature_divides_the_logits(family: str, batch: PackedBatch) -> None:
+    expected, entropy = eager_log_probs(family, temperature=0.6)
+    outputs = packed_log_probs(family, batch, temperature=0.6)
+    torch.testing.assert_close(outputs["log_probs"], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(outputs["entropy"], entropy, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_float64_parity_is_exact_to_rounding(family: str, batch: PackedBatch) -> None:
+    expected, _ = eager_log_probs(family, torch.float64)
+    with KeepFloat64():
+        ours = packed_log_probs(family, batch, dtype=torch.float64)["log_probs"]
+    torch.testing.assert_close(ours, expected, atol=1e-10, rtol=0)
+
+
+def without(**dropped: object) -> Callable:
+    """A `layer_facts` that reads what the layer asks and then forgets some of it."""
+    read = attention.layer_facts
+    return lambda *arguments: read(*arguments)._replace(**dropped)
+
+
+def without_scaling(*arguments: object) -> attention.Facts:
+    facts = attention_facts(*arguments)
+    usual = arguments[1] ** -0.5  # pyright: ignore
+    return facts._replace(scale=1.0 if facts.scale == usual else usual)
+
+
+attention_facts = attention.layer_facts
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_dropping_the_window_is_noticed(family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "layer_facts", without(window=None))
+    assert distance(family, batch) > 1e-2
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_window_one_key_too_wide_is_noticed(family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wider(*arguments: object) -> attention.Facts:
+        facts = attention_facts(*arguments)
+        return facts._replace(window=facts.window + 1 if facts.window else None)
+
+    monkeypatch.setattr(attention, "layer_facts", wider)
+    assert distance(family, batch) > 1e-2
+
+
+def test_dropping_the_attention_cap_is_noticed(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "layer_facts", without(cap=None))
+    assert distance("gemma2", batch) > 1e-2
+
+
+def test_dropping_the_sinks_is_noticed(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "layer_facts", without(sinks=None))
+    assert distance("gpt_oss", batch) > 1e-2
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_dropping_the_scaling_is_noticed(family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "layer_facts", without_scaling)
+    assert distance(family, batch) > 1e-2
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_dropping_sequence_isolation_is_noticed(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_sequence(lengths: tuple[int, ...], ends: Tensor) -> Layout:
+        return Layout((sum(lengths),), ends[[0, -1]])
+
+    monkeypatch.setattr(packed, "Layout", one_sequence)
+    assert distance(family, batch) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_dropping_the_position_reset_is_noticed(family: str, batch: PackedBatch) -> None:
+    # With learned positions. Rotary ones are relative: without a reset their scores stay the same.
+    running = replace(batch, position_ids=torch.arange(len(batch.position_ids)).clamp(max=255))
+    assert distance(family, running) > 1e-2
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_dropping_the_positions_is_noticed(family: str, batch: PackedBatch) -> None:
+    assert distance(family, replace(batch, position_ids=torch.zeros_like(batch.position_ids))) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_dropping_the_head_scale_and_cap_is_noticed(family: str, batch: PackedBatch) -> None:
+    module = PackedCausalLM(tiny_model(family))
+    module.head = Head()
+    with torch.no_grad():
+        ours = module(batch)["log_probs"]
+    assert (ours - eager_log_probs(family)[0]).abs().max() > 1e-2
+
+
+def test_two_models_in_one_process_keep_their_own_batch(batch: PackedBatch) -> None:
+    class Nested(torch.nn.Module):
+        """Runs another packed model in the middle of a forward pass."""
+
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, module: object, arguments: object) -> None:
+            small = PackedBatch.from_sequences([[5, 6, 7], [8, 9]])
+            self.inner(small)
+
+    outer, inner = PackedCausalLM(tiny_model("qwen2")), PackedCausalLM(tiny_model("mistral"))
+    outer.model.model.layers[1].register_forward_pre_hook(Nested(inner).forward)
+    with torch.no_grad():
+        ours = outer(batch)["log_probs"]
+    torch.testing.assert_close(ours, eager_log_probs("qwen2")[0], atol=1e-4, rtol=0)
+
+
+def test_a_copy_of_a_model_has_its_own_slot(batch: PackedBatch) -> None:
+    module = PackedCausalLM(tiny_model("qwen2"))
+    twin = copy.deepcopy(module)
+    assert twin.slot is not module.slot
+    assert twin.model.model.layers[0].self_attn.verl_packing is twin.slot
+    with torch.no_grad():
+        assert torch.equal(twin(batch)["log_probs"], module(batch)["log_probs"])
+
+
+def test_attention_outside_a_packed_forward_is_an_error_and_can_be_switched() -> None:
+    model = tiny_model("qwen2")
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(ids).logits
+    PackedCausalLM(model)
+    with pytest.raises(ModelError, match="outside a packed forward"):
+        model(ids)
+    with attention_switched(model, "eager"):
+        assert torch.equal(model(ids).logits, expected)
+    assert model.config._attn_implementation == attention.IMPLEMENTATION
+
+
+def test_dropout_is_refused_rather_than_ignored(batch: PackedBatch) -> None:
+    module = PackedCausalLM(tiny_model("llama", attention_dropout=0.1)).train()
+    with pytest.raises(ModelError, match="dropout"):
+        module(batch)

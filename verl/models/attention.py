@@ -1,0 +1,338 @@
+"""Attention over packed sequences, registered with transformers as `verl_packed`.
+
+transformers calls the function below once a layer with queries, keys and values of one row of N packed tokens. Where
+the sequences begin and end it finds in the `PackingSlot` of its own model: one object per model, hung on every module
+of it, so that two models in one process never see each other's batch.
+
+On CUDA in bf16 or fp16 `torch.nn.attention.varlen` computes it. Everywhere else, and wherever that kernel lacks what
+the layer asks for (soft cap, sinks, odd head sizes), sequences of similar length are laid out as right-padded blocks:
+causal attention needs no padding mask then, because padding comes after every real token.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+
+from verl.utils.errors import ModelError
+
+IMPLEMENTATION = "verl_packed"
+_SLOT = "verl_packing"
+# From torch 2.12 on, fewer key heads than query heads must be announced; 2.11 counts them itself.
+_VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in one block.
+_LINEAR_COST = 64
+# Work of a padded block over the work of its real tokens.
+_MAX_WASTE = 1.4
+# Largest s * L * L of a block of more than one sequence: bounds the score matrix of explicit attention.
+_MAX_BLOCK = 2**24
+
+
+class Block(NamedTuple):
+    """s sequences padded on the right to L. `index (s * L,)`: which packed token stands where."""
+
+    index: Tensor
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the S packed sequences begin and end. `lengths` are positive and sum to N; `cu_seqlens` is (S+1,) int32."""
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Padded blocks over the sequences sorted by length, longest first; padding adds less than 40 % of work."""
+        starts = [0, *accumulate(self.lengths)]
+        blocks = []
+        for members in group_by_length(self.lengths):
+            length = self.lengths[members[0]]
+            start = torch.tensor([starts[member] for member in members])[:, None]
+            last = torch.tensor([self.lengths[member] - 1 for member in members])[:, None]
+            # Padding repeats the sequence's own last token: finite values, and none of another sequence.
+            index = start + torch.arange(length)[None, :].minimum(last)
+            blocks.append(Block(index.flatten().to(self.cu_seqlens.device), len(members), length))
+        return blocks
+
+    @cached_property
+    def restore(self) -> Tensor:
+        """(N,) int64: where each packed token stands in the concatenated blocks."""
+        starts = [0, *accumulate(self.lengths)]
+        restore = torch.empty(starts[-1], dtype=torch.int64)
+        offset = 0
+        for members in group_by_length(self.lengths):
+            for member in members:
+                count = self.lengths[member]
+                restore[starts[member] : starts[member] + count] = torch.arange(offset, offset + count)
+                offset += self.lengths[members[0]]
+        return restore.to(self.cu_seqlens.device)
+
+    def band(self, length: int, window: int) -> Tensor:
+        """(L, L) bool: which keys a query sees, itself and the `window - 1` before it."""
+        if (length, window) not in self._bands:
+            position = torch.arange(length, device=self.cu_seqlens.device)
+            distance = position[:, None] - position[None, :]
+            self._bands[length, window] = (distance >= 0) & (distance < window)
+        return self._bands[length, window]
+
+
+def group_by_length(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Sequence numbers by falling length, cut where padding would waste too much or a group be too large."""
+    groups: list[list[int]] = []
+    real = 0
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        work = lengths[number] * (lengths[number] + _LINEAR_COST)
+        if groups:
+            longest, count = lengths[groups[-1][0]], len(groups[-1]) + 1
+            fits = count * longest * longest <= _MAX_BLOCK
+            if fits and count * longest * (longest + _LINEAR_COST) < _MAX_WASTE * (real + work):
+                groups[-1].append(number)
+                real += work
+                continue
+        groups.append([number])
+        real = work
+    return groups
+
+
+class Facts(NamedTuple):
+    """What one layer asks of its attention: a query sees `window` keys (None: all), scores are capped at `cap`."""
+
+    scale: float
+    window: int | None
+    cap: float | None
+    sinks: Tensor | None
+
+
+class PackingSlot:
+    """The batch that one model computes on at the moment."""
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.seen: list[Facts] | None = None  # a list while the load check records what layers ask for
+
+    def holding(self, layout: Layout | None) -> "_Holding":
+        """A context in which the model's layers compute on `layout`."""
+        return _Holding(self, layout)
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """For `torch.utils.checkpoint`: the recompute in backward sees the layout of its own forward, even if the
+        model has computed other batches in between."""
+        return nullcontext(), self.holding(self.layout)
+
+
+class _Holding:
+    """A class, not a generator: a graph that is kept is recomputed, and this context entered, more than once."""
+
+    def __init__(self, slot: PackingSlot, layout: Layout | None) -> None:
+        self.slot = slot
+        self.layout = layout
+        self.previous: list[Layout | None] = []
+
+    def __enter__(self) -> None:
+        self.previous.append(self.slot.layout)
+        self.slot.layout = self.layout
+
+    def __exit__(self, *exception: object) -> None:
+        self.slot.layout = self.previous.pop()
+
+
+def prepare(model: nn.Module) -> PackingSlot:
+    """Give every module of `model` one slot and switch the model to `verl_packed`. Doing it twice changes nothing."""
+    slot = getattr(model, _SLOT, None) or PackingSlot()
+    for module in model.modules():
+        setattr(module, _SLOT, slot)
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != IMPLEMENTATION:
+            module.set_attn_implementation(IMPLEMENTATION)
+    return slot
+
+
+@contextmanager
+def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Run `model` with one of transformers' own attentions ("eager", "sdpa"), and switch back."""
+    previous = model.config._attn_implementation or "eager"
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def apply_checkpointing(module: nn.Module, enabled: bool = True) -> None:
+    """Recompute each decoder layer in the backward pass (non-reentrant), or stop doing so. `module` is a model of
+    transformers or anything around one."""
+    model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    if not enabled:
+        # The older name goes in transformers 6, the newer one came within 5.
+        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"The family '{model.config.model_type}' does not support gradient checkpointing in transformers. "
+            "Set model.enable_gradient_checkpointing=false."
+        )
+    contexts = prepare(model).checkpoint_contexts
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False, "context_fn": contexts})
+
+
+def layer_facts(module: nn.Module, head_dim: int, scaling: float | None, asked: dict[str, Any]) -> Facts:
+    """Read what transformers passes to the attention of one layer."""
+    if "sliding_window" in asked:
+        window = asked["sliding_window"]
+    else:
+        # Some families (Qwen2-MoE) leave the window to the mask alone, and we never see a mask.
+        config: Any = module.config
+        types = getattr(config, "layer_types", None)
+        slides = types is not None and types[module.layer_idx] == "sliding_attention"  # pyright: ignore
+        window = config.sliding_window if slides else None
+    return Facts(
+        scale=head_dim**-0.5 if scaling is None else scaling,
+        window=window,
+        cap=asked.get("softcap"),
+        sinks=asked.get("s_aux"),
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv), Hq a multiple of Hk -> (1, N, Hq, Dv).
+    Raises ModelError for what packed attention cannot honour: a mask, a bias, dropout, attention to the future.
+    """
+    slot: PackingSlot | None = getattr(module, _SLOT, None)
+    layout = slot.layout if slot else None
+    if slot is None or layout is None:
+        raise ModelError(
+            f"Attention '{IMPLEMENTATION}' was called outside a packed forward. Run the model through PackedCausalLM "
+            "or PackedValueModel (and enable checkpointing by apply_checkpointing), or inside attention_switched."
+        )
+    _refuse_unsupported(module, attention_mask, dropout, asked)
+    facts = layer_facts(module, query.shape[-1], scaling, asked)
+    if slot.seen is not None:
+        slot.seen.append(facts)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attend = _varlen_attention if _varlen_can(q, v, facts) else _block_attention
+    return attend(q, k, v, layout, facts)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, packed_attention)
+
+
+def _refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]) -> None:
+    problems = {
+        "an attention mask": mask is not None,
+        "a position bias": asked.get("position_bias") is not None,
+        "attention to the future": asked.get("is_causal") is False or getattr(module, "is_causal", True) is False,
+        "dropout": dropout > 0,
+    }
+    wanted = [name for name, present in problems.items() if present]
+    if wanted:
+        raise ModelError(
+            f"{type(module).__name__} asks its attention for {' and '.join(wanted)}, which packed sequences cannot "
+            "have. Load causal models through load_causal_lm, which zeroes dropout; other families are not supported."
+        )
+
+
+def _varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
+    plain = facts.cap is None and facts.sinks is None
+    head_dim = q.shape[-1]
+    fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] == head_dim
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain and fits
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
+    """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D) by one kernel."""
+    longest = max(layout.lengths)
+    # A window that covers every sequence is plain causal attention, which has the faster kernel.
+    left = -1 if facts.window is None or facts.window >= longest else facts.window - 1
+    grouped: dict[str, Any] = _VARLEN_GQA if q.shape[1] != k.shape[1] else {}
+    ends = layout.cu_seqlens
+    out = varlen_attn(
+        q, k, v, ends, ends, longest, longest, scale=facts.scale, window_size=(left, 0), **grouped
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
+    """(N, Hq, D), (N, Hk, D), (N, Hk, Dv) -> (N, Hq, Dv), block by block."""
+    outputs = []
+    for index, rows, length in layout.blocks:
+        shape = (rows, length)
+        q_block, k_block, v_block = (
+            tensor.index_select(0, index).unflatten(0, shape).transpose(1, 2) for tensor in (q, k, v)
+        )
+        windowed = facts.window is not None and facts.window < length
+        if facts.cap is not None or facts.sinks is not None:
+            seen = layout.band(length, facts.window if windowed and facts.window else length)
+            out = _explicit(q_block, k_block, v_block, seen, facts)
+        else:
+            band = layout.band(length, facts.window) if windowed and facts.window else None
+            out = F.scaled_dot_product_attention(
+                q_block,
+                k_block,
+                v_block,
+                attn_mask=band,
+                is_causal=band is None,
+                scale=facts.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.restore)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Tensor:
+    """Attention written out, for soft caps and sinks. The (s, Hq, L, L) scores are made again in the backward pass
+    rather than kept."""
+    if not torch.is_grad_enabled():
+        return _scores_to_values(q, k, v, seen, facts.scale, facts.cap, facts.sinks)
+    return checkpoint(
+        _scores_to_values,
+        q, k, v, seen, facts.scale, facts.cap, facts.sinks,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )  # fmt: skip
+
+
+def _scores_to_values(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q (s, Hq, L, D), k (s, Hk, L, D), v (s, Hk, L, Dv), seen (L, L) -> (s, Hq, L, Dv).
+
+    Scores and softmax are in fp32 at least. A sink is one more score per head that takes probability and has no value.
+    """
+    precise = torch.promote_types(q.dtype, torch.float32)
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    scores = q.to(precise).unflatten(1, heads) @ k.to(precise).unsqueeze(2).transpose(-1, -2) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.to(precise).view(1, *heads, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return (weights.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)

@@ -1,0 +1,127 @@
+"""Which families can be computed on packed sequences, and the changes every configuration gets before loading."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from verl.utils.errors import ModelError
+from verl.utils.registry import nearest_names
+
+# Families that carry state from token to token in something other than softmax attention, in all or some layers.
+_RECURRENT = (
+    "mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "nemotron_h", "falcon_h1",
+    "granitemoehybrid", "minimax", "kimi_linear", "lfm2",
+)  # fmt: skip
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -> None:
+    """Raise ModelError, naming family and reason, for what packed attention is known to compute wrongly.
+
+    `max_length` is the longest sequence (prompt and response) that the caller will ever give. A family that is unknown
+    here is judged by the check at load.
+    """
+    family, text = config.model_type, config.get_text_config()
+    reason = _reason(config) or _reason(text) or _rope_reason(text, max_length)
+    if reason:
+        raise ModelError(
+            f"The model family '{family}' cannot be trained on packed sequences: {reason}. Supported are causal "
+            "language models whose layers are all softmax attention with rotary or learned positions (Llama, Qwen, "
+            "Mistral, Gemma, Phi, GPT-2, OPT, GPT-OSS and their like)."
+        )
+
+
+def _reason(config: Any) -> str | None:
+    family = config.model_type
+    layers = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    if family in ("bloom", "mpt") or getattr(config, "alibi", False):
+        return "its positions are ALiBi biases on attention scores"
+    if getattr(config, "kv_lora_rank", None):
+        return "its attention is multi-head latent attention (MLA)"
+    if any(family == name or family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
+        return "some of its layers are recurrent (state-space or linear attention), whose state would leak"
+    if layers:
+        return f"it has layers of type {', '.join(sorted(layers))}"
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        return "its attention looks at later tokens"
+    return None
+
+
+def rope_settings(config: Any) -> Iterator[dict[str, Any]]:
+    """The rotary settings of a text configuration: one for all layers, or one per layer type."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in settings:
+        yield settings
+    else:
+        yield from (value for value in settings.values() if isinstance(value, dict))
+
+
+def _rope_reason(config: Any, max_length: int | None) -> str | None:
+    """transformers picks the frequencies of dynamic and long rotary embeddings by the longest position in the batch,
+    so one long sequence would change the log-probs of the short ones packed beside it."""
+    for settings in rope_settings(config):
+        kind = settings.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        original = (
+            settings.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+        )
+        if max_length is None or max_length > original:
+            stated = "no maximum is stated" if max_length is None else f"up to {max_length} are stated"
+            return (
+                f"its '{kind}' rotary positions depend on the longest sequence of a batch beyond {original} tokens, "
+                f"and {stated}; sequences of at most {original} tokens (prompt and response) work"
+            )
+    return None
+
+
+def zero_dropout(config: PreTrainedConfig) -> None:
+    """Set every dropout (and router noise) of a configuration and its parts to 0: a log-prob must not depend on when
+    it is computed, and GPT-2 and OPT ship 0.1."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            zero_dropout(value)
+        elif ("drop" in name or "jitter_noise" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def zero_module_dropout(model: nn.Module) -> None:
+    """The same for modules, for families that write a rate into their code instead of the configuration."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def override(config: Any, changes: dict[str, Any], where: str = "override_config") -> None:
+    """Write nested `changes` into a configuration. Raises ModelError naming a key that it does not have."""
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            known = [key for key in config.to_dict() if not key.startswith("_")]
+            raise ModelError(
+                f"{where}.{name}: the configuration of '{config.model_type}' has no such key. "
+                f"Nearest: {nearest_names(name, known)}."
+            )
+        current = getattr(config, name)
+        if isinstance(current, PreTrainedConfig) and isinstance(value, dict):
+            override(current, value, f"{where}.{name}")
+        elif isinstance(current, dict) and isinstance(value, dict):
+            setattr(config, name, _merged(current, value))
+        else:
+            setattr(config, name, value)
+
+
+def _merged(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(current)
+    for name, value in changes.items():
+        inner = merged.get(name)
+        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,290 @@
+"""Loading tokenizers, policies and critics from a folder or the hub."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import errors as hub
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as hf_logging
+
+from verl.models.attention import IMPLEMENTATION, prepare
+from verl.models.critic import CriticModel
+from verl.models.families import override, refuse_unpackable, zero_dropout, zero_module_dropout
+from verl.models.logprobs import head_of
+from verl.models.probe import check_packed
+from verl.utils.errors import ModelError
+from verl.utils.imports import load_module
+from verl.utils.logging import say_once
+
+TOY = "toy"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.model")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+_DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64,
+}  # fmt: skip
+
+
+def resolve_path(path: str | Path) -> str:
+    """A model path as transformers takes it: `toy` is the packaged model, a local folder is made absolute, anything
+    else is a hub id. Raises ModelError for what looks like a folder and is none."""
+    text = str(path)
+    if text == TOY:
+        return str(Path(__file__).parents[1] / "data" / "toy_model")
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or folder.exists():
+        raise ModelError(
+            f"Expected a model folder at '{text}', found {'a file' if folder.exists() else 'none'}. Give a folder in "
+            "Hugging Face format, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
+        )
+    return text
+
+
+def load_tokenizer(
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    custom_chat_template: str | None = None,
+    external_lib: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, padding on the left, with a pad token (chosen and announced if it has none).
+
+    `custom_chat_template` is a Jinja template or the path of a file with one. Raises ModelError with the way out.
+    """
+    if external_lib:
+        load_module(external_lib)
+    source = resolve_path(path)
+    _need_files(source, _TOKENIZER_FILES, "a tokenizer", "tokenizer.json and tokenizer_config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, padding_side="left")
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise _explained(source, "tokenizer", error) from error
+    _ensure_pad_token(tokenizer, source)
+    if custom_chat_template is not None:
+        tokenizer.chat_template = _template_text(custom_chat_template)
+    return tokenizer
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    external_lib: str | None = None,
+    max_length: int | None = None,
+    check: bool = True,
+) -> PreTrainedModel:
+    """A causal LM in eval mode on `device`, dropout zeroed, attention packed and checked (see `check_packed`).
+
+    `override_config` changes keys of its configuration before loading; `max_length` is the longest sequence that will
+    be given, where the family's positions depend on it; `check=False` skips the check.
+    Raises ModelError with the way out, naming the family where it cannot be run packed.
+    """
+    if external_lib:
+        load_module(external_lib)
+    model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length)
+    head_of(model)
+    if check and model.device.type != "meta":
+        check_packed(model)
+    return model
+
+
+def load_critic(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    external_lib: str | None = None,
+    max_length: int | None = None,
+    check: bool = True,
+) -> CriticModel:
+    """A critic from the folder of a saved critic, or from a causal LM under a new value head. As `load_causal_lm`."""
+    if external_lib:
+        load_module(external_lib)
+    body = _load(AutoModel, path, dtype, device, trust_remote_code, override_config, max_length)
+    if check and body.device.type != "meta":
+        check_packed(body)
+    critic = CriticModel(body)
+    critic.load_value_head(resolve_path(path))
+    return critic.eval()
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError if the tokenizer can make ids for which the model has no embedding."""
+    rows: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise ModelError(
+            f"The model embeds {rows} tokens, but its tokenizer has ids up to {largest}. Use the tokenizer that "
+            "belongs to the model, or resize the model's embeddings and save it first."
+        )
+
+
+def _load(
+    auto_class: Any,
+    path: str | Path,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    trust_remote_code: bool,
+    override_config: dict[str, Any] | None,
+    max_length: int | None,
+) -> PreTrainedModel:
+    source = resolve_path(path)
+    _need_files(source, ("config.json",), "a configuration", "config.json")
+    _need_files(source, _WEIGHT_FILES, "weights", "model.safetensors")
+    config = _load_config(source, trust_remote_code, override_config or {})
+    refuse_unpackable(config, max_length)
+    try:
+        with _quiet_transformers():
+            model, info = auto_class.from_pretrained(
+                source,
+                config=config,
+                dtype=_torch_dtype(dtype),
+                trust_remote_code=trust_remote_code,
+                attn_implementation=IMPLEMENTATION,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+        if IMPLEMENTATION in str(error):
+            raise ModelError(
+                f"The model family '{config.model_type}' cannot be run packed: it does not use transformers' attention "
+                "interface. Choose a family that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT and their like)."
+            ) from error
+        raise _explained(source, f"model of family '{config.model_type}'", error) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights in '{source}' lack {len(missing)} tensors of family '{config.model_type}', first "
+            f"{missing[:3]}; they would be random. Give the folder of a complete model, or undo override_config."
+        )
+    zero_module_dropout(model)
+    model.to(device)
+    prepare(model)
+    return model.eval()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No bar and no table of unexpected tensors (a critic's folder may have a language-model head): what matters, the
+    missing ones, is an error here."""
+    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bar:
+            hf_logging.enable_progress_bar()
+
+
+def _load_config(source: str, trust_remote_code: bool, changes: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if changes:
+            override(config, changes)
+            # Built anew, so that values derived from others follow; null asks for deriving one again (layer_types).
+            config = type(config).from_dict(config.to_dict())
+    except (OSError, ValueError, KeyError, TypeError, hub.StrictDataclassError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise _explained(source, "configuration", error) from error
+    zero_dropout(config)
+    return config
+
+
+def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ModelError(f"Unknown dtype '{dtype}'. Known: {', '.join(_DTYPES)}.")
+    return _DTYPES[dtype]
+
+
+def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -> None:
+    """For a local folder: at least one file of these patterns. transformers' own messages speak of the hub then."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
+        raise ModelError(f"The folder '{source}' has no {what.split(' ', 1)[-1]}: expected {usual}. Copy them there, "
+                         "or save them with save_pretrained.")  # fmt: skip
+    if not folder.is_dir() and folder.is_absolute():
+        raise ModelError(f"Expected {what} in '{source}', but the folder does not exist.")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _explained(source: str, what: str, error: Exception) -> ModelError:
+    """What went wrong with the hub, the folder or the family, in a sentence with the command that helps."""
+    kinds = {type(cause) for cause in _causes(error)}
+
+    def is_a(*classes: type[BaseException]) -> bool:
+        return any(issubclass(kind, classes) for kind in kinds)
+
+    if is_a(hub.GatedRepoError):
+        return ModelError(
+            f"The hub repository '{source}' is gated. Accept its terms on https://huggingface.co/{source} and log in: "
+            "hf auth login"
+        )
+    if is_a(hub.RepositoryNotFoundError):
+        return ModelError(
+            f"There is no folder '{source}' here and no such repository on the hub (or it is private). Check the "
+            "name; for a private one log in: hf auth login"
+        )
+    if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
+        return ModelError(
+            f"There is no folder '{source}' here, and the hub cannot be reached for its {what}. Where there is a "
+            f"network, run: hf download {source} --local-dir <folder>; then give that folder as the model path."
+        )
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelError(
+        f"Cannot load the {what} from '{source}': {first_line.rstrip('.')}. If the model brings its own code, set "
+        "trust_remote_code=true; if files are damaged, download them again."
+    )
+
+
+def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    if tokenizer.pad_token_id is not None:
+        return
+    chosen = tokenizer.eos_token or tokenizer.unk_token
+    if chosen is None:
+        raise ModelError(
+            f"The tokenizer in '{source}' has no pad, end-of-sequence or unknown token. Set one in its "
+            "tokenizer_config.json."
+        )
+    tokenizer.pad_token = chosen
+    say_once(f"The tokenizer in '{source}' has no pad token; padding with '{chosen}' (padding is never computed on).")
+
+
+def _template_text(template: str) -> str:
+    """The template itself: a string with Jinja braces, or the contents of the file it names."""
+    if "{" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ModelError(
+            f"custom_chat_template is neither a Jinja template (no braces in it) nor a file: '{template}'."
+        )
+    return file.read_text(encoding="utf-8")
