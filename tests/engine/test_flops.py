@@ -1,0 +1,47 @@
+"""FLOPs against a hand count and against torch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.tiny_models import tiny_model
+from verl.engine.flops import FlopsModel, causal_pairs, model_flops_utilization
+
+
+def test_causal_pairs_counts_what_a_mask_shows():
+    for length, window in ((1, None), (7, None), (7, 3), (7, 7), (7, 20)):
+        position = torch.arange(length)
+        distance = position[:, None] - position[None, :]
+        seen = (distance >= 0) & (distance < (window or length))
+        assert causal_pairs(length, window) == seen.sum().item()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "qwen3"])
+def test_forward_flops_equal_torchs_count(family):
+    """torch counts the whole square of queries and keys, we the causal half: the rest must agree."""
+    model, length = tiny_model(family), 24
+    flops = FlopsModel.from_model(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(3, 3 + length)[None], use_cache=False)
+    unseen = sum(length * length - causal_pairs(length, window) for window in flops.windows)
+    counted = flops.forward([length]) + 4 * flops.attention_width * unseen
+    # Some versions of transformers make their rotation angles by a small matrix product.
+    assert counted == pytest.approx(counter.get_total_flops(), rel=5e-4)
+    assert flops.train([length]) == 3 * flops.forward([length])
+
+
+def test_tied_heads_count_once_and_idle_experts_do_not():
+    tied = FlopsModel.from_model(tiny_model("qwen2", tie_word_embeddings=True))
+    assert tied == FlopsModel.from_model(tiny_model("qwen2", tie_word_embeddings=False))
+    two, four = (FlopsModel.from_model(tiny_model("qwen3_moe", num_experts_per_tok=k)) for k in (2, 4))
+    assert four.matrix_parameters - two.matrix_parameters == 2 * 2 * 3 * 32 * 16  # layers, experts, matrices
+
+
+def test_windows_are_read_per_layer():
+    assert FlopsModel.from_model(tiny_model("gemma3")).windows == (8, None)
+    assert FlopsModel.from_model(tiny_model("mistral")).windows == (8, 8)
+    assert FlopsModel.from_model(tiny_model("llama").model).windows == (None, None)
+
+
+def test_no_utilization_without_a_known_peak():
+    assert model_flops_utilization(1e12, 1.0, torch.device("cpu")) is None

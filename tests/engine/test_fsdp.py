@@ -1,0 +1,172 @@
+"""FSDP2 over a mesh of one on CPU gives what the plain module gives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.engine.batches import COLUMNS, flat_gradient, gradients_of, make_batch, moments_of, smooth_loss
+from tests.tiny_models import tiny_model
+from verl.config import FSDPConfig, OptimConfig
+from verl.distributed.collectives import all_reduce_sum, world_size
+from verl.distributed.fsdp import decoder_layers
+from verl.distributed.mesh import close_process_group, init_mesh
+from verl.engine.base import TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.models.packed import PackedCausalLM
+from verl.utils.errors import ConfigError
+
+SHAPES = [(5, 9), (2, 3), (12, 10), (7, 1), (3, 6)]
+BUDGET = TokenBudget(rows=2)
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    yield
+    close_process_group()
+
+
+def make_engine(*, shard: bool, compute_dtype: torch.dtype | None = None, **settings) -> TrainEngine:
+    settings = {"gradient_checkpointing": False, "fsdp": FSDPConfig(), **settings}
+    model = tiny_model(settings.pop("family", "qwen2"), tie_word_embeddings=settings.pop("tied", False))
+    return TrainEngine(
+        PackedCausalLM(model),
+        optim=OptimConfig(lr=1e-2),
+        grad_clip=0.5,
+        device=torch.device("cpu"),
+        total_steps=5,
+        shard=shard,
+        compute_dtype=compute_dtype,
+        **settings,
+    )
+
+
+def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
+    log = []
+    for seed in range(steps):
+        batch = make_batch(SHAPES, seed=seed)
+        # Evaluated between steps, so that weights left gathered from an older step would show.
+        before = engine.infer(batch, BUDGET)["log_probs"].double().sum().item()
+        metrics = engine.forward_backward(batch, BUDGET, smooth_loss, COLUMNS)
+        log.append({**metrics, "grad_norm": engine.step().grad_norm, "before": before})
+        engine.step_schedule()
+    return log
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tied": True}, {"gradient_checkpointing": True}, {"fsdp": FSDPConfig(reshard_after_forward=False)}],
+    ids=["plain", "tied", "checkpointing", "no reshard"],
+)
+def test_a_mesh_of_one_trains_like_no_mesh(settings):
+    plain, sharded = make_engine(shard=False, **settings), make_engine(shard=True, **settings)
+    assert train(sharded, 3) == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in train(plain, 3)]
+    expected = dict(plain.parameters_for_rollout())
+    named = dict(sharded.parameters_for_rollout())
+    assert list(named) == list(expected)
+    for name, tensor in named.items():
+        assert not isinstance(tensor, DTensor)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_every_layer_is_a_unit_and_parameters_stay_fp32():
+    engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
+    assert units == [engine.module, *engine.hf_model.model.layers]
+    train(engine, 1)
+    batch = make_batch(SHAPES)
+    engine.forward_backward(batch, BUDGET, smooth_loss, COLUMNS)
+    for parameter in engine.module.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.dtype == torch.float32
+    assert all(gradient.dtype == torch.float32 for gradient in gradients_of(engine).values())
+    assert all(value.dtype == torch.float32 for value in moments_of(engine))
+
+
+def test_bf16_compute_is_near_fp32():
+    exact, rounded = make_engine(shard=False), make_engine(shard=True, compute_dtype=torch.bfloat16)
+    batch = make_batch(SHAPES)
+    difference = exact.infer(batch, BUDGET)["log_probs"] - rounded.infer(batch, BUDGET)["log_probs"]
+    # Different, or nothing ran in bf16 at all; logits of this model deviate by 3 and more.
+    assert 1e-4 < difference.abs().mean() < 0.2
+
+
+def test_accumulated_gradients_keep_small_micro_batches():
+    """Gradients of micro-batches are added in fp32: what one large one dwarfs in bf16 must survive."""
+    engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    batch = make_batch(SHAPES)
+    batch.batch["weights"][0] *= 4096
+    collected = []
+    for order in (BUDGET, TokenBudget(rows=1)):
+        engine.forward_backward(batch, order, smooth_loss, COLUMNS)
+        collected.append(flat_gradient(engine))
+    single = torch.zeros_like(collected[0])
+    for row in range(len(SHAPES)):
+        engine.forward_backward(batch[[row]], TokenBudget(rows=1), smooth_loss, COLUMNS)
+        single += flat_gradient(engine)
+    # bf16 addition would be off by about 2e-3.
+    assert ((collected[1] - single).norm() / single.norm()).item() < 1e-6
+    assert ((collected[0] - single).norm() / single.norm()).item() < 1e-2
+
+
+def test_the_guard_works_on_shards():
+    engine = make_engine(shard=True)
+    train(engine, 1)
+    before = {name: tensor.clone() for name, tensor in engine.parameters_for_rollout()}
+    batch = make_batch(SHAPES)
+    batch.batch["advantages"][4, 0] = float("inf")
+    engine.forward_backward(batch, BUDGET, smooth_loss, COLUMNS)
+    result = engine.step()
+    assert (result.skipped, result.offenders) == (True, ["row 4 (uid prompt-2)"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout())
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(True, False), (False, True), (True, True)])
+def test_a_checkpoint_does_not_know_the_mesh(tmp_path: Path, saver: bool, loader: bool):
+    first, second = make_engine(shard=saver), make_engine(shard=loader)
+    train(first, 2)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    expected = dict(first.parameters_for_rollout())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in second.parameters_for_rollout())
+    assert train(second, 2) == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in train(first, 2)]
+
+
+def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
+    """Weights gathered for one evaluation must not serve the next one, when a step or a load came in between."""
+    engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    engine.save(tmp_path)
+    batch = make_batch(SHAPES)
+    old = engine.infer(batch, BUDGET)["log_probs"]
+    engine.forward_backward(batch, BUDGET, smooth_loss, COLUMNS)
+    assert torch.equal(engine.infer(batch, BUDGET)["log_probs"], old)
+    engine.step()
+    new = engine.infer(batch, BUDGET)["log_probs"]
+    trained = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for one, other in zip(trained.module.parameters(), engine.module.parameters()):
+            one.copy_(other)
+    assert torch.equal(trained.infer(batch, BUDGET)["log_probs"], new)
+    assert not torch.equal(new, old)
+    engine.load(tmp_path)
+    assert torch.equal(engine.infer(batch, BUDGET)["log_probs"], old)
+
+
+def test_layers_are_found_whatever_the_family():
+    assert [len(decoder_layers(tiny_model(family))) for family in ("gpt2", "opt", "qwen3_moe")] == [2, 2, 2]
+
+
+def test_several_processes_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
+        init_mesh(torch.device("cpu"))
+
+
+def test_collectives_in_a_world_of_one():
+    values = torch.tensor([1.0, 2.0])
+    assert world_size() == 1
+    assert torch.equal(all_reduce_sum(values), torch.tensor([1.0, 2.0]))
+    assert init_mesh(torch.device("cpu")).size() == 1
+    assert torch.equal(all_reduce_sum(values), torch.tensor([1.0, 2.0]))

@@ -1,0 +1,152 @@
+"""Saving and loading: a run cut in two ends with the bits of an undisturbed one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.engine.batches import COLUMNS, make_batch, smooth_loss
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from verl.config import FSDPConfig, OptimConfig
+from verl.engine.base import LossOutput, TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.models.critic import CriticModel
+from verl.models.packed import PackedCausalLM, PackedValueModel
+from verl.utils.errors import CheckpointError
+
+SHAPES = [(5, 9), (2, 3), (12, 10), (7, 1)]
+BUDGET = TokenBudget(rows=2)
+OPTIM = OptimConfig(lr=1e-2, warmup_style="cosine", lr_warmup_steps=2)
+
+
+def policy_engine(**overrides) -> TrainEngine:
+    module = PackedCausalLM(tiny_model(overrides.pop("family", "qwen2"), **overrides))
+    return wrap(module)
+
+
+def critic_engine(seed: int = 0) -> TrainEngine:
+    return wrap(PackedValueModel(CriticModel.from_causal_lm(tiny_model("llama", seed=seed))))
+
+
+def wrap(module) -> TrainEngine:
+    return TrainEngine(
+        module,
+        optim=OPTIM,
+        fsdp=FSDPConfig(),
+        grad_clip=1.0,
+        device=torch.device("cpu"),
+        total_steps=8,
+        gradient_checkpointing=False,
+    )
+
+
+def value_loss(outputs, columns, sequence):
+    error = outputs["values"] - columns["advantages"]
+    return LossOutput(loss=(error.square() * columns["weights"]).sum())
+
+
+def train(engine: TrainEngine, first: int, count: int) -> list[float]:
+    """`count` steps on the batches numbered from `first`; gradient norms and learning rates."""
+    seen = []
+    loss_fn = value_loss if isinstance(engine.module, PackedValueModel) else smooth_loss
+    for number in range(first, first + count):
+        engine.forward_backward(make_batch(SHAPES, seed=number), BUDGET, loss_fn, COLUMNS)
+        result = engine.step()
+        engine.step_schedule()
+        seen += [result.grad_norm, result.lr]
+    return seen
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        policy_engine,
+        lambda: policy_engine(tie_word_embeddings=True),
+        lambda: policy_engine(family="gpt2"),
+        lambda: policy_engine(family="qwen3_moe"),
+        critic_engine,
+    ],
+    ids=["qwen2", "tied", "gpt2", "qwen3_moe", "critic"],
+)
+def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make):
+    whole, first, second = make(), make(), make()
+    undisturbed = train(whole, 0, 5)
+    before = train(first, 0, 3)
+    first.save(tmp_path)
+    with torch.no_grad():
+        for parameter in second.module.parameters():
+            parameter.add_(1.0)  # whatever was there must not matter
+    train(second, 50, 1)
+    second.load(tmp_path)
+    after = train(second, 3, 2)
+    assert before + after == undisturbed
+    expected = dict(whole.parameters_for_rollout())
+    for name, tensor in second.parameters_for_rollout():
+        assert torch.equal(tensor, expected[name]), name
+    for (name, one), (_, other) in zip(whole.hf_model.named_parameters(), second.hf_model.named_parameters()):
+        state, other_state = whole.optimizer.state[one], second.optimizer.state[other]
+        assert state.keys() == other_state.keys()
+        assert all(torch.equal(state[key], other_state[key]) for key in state), name
+
+
+def test_load_writes_in_place(tmp_path: Path):
+    engine = policy_engine()
+    aliases = dict(engine.parameters_for_rollout())
+    train(engine, 0, 1)
+    engine.save(tmp_path)
+    saved = {name: tensor.clone() for name, tensor in aliases.items()}
+    train(engine, 1, 2)
+    engine.load(tmp_path)
+    assert all(torch.equal(aliases[name], saved[name]) for name in saved)
+
+
+def test_the_saved_folder_is_a_hugging_face_model(tmp_path: Path):
+    engine = policy_engine(tie_word_embeddings=True)
+    train(engine, 0, 3)
+    engine.save(tmp_path, tokenizer=tiny_tokenizer())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype="auto")
+    assert model.dtype == torch.float32
+    assert model.config.architectures == ["Qwen2ForCausalLM"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    saved = dict(model.named_parameters())
+    assert saved.keys() == dict(engine.parameters_for_rollout()).keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in engine.parameters_for_rollout())
+    assert (tmp_path / "huggingface" / "tokenizer.json").is_file()
+    assert (tmp_path / "huggingface" / "generation_config.json").is_file()
+
+
+def test_a_half_precision_module_is_saved_in_fp32(tmp_path: Path):
+    module = PackedCausalLM(tiny_model("qwen2", dtype=torch.bfloat16))
+    engine = TrainEngine(
+        module,
+        optim=None,
+        fsdp=FSDPConfig(),
+        grad_clip=None,
+        device=torch.device("cpu"),
+        total_steps=1,
+        gradient_checkpointing=False,
+    )
+    engine.save(tmp_path)
+    assert not (tmp_path / "optim.pt").exists()
+    state = load_file(tmp_path / "huggingface" / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+
+
+def test_what_is_missing_is_named(tmp_path: Path):
+    engine = policy_engine()
+    with pytest.raises(CheckpointError, match="config.json"):
+        engine.load(tmp_path)
+    engine.save(tmp_path)
+    (tmp_path / "optim.pt").unlink()
+    with pytest.raises(CheckpointError, match="optim.pt"):
+        engine.load(tmp_path)
+    with pytest.raises(CheckpointError, match="lm_head|embed_tokens|shape|lacks"):
+        policy_engine(vocab_size=64).load(tmp_path)
+
+
+def test_a_policy_is_no_critic(tmp_path: Path):
+    wrap(PackedCausalLM(tiny_model("llama"))).save(tmp_path)
+    with pytest.raises(CheckpointError, match="not a critic"):
+        critic_engine().load(tmp_path)

@@ -1,0 +1,96 @@
+"""Floating-point operations of a batch by the model's shape, and the share of the device's peak they amount to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Dense bf16 peak in FLOP/s by a part of the device's name, from the makers' data sheets.
+PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """The two numbers per layer and the one per model that FLOPs follow from (Kaplan et al. 2020, section 2.1).
+
+    A forward pass costs 2 FLOPs per token and active matrix parameter, and 4 * attention width per pair of a query and
+    a key that it sees; a backward pass costs twice that. Recomputation under gradient checkpointing is not counted.
+    """
+
+    matrix_parameters: int  # active per token: the head counts, looked-up embeddings and idle experts do not
+    attention_width: int  # heads * head size
+    windows: tuple[int | None, ...]  # per layer: how many keys a query sees at most, None for all
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> "FlopsModel":
+        """Read off a transformers module, sharded or not; of a critic, give its body (the value head is one column)."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            matrix_parameters=_active_matrix_parameters(model, config),
+            attention_width=heads * head_dim,
+            windows=_windows(config),
+        )
+
+    def forward(self, lengths: Sequence[int]) -> float:
+        """FLOPs of one forward pass over packed sequences of these lengths."""
+        pairs = sum(causal_pairs(length, window) for window in self.windows for length in lengths)
+        return 2.0 * self.matrix_parameters * sum(lengths) + 4.0 * self.attention_width * pairs
+
+    def train(self, lengths: Sequence[int]) -> float:
+        """FLOPs of forward and backward."""
+        return 3.0 * self.forward(lengths)
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Pairs (query, key) with key <= query and, with a window, at most `window` keys per query."""
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def model_flops_utilization(flops: float, seconds: float, device: torch.device) -> float | None:
+    """Share of the device's dense bf16 peak; None for a device whose peak is not known (CPU among them)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
+    return None if peak is None else flops / seconds / peak
+
+
+def _active_matrix_parameters(model: PreTrainedModel, config: Any) -> int:
+    head = model.get_output_embeddings()
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if head is not None:
+        looked_up.discard(id(head.weight))  # tied: multiplied once per token at the end
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    active_share = config.num_experts_per_tok / experts if experts else 1.0
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and id(parameter) not in looked_up:
+            total += parameter.numel() * (active_share if ".experts." in name else 1.0)
+    return round(total)
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * (
+        config.num_hidden_layers
+    )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,79 @@
+"""From padded columns of a batch to the packed tensors of one micro-batch, and back."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.models.packed import PackedBatch
+from verl.protocol import DataProto
+from verl.utils.errors import DataError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads, on the device."""
+
+    packed: PackedBatch
+    columns: dict[str, torch.Tensor]  # (M,) each
+    sequence: torch.Tensor  # (M,) int64, row number in the mini-batch
+
+
+class MiniBatch:
+    """The rows of one update or one evaluation, and how to pack some of them."""
+
+    def __init__(self, batch: DataProto, columns: Iterable[str], device: torch.device) -> None:
+        required = ("input_ids", "attention_mask", "response_mask", *columns)
+        present = set(batch.batch.keys())
+        missing = [name for name in required if name not in present]
+        if missing:
+            raise DataError(
+                f"The engine needs the columns {missing}, but this batch has {sorted(present)}. "
+                "Run the phase that writes them (verl/columns.py) first."
+            )
+        self.input_ids: torch.Tensor = batch.batch["input_ids"]
+        self.attention_mask: torch.Tensor = batch.batch["attention_mask"]
+        self.columns: dict[str, torch.Tensor] = {name: batch.batch[name] for name in columns}
+        self.uids: np.ndarray | None = batch.non_tensor_batch.get("uid")
+        self.response_length: int = batch.batch["response_mask"].shape[1]
+        self.present = self.attention_mask[:, self.attention_mask.shape[1] - self.response_length :].bool()
+        self.device = device
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        return self.attention_mask.sum(dim=1).tolist()
+
+    def pack(self, rows: Sequence[int]) -> MicroBatch:
+        """The packed tokens, columns (M,) and row numbers (M,) of some rows."""
+        chosen = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        # Boolean indexing waits for its device, so it happens where the batch lives: on the host.
+        present = self.present[chosen]
+        packed = PackedBatch.from_rows(self.input_ids[chosen], self.attention_mask[chosen], self.response_length)
+        columns = {name: self._send(column[chosen][present]) for name, column in self.columns.items()}
+        sequence = self._send(chosen.repeat_interleave(present.sum(dim=1)))
+        return MicroBatch(packed.to(self.device), columns, sequence)
+
+    def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(M,) per micro-batch of the plan to (B, R) fp32 on the host, zero where no token is."""
+        order = torch.tensor([row for rows in plan for row in rows], dtype=torch.int64)
+        present = self.present.cpu()
+        in_plan_order = torch.zeros(present.shape, dtype=torch.float32)
+        in_plan_order[present[order]] = torch.cat([piece.float() for piece in pieces]).cpu()
+        result = torch.empty_like(in_plan_order)
+        result[order] = in_plan_order
+        return result
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """To the device; from pinned memory where the host would otherwise wait for all work queued before the copy."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def describe(self, row: int) -> str:
+        """How a message names a row."""
+        return f"row {row}" if self.uids is None else f"row {row} (uid {self.uids[row]})"
