@@ -158,7 +158,6 @@ class DataProto:
         index = index.long()
         if index.numel() and not -len(self) <= int(index.min()) <= int(index.max()) < len(self):
             raise IndexError(f"Rows {int(index.min())} to {int(index.max())} are not all among {len(self)} rows.")
-        index = torch.where(index < 0, index + len(self), index)
         array = index.numpy()
         return self._map(lambda column: column[index if isinstance(column, torch.Tensor) else array], len(index))
 
@@ -216,7 +215,8 @@ class DataProto:
             return iter(())
         # The loader draws row numbers alone, so that a mini-batch is one gather and not a stack of rows.
         settings: dict[str, Any] = {"collate_fn": self.select_idxs, **(dataloader_kwargs or {})}
-        settings["generator"] = None if seed is None else torch.Generator().manual_seed(seed)
+        if seed is not None or not settings.get("shuffle"):  # else the global generator, which in order is left alone
+            settings["generator"] = torch.Generator().manual_seed(seed or 0)
         loader: Any = DataLoader(range(len(self)), batch_size=mini_batch_size, **settings)  # pyright: ignore
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 

@@ -263,6 +263,8 @@ def test_union_functions():
     assert set(union_tensor_dict(one, other).keys()) == {"a", "b"}
     with pytest.raises(ValueError, match=r"\[2\] and \[3\]"):
         union_tensor_dict(one, TensorDict({}, [3]))
+    with pytest.raises(ValueError, match="'a'"):
+        union_tensor_dict(one, TensorDict({"a": torch.ones(2, dtype=torch.int64)}, [2]))
     assert set(union_numpy_dict({"a": np.ones(2)}, {"b": np.ones(2)})) == {"a", "b"}
     with pytest.raises(ValueError, match="'a'"):
         union_numpy_dict({"a": np.array(["x", None], object)}, {"a": np.array(["x", 0], object)})
@@ -306,6 +308,12 @@ def test_make_iterator_shuffles_anew_each_epoch():
     data = make_batch(30)
     one, other = (as_rows(x) for x in data.make_iterator(30, 2, seed=1, dataloader_kwargs={"shuffle": True}))
     assert one != other
+    state = torch.get_rng_state()
+    assert len(list(data.make_iterator(10, 2))) == 6
+    assert len(list(data.make_iterator(10, 1, seed=0, dataloader_kwargs={"shuffle": True}))) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    unseeded = [as_rows(x) for _ in range(2) for x in data.make_iterator(30, 1, dataloader_kwargs={"shuffle": True})]
+    assert unseeded[0] != unseeded[1]
     with pytest.raises(ValueError, match="must divide the 30 rows"):
         data.make_iterator(7, 1)
 

@@ -2,14 +2,21 @@
 
 import torch
 
+from verl.utils.errors import ConfigError
+
 GIB = 1024**3
 
 
 def visible_device(requested: str | None = None) -> torch.device:
-    """The device asked for, or the first visible one: CUDA when there is any, else CPU."""
+    """The device asked for, or (None, "auto") the first visible one: CUDA when there is any, else CPU."""
     if requested in (None, "auto", "cuda"):
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
+        if requested == "cuda":
+            raise ConfigError(
+                "trainer.device=cuda needs a GPU that PyTorch can see, found none (torch "
+                f"{torch.__version__}, CUDA build: {torch.version.cuda}). Leave trainer.device unset to train on the CPU."
+            )
         return torch.device("cpu")
     return torch.device(requested)
 
@@ -29,9 +36,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peak memory since the last call, in GB as verl's users plot it; empty on CPU."""
+    """Peak memory of the accelerator since the last call, in GB as verl's users plot it; 0 where there is none."""
     if device.type != "cuda":
-        return {}
+        return {"perf/max_memory_allocated_gb": 0.0, "perf/max_memory_reserved_gb": 0.0}
     metrics = {
         "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / GIB,
         "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / GIB,

@@ -1,0 +1,8 @@
+"""From rewards to advantages, from log-probs to losses: pure functions of tensors, one file a family.
+
+Importing the package fills the registries: advantage estimators, policy losses, extra loss terms.
+"""
+
+from verl.algorithms import advantages, group_advantages, importance, kl, masked, policy_losses, value_losses
+
+__all__ = ["advantages", "group_advantages", "importance", "kl", "masked", "policy_losses", "value_losses"]

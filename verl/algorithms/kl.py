@@ -1,0 +1,115 @@
+"""KL to a reference policy: estimators per token, the penalty in the reward, controllers of its coefficient."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from verl.utils.errors import ConfigError
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far beyond every clip range, and finite in every dtype
+MAX_K3 = 10.0
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+
+
+def kl_penalty(
+    log_probs: Float[Tensor, "*tokens"],
+    ref_log_probs: Float[Tensor, "*tokens"],
+    kind: str,
+    *,
+    exact: Float[Tensor, "*tokens"] | None = None,
+) -> Float[Tensor, "*tokens"]:
+    """Estimates of KL(policy || reference) from tokens that the policy drew, after Schulman 2020 ("Approximating KL
+    divergence"). With d = log pi(token) - log ref(token):
+
+        kl, k1          d                      unbiased, may be negative
+        abs             |d|
+        mse, k2         d^2 / 2                biased, low variance
+        low_var_kl, k3  exp(-d) - 1 + d        unbiased, never negative; |d| cut at 20, the value at 10
+        full            the sum over the vocabulary, which the caller gives as `exact`
+
+    As a loss (differentiated through `log_probs`) k1 has an expected gradient of 0 on the policy's own tokens; use k2,
+    whose expected gradient is that of the KL, or k3. A token whose k3 is cut has no gradient.
+    """
+    if kind == "full":
+        if exact is None:
+            raise ConfigError(
+                "KL estimator 'full' needs both policies' whole distribution at every token, which is never kept. "
+                "Use low_var_kl (k3): it needs the drawn tokens alone and is unbiased as well."
+            )
+        return exact
+    difference = log_probs - ref_log_probs
+    if kind in ("kl", "k1"):
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind in ("mse", "k2"):
+        return 0.5 * difference.square()
+    if kind in ("low_var_kl", "k3"):
+        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # expm1: near 0 the value is d^2 / 2, all of which exp(-d) - 1 would lose to rounding.
+        return (torch.expm1(-difference) + difference).clamp(max=MAX_K3)
+    raise ConfigError(f"KL estimator must be one of {', '.join(KL_KINDS)}, got '{kind}'.")
+
+
+def apply_kl_penalty(
+    scores: Float[Tensor, "B R"], kl: Float[Tensor, "B R"], mask: Shaped[Tensor, "B R"], coef: float
+) -> Float[Tensor, "B R"]:
+    """Rewards with the KL penalty of each of the model's own tokens, Ziegler et al. 2019 (arXiv:1909.08593), eq. (2).
+
+    r_t = score_t - coef * kl_t where the mask is 1, and score_t elsewhere.
+    """
+    return scores - coef * torch.where(mask.bool(), kl, 0.0)
+
+
+class FixedKLController:
+    """A coefficient that stays. `value` is the configured one: a resumed run takes what its configuration says."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """There is no state."""
+
+
+class AdaptiveKLController:
+    """Proportional control of the KL, section 2.2 of Ziegler et al. 2019 (arXiv:1909.08593).
+
+        e = clip(KL / target - 1, -0.2, 0.2),    coef <- coef (1 + e n / horizon)
+
+    after n samples, so that the coefficient can change by a fifth in `horizon` samples.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ConfigError(f"Adaptive KL needs target_kl and horizon above 0, got {target_kl} and {horizon}.")
+        self.value = init_kl_coef
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move the coefficient after `n_steps` samples whose mean KL was `current_kl`."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
+    """The controller that a section with `type`, `kl_coef`, `horizon` and `target_kl` asks for."""
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, got '{kl_ctrl.type}'.")
