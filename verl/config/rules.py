@@ -155,6 +155,19 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
             yield f"{role}.optim.betas must be two numbers in [0, 1), got {optim.betas}. [0.9,0.999] is usual."
 
 
+def kl_is_estimated_from_drawn_tokens(config: TrainConfig) -> Iterator[str]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    for key, asked in (
+        ("actor_rollout_ref.actor.kl_loss_type", actor.use_kl_loss and actor.kl_loss_type == "full"),
+        ("algorithm.kl_penalty", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"),
+    ):
+        if asked:
+            yield (
+                f"{key}=full needs both policies' whole distribution at every token, which is never kept. Set "
+                f"{key}=low_var_kl: it needs the drawn tokens alone and is unbiased as well."
+            )
+
+
 def training_samples_vary(config: TrainConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.val_only or not is_greedy(rollout):
@@ -203,7 +216,7 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
 
 
 def validation_has_data(config: TrainConfig) -> Iterator[str]:
-    if config.data.val_files:
+    if config.data.val_files or config.data.dataset_name is not None:  # a data set may bring its validation split
         return
     for key, asked in (("val_only", config.trainer.val_only), ("test_freq", config.trainer.test_freq > 0)):
         if asked:
@@ -234,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     sequences_fit,
     algorithm_has_what_it_needs,
     losses_make_sense,
+    kl_is_estimated_from_drawn_tokens,
     training_samples_vary,
     engine_is_available,
     run_has_an_end_and_a_start,
