@@ -153,7 +153,7 @@ def _load(
     config = _load_config(source, trust_remote_code, override_config or {})
     refuse_unpackable(config, max_length)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, info = auto_class.from_pretrained(
                 source,
                 config=config,
@@ -182,9 +182,9 @@ def _load(
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No bar and no table of unexpected tensors (a critic's folder may have a language-model head): what matters, the
-    missing ones, is an error here."""
+    missing ones, is an error here. For loading and saving."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

@@ -92,14 +92,13 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
-    """(m, V): logits / temperature, with the head's scale and cap."""
-    head = settings.head
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, *, temperature: float = 1.0) -> Tensor:
+    """(m, V) logits / temperature of hidden states (m, H), with the head's scale and cap, in fp32 or float64."""
     logits = _linear(hidden, weight, bias)
     if head.cap is None:
-        factor = head.scale / settings.temperature
+        factor = head.scale / temperature
         return logits if factor == 1.0 else logits.mul_(factor)
-    return logits.mul_(head.scale / head.cap).tanh_().mul_(head.cap / settings.temperature)
+    return logits.mul_(head.scale / head.cap).tanh_().mul_(head.cap / temperature)
 
 
 def _slope(logits: Tensor, settings: _Settings) -> Tensor | float:
@@ -126,7 +125,7 @@ class _TokenLogProbs(torch.autograd.Function):
         kept = None
         for start in range(0, tokens, settings.rows):
             rows = slice(start, start + settings.rows)
-            logits = _scaled_logits(hidden[rows], weight, bias, settings)
+            logits = head_logits(hidden[rows], weight, bias, settings.head, temperature=settings.temperature)
             normalizers[rows] = logits.logsumexp(-1)
             log_probs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - normalizers[rows]
             if settings.entropy:
@@ -152,7 +151,9 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], settings.rows):
             rows = slice(start, start + settings.rows)
             part = hidden[rows]
-            logits = kept if kept is not None else _scaled_logits(part, weight, bias, settings)
+            logits = kept
+            if logits is None:
+                logits = head_logits(part, weight, bias, settings.head, temperature=settings.temperature)
             grad = _grad_logits(
                 logits,
                 normalizers[rows, None],

@@ -1,0 +1,60 @@
+"""Completions to columns, and every way an engine could get them wrong."""
+
+import pytest
+import torch
+
+from verl.columns import COLUMNS
+from verl.rollout import Completion, assemble
+from verl.utils.errors import RolloutError
+
+
+def completion(sample_id: int, *token_ids: int, log_probs: list[float] | None = None) -> Completion:
+    own = [-0.5 * (i + 1) for i in range(len(token_ids))] if log_probs is None else log_probs
+    return Completion(sample_id=sample_id, token_ids=list(token_ids), log_probs=own, finish_reason="stop")
+
+
+def columns(prompts, completions):
+    return assemble(prompts, completions, prompt_length=4, response_length=3, pad_token_id=9)
+
+
+def test_prompts_are_padded_left_and_responses_right():
+    batch = columns([[1, 2], [3, 4, 5, 6]], [completion(1, 7), completion(0, 5, 6, 8)])
+    assert batch["prompts"].tolist() == [[9, 9, 1, 2], [3, 4, 5, 6]]
+    assert batch["responses"].tolist() == [[5, 6, 8], [7, 9, 9]]
+    assert batch["input_ids"].tolist() == [[9, 9, 1, 2, 5, 6, 8], [3, 4, 5, 6, 7, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 4, 4]]
+    assert batch["response_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["rollout_log_probs"].tolist() == [[-0.5, -1.0, -1.5], [-0.5, 0.0, 0.0]]
+
+
+def test_columns_are_those_of_the_table():
+    batch = columns([[1]], [completion(0, 2)])
+    sizes = {"B": 1, "P": 4, "R": 3, "T": 7}
+    expected = {c.name: c for c in COLUMNS.values() if c.written_by == "generate" and c.dtype != "object"}
+    assert set(batch) == set(expected)
+    for name, tensor in batch.items():
+        assert tensor.dtype == getattr(torch, expected[name].dtype)
+        assert list(tensor.shape) == [sizes[letter] for letter in expected[name].shape.split()]
+
+
+@pytest.mark.parametrize(
+    ("completions", "message"),
+    [
+        ([completion(0, 2)], "Expected 2 samples from the engine, 1 are missing: 1"),
+        ([completion(0, 2), completion(1, 2), completion(0, 2)], "sample 0 twice"),
+        ([completion(0, 2), completion(2, 2)], "sample 2, but 0..1"),
+        ([completion(0, 2), completion(1)], "empty response for sample 1"),
+        ([completion(0, 2), completion(1, 2, 2, 2, 2)], "response of sample 1 has 4 tokens, its column 3"),
+        ([completion(0, 2), completion(1, 2, 3, log_probs=[-1.0])], "2 finite log-probs for sample 1, got 1"),
+        ([completion(0, 2), completion(1, 2, log_probs=[float("nan")])], "some of them not finite"),
+    ],
+)
+def test_what_an_engine_gets_wrong_names_the_sample(completions, message):
+    with pytest.raises(RolloutError, match=message):
+        columns([[1], [1]], completions)
+
+
+def test_an_overlong_prompt_is_an_error():
+    with pytest.raises(RolloutError, match="prompt of sample 0 has 5 tokens, its column 4"):
+        columns([[1, 2, 3, 4, 5]], [completion(0, 2)])

@@ -1,0 +1,229 @@
+"""The embedded engine against transformers' own `generate` and forward."""
+
+import pytest
+import torch
+
+from tests.rollout.engines import (
+    PROMPTS,
+    forward_log_probs,
+    make_engine,
+    run,
+    talkative_model,
+    tokens_of,
+    transformers_greedy,
+)
+from tests.tiny_models import FAMILIES, MORE_FAMILIES
+from verl.models.attention import Facts
+from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout.embedded import attention as paged
+from verl.utils.errors import ConfigError, EngineAsleepError, RolloutError
+
+
+def worst_log_prob_error(model, completions: list[Completion], n: int, temperature: float) -> float:
+    return max(
+        float(
+            (forward_log_probs(model, PROMPTS[c.sample_id // n], c.token_ids, temperature) - torch.tensor(c.log_probs))
+            .abs()
+            .max()
+        )
+        for c in completions
+    )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_greedy_tokens_equal_transformers_generate(family):
+    model = talkative_model(family)
+    ours = run(make_engine(model), PROMPTS, temperature=0, max_new_tokens=40)
+    assert tokens_of(ours) == [transformers_greedy(model, prompt, 40) for prompt in PROMPTS]
+    assert max(len(set(tokens)) for tokens in tokens_of(ours)) >= 4, "too dull to fail"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_log_probs_equal_those_of_a_full_forward(family):
+    model = talkative_model(family)
+    sampled = run(make_engine(model), PROMPTS, n=3, temperature=1.3)
+    assert worst_log_prob_error(model, sampled, 3, 1.3) <= 1e-4
+    greedy = run(make_engine(model), PROMPTS, temperature=0)
+    assert worst_log_prob_error(model, greedy, 1, 1.0) <= 1e-4
+
+
+def test_log_probs_ignore_top_k_top_p_and_min_p():
+    model = talkative_model("qwen2")
+    sampled = run(make_engine(model), PROMPTS, n=3, temperature=1.5, top_k=10, top_p=0.8, min_p=0.05)
+    assert worst_log_prob_error(model, sampled, 3, 1.5) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "dropped"),
+    [
+        ("mistral", {"window": None}),
+        ("gemma2", {"cap": None}),
+        ("gpt2", {"scale": 8**-0.5}),
+        ("gpt_oss", {"sinks": None}),
+    ],
+)
+def test_the_parity_test_notices_a_dropped_feature(family, dropped, monkeypatch):
+    """Mutation: the decode step forgets the window, the cap, the scaling or the sinks."""
+    true_facts = paged.layer_facts
+    monkeypatch.setattr(paged, "layer_facts", lambda *a: Facts(**{**true_facts(*a)._asdict(), **dropped}))
+    model = talkative_model(family)
+    sampled = run(make_engine(model), PROMPTS)
+    assert worst_log_prob_error(model, sampled, 1, 1.0) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
+def test_tokens_do_not_depend_on_who_else_runs(family):
+    model = talkative_model(family)
+    crowd = tokens_of(run(make_engine(model), PROMPTS, n=4))
+    few = tokens_of(run(make_engine(model, max_num_seqs=3), PROMPTS, n=4))
+    small_prefills = tokens_of(run(make_engine(model, max_num_batched_tokens=1), PROMPTS, n=4))
+    assert crowd == few == small_prefills
+    alone = Request(prompt_ids=tuple(PROMPTS[1]), sample_ids=(6,))
+    [completion] = make_engine(model).generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)
+    assert completion.token_ids == crowd[6]
+
+
+def test_tokens_depend_on_seed_step_and_sample():
+    engine = make_engine(talkative_model("qwen2"))
+    first = tokens_of(run(engine, PROMPTS, n=4))
+    assert first == tokens_of(run(engine, PROMPTS, n=4))
+    assert first != tokens_of(run(engine, PROMPTS, n=4, seed=1))
+    assert first != tokens_of(run(engine, PROMPTS, n=4, step=1))
+    assert len({tuple(tokens) for tokens in first[:4]}) == 4
+
+
+@pytest.mark.parametrize("num_pages", [4, 7, 11])
+def test_preemption_changes_nothing_but_the_count(num_pages):
+    model = talkative_model("qwen2")
+    free = make_engine(model)
+    roomy = run(free, PROMPTS, n=4)
+    assert free.statistics()["preemptions"] == 0
+    engine = make_engine(model, num_pages=num_pages)
+    tight = run(engine, PROMPTS, n=4)
+    assert engine.statistics()["preemptions"] > 0
+    assert engine.statistics()["peak_pages"] <= num_pages
+    assert tokens_of(tight) == tokens_of(roomy)
+    assert worst_log_prob_error(model, tight, 4, 1.0) <= 1e-4
+
+
+def test_samples_of_a_prompt_share_its_pages_and_its_prefill():
+    engine = make_engine(talkative_model("qwen2"), page_size=4)
+    prompt = list(range(10, 31))  # 21 tokens: 5 whole pages and a sixth with one token
+    run(engine, [prompt], n=6, max_new_tokens=3, ignore_eos=True)
+    statistics = engine.statistics()
+    assert statistics["prefill_tokens"] == 21
+    # Shared whole pages, and for each sample its own copy of the sixth, in which the two cached tokens fit.
+    assert statistics["peak_pages"] == 5 + 6
+    assert statistics["copied_pages"] == 5  # the last one writes into the original
+
+
+def test_samples_admitted_late_still_share_the_prefill():
+    engine = make_engine(talkative_model("qwen2"), max_num_seqs=2)
+    run(engine, PROMPTS, n=5, max_new_tokens=6)
+    assert engine.statistics()["prefill_tokens"] == sum(map(len, PROMPTS))
+
+
+def test_all_pages_come_back_and_the_books_are_right_all_along():
+    engine = make_engine(talkative_model("qwen2"), num_pages=9, max_num_seqs=5)
+    settings = SamplingParams(max_new_tokens=20)
+    requests = [Request(prompt_ids=tuple(p), sample_ids=(2 * i, 2 * i + 1)) for i, p in enumerate(PROMPTS)]
+    completions = engine.generate(requests, settings, seed=0, step=0)
+    for _ in completions:
+        engine.check_integrity()
+        pages = engine._scheduler.pages
+    pages.check_integrity([])
+    assert pages.num_free == 9
+
+
+def test_closing_the_iterator_early_frees_the_engine():
+    engine = make_engine(talkative_model("qwen2"))
+    settings = SamplingParams(max_new_tokens=8)
+    request = Request(prompt_ids=(5, 6), sample_ids=(0, 1))
+    completions = engine.generate([request], settings, seed=0, step=0)
+    next(completions)
+    with pytest.raises(RolloutError, match="not finished"):
+        engine.generate([request], settings, seed=0, step=0)
+    with pytest.raises(RolloutError, match="not finished"):
+        engine.sleep()
+    completions.close()
+    assert len(list(engine.generate([request], settings, seed=0, step=0))) == 2
+
+
+def test_what_cannot_be_generated_is_said_at_once():
+    engine = make_engine(talkative_model("qwen2"), num_pages=2, prompt_length=40, response_length=8)
+    settings = SamplingParams(max_new_tokens=8)
+
+    def ask(prompt, *sample_ids, params=settings):
+        engine.generate([Request(prompt_ids=tuple(prompt), sample_ids=sample_ids)], params, seed=0, step=0)
+
+    with pytest.raises(RolloutError, match="may need 3 pages .* has room for 2"):
+        ask([5] * 33, 0)
+    with pytest.raises(RolloutError, match="empty prompt"):
+        ask([], 0)
+    with pytest.raises(RolloutError, match="Sample id 3 was asked for twice"):
+        ask([5], 3, 3)
+    with pytest.raises(RolloutError, match="no room for a response"):
+        ask([5] * 48, 0)
+    with pytest.raises(RolloutError, match="the model knows 0..127"):
+        ask([5, 128], 0)
+    with pytest.raises(ConfigError, match="top_p must be above 0"):
+        ask([5], 0, params=SamplingParams(max_new_tokens=1, top_p=0.0))
+    with pytest.raises(ConfigError, match="has 256 positions"):
+        make_engine(talkative_model("qwen2"), max_model_len=257)
+
+
+def test_responses_end_where_the_sequence_is_full():
+    engine = make_engine(talkative_model("qwen2"), max_model_len=20)
+    [completion] = run(engine, [[5] * 15], max_new_tokens=24, ignore_eos=True)
+    assert len(completion.token_ids) == 5
+    assert completion.finish_reason == "length"
+
+
+def test_sleep_and_wake():
+    model = talkative_model("qwen2")
+    engine = make_engine(model)
+    before = tokens_of(run(engine, PROMPTS))
+    engine.sleep()
+    assert engine.runner.num_pages == 0
+    assert not engine.runner.paging.layers
+    with pytest.raises(EngineAsleepError):
+        run(engine, PROMPTS)
+    with pytest.raises(EngineAsleepError):
+        engine.update_weights(model.named_parameters())
+    engine.wake()
+    assert tokens_of(run(engine, PROMPTS)) == before
+
+
+def test_a_diverged_model_is_an_error():
+    model = talkative_model("qwen2")
+    engine = make_engine(model)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").fill_(float("nan"))
+    with pytest.raises(RolloutError, match="not finite for sample 0"):
+        run(engine, PROMPTS)
+
+
+def test_long_rows_are_gathered_in_chunks(monkeypatch):
+    model = talkative_model("gemma2")
+    whole = tokens_of(run(make_engine(model), PROMPTS, n=3))
+    monkeypatch.setattr(paged, "GATHER_TOKENS", 100)
+    assert tokens_of(run(make_engine(model), PROMPTS, n=3)) == whole
+
+
+def test_bfloat16_copies_the_weights_and_stays_close():
+    model = talkative_model("qwen2")
+    engine = make_engine(model, dtype="bfloat16")
+    [own] = {parameter.dtype for parameter in engine.twin.module.parameters()}
+    assert own == torch.bfloat16
+    rounded = talkative_model("qwen2", dtype=torch.bfloat16).float()
+    sampled = run(engine, PROMPTS, n=2)
+    assert worst_log_prob_error(rounded, sampled, 2, 1.0) <= 0.5
+
+
+def test_long_generations_show_progress(monkeypatch, caplog):
+    monkeypatch.setattr("verl.rollout.embedded.engine.PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("verl.utils.logging.logger.propagate", True)
+    with caplog.at_level("INFO", logger="verl"):
+        run(make_engine(talkative_model("qwen2")), PROMPTS)
+    assert "3/3 samples done" in caplog.messages[-1]
+    assert "0 running, 0 waiting" in caplog.messages[-1]

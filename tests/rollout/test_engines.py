@@ -1,0 +1,187 @@
+"""What every engine must do: hf and embedded agree, stop where told, and take the trainer's weights."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of, transformers_greedy
+from tests.tiny_models import FAMILIES, tiny_tokenizer
+from verl.config.rollout import RolloutConfig
+from verl.rollout import create_rollout_engine
+from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
+
+ENGINES = ["hf", "embedded"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hf_and_embedded_draw_the_same_tokens(family):
+    model = talkative_model(family)
+    reference = run(make_engine(model, "hf"), PROMPTS, n=2, temperature=1.2)
+    ours = run(make_engine(model), PROMPTS, n=2, temperature=1.2)
+    assert tokens_of(ours) == tokens_of(reference)
+    assert [c.finish_reason for c in ours] == [c.finish_reason for c in reference]
+    for one, other in zip(ours, reference):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def test_hf_and_embedded_agree_under_filters_and_in_chunks():
+    model = talkative_model("qwen2")
+    settings = {"n": 3, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+    reference = run(make_engine(model, "hf", max_num_seqs=4), PROMPTS, **settings)
+    assert tokens_of(run(make_engine(model), PROMPTS, **settings)) == tokens_of(reference)
+
+
+def test_hf_greedy_is_transformers_generate():
+    model = talkative_model("qwen3")
+    ours = run(make_engine(model, "hf"), PROMPTS, temperature=0, max_new_tokens=30)
+    assert tokens_of(ours) == [transformers_greedy(model, prompt, 30) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_models_own_generation_settings_are_not_applied(name):
+    model = talkative_model("qwen2")
+    before = tokens_of(run(make_engine(model, name), PROMPTS))
+    model.generation_config.top_k = 1
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.do_sample = True
+    assert tokens_of(run(make_engine(model, name), PROMPTS)) == before
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_end_of_sequence_and_stop_tokens(name):
+    model = talkative_model("qwen2")
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    engine = make_engine(model, name)
+    engine.eos_ids = ()
+    free = run(engine, PROMPTS, n=2)
+    assert all(c.finish_reason == "length" and len(c.token_ids) == 24 for c in free)
+    chosen = free[0].token_ids[5]
+    stopped = run(engine, PROMPTS, n=2, stop_token_ids=(chosen,))
+    assert any(c.finish_reason == "stop" for c in stopped)
+    for whole, cut in zip(free, stopped):
+        end = whole.token_ids.index(chosen) + 1 if chosen in whole.token_ids else 24
+        assert cut.token_ids == whole.token_ids[:end]  # the stop token is kept
+        assert cut.finish_reason == ("stop" if chosen in whole.token_ids else "length")
+    engine.eos_ids = (chosen,)
+    assert tokens_of(run(engine, PROMPTS, n=2)) == tokens_of(stopped)
+    assert tokens_of(run(engine, PROMPTS, n=2, ignore_eos=True)) == tokens_of(free)
+
+
+def test_end_of_sequence_ids_come_from_model_and_tokenizer():
+    model = talkative_model("qwen2")
+    model.generation_config.eos_token_id = [7, 9]
+    assert make_engine(model).eos_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_stop_strings_end_with_the_token_that_completes_them(name):
+    tokenizer = tiny_tokenizer()
+    engine = make_engine(talkative_model("qwen2"), name)
+    free = run(engine, PROMPTS, n=2, ignore_eos=True)
+    stop = str(tokenizer.decode(free[1].token_ids[10:13]))
+    stopped = run(engine, PROMPTS, n=2, ignore_eos=True, stop=(stop,))
+    for whole, cut in zip(free, stopped):
+        end = next((i for i in range(1, 25) if stop in str(tokenizer.decode(whole.token_ids[:i]))), None)
+        assert cut.token_ids == whole.token_ids[:end]
+        assert cut.finish_reason == ("length" if end is None else "stop")
+    assert stopped[1].finish_reason == "stop"
+
+
+def test_stop_strings_need_a_tokenizer():
+    model = talkative_model("qwen2")
+    engine = create_rollout_engine(
+        RolloutConfig(prompt_length=64, response_length=64), model=model, tokenizer=None, device=torch.device("cpu")
+    )
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        run(engine, PROMPTS, stop=("a",))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
+def test_on_cpu_the_engine_reads_the_trainers_weights_and_leaves_its_module_alone(name, family):
+    model = talkative_model(family).train()
+    engine = make_engine(model, name)
+    assert model.config._attn_implementation == "eager"
+    assert model.training
+    assert not engine.twin.module.training
+    pairs = zip(model.named_parameters(), engine.twin.module.named_parameters())
+    assert all(mine[0] == its[0] and mine[1].data_ptr() == its[1].data_ptr() for mine, its in pairs)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    before = tokens_of(run(engine, PROMPTS))
+    other = talkative_model(family, seed=1)
+    with torch.no_grad():
+        for parameter, new in zip(model.parameters(), other.parameters()):
+            parameter.copy_(new)
+    after = tokens_of(run(engine, PROMPTS))
+    assert after != before
+    assert after == tokens_of(run(make_engine(other, name), PROMPTS))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_update_weights_takes_foreign_tensors_without_touching_the_trainers(dtype):
+    model, other = talkative_model("qwen2"), talkative_model("qwen2", seed=1)
+    engine = make_engine(model, dtype=dtype)
+    saved = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    before = tokens_of(run(engine, PROMPTS))
+    engine.update_weights((name, parameter.detach()) for name, parameter in other.named_parameters())
+    assert tokens_of(run(engine, PROMPTS)) == tokens_of(run(make_engine(other, dtype=dtype), PROMPTS))
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+    engine.update_weights(model.named_parameters())
+    assert tokens_of(run(engine, PROMPTS)) == before
+    if dtype is None:
+        assert engine.twin.module.lm_head.weight is model.lm_head.weight  # aliased again
+
+
+def test_copies_keep_their_addresses():
+    model = talkative_model("qwen2")
+    engine = make_engine(model, dtype="bfloat16")
+    addresses = [parameter.data_ptr() for parameter in engine.twin.module.parameters()]
+    engine.update_weights(talkative_model("qwen2", seed=1).named_parameters())
+    assert addresses == [parameter.data_ptr() for parameter in engine.twin.module.parameters()]
+
+
+def test_update_weights_wants_all_names_and_shapes():
+    model = talkative_model("qwen2")
+    engine = make_engine(model)
+    weights = dict(model.named_parameters())
+    first = next(iter(weights))
+    with pytest.raises(RolloutError, match="1 are missing: model.norm.weight"):
+        engine.update_weights((name, tensor) for name, tensor in weights.items() if name != "model.norm.weight")
+    with pytest.raises(RolloutError, match="weights are incomplete"):
+        run(engine, PROMPTS)
+    with pytest.raises(RolloutError, match="'model.norm.wieght', which the model does not have. .*model.norm.weight"):
+        engine.update_weights({**weights, "model.norm.wieght": weights[first]}.items())
+    with pytest.raises(RolloutError, match="of shape"):
+        engine.update_weights({**weights, first: weights[first][:3]}.items())
+    engine.update_weights(weights.items())
+    run(engine, PROMPTS)
+
+
+def test_tied_weights_stay_tied_and_either_name_is_known():
+    model = talkative_model("qwen2", tie_word_embeddings=True)
+    engine = make_engine(model, dtype="bfloat16")
+    twin = engine.twin.module
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    weights = dict(model.named_parameters())
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    engine.update_weights(weights.items())
+    run(engine, PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engines_of_other_projects_say_what_is_missing(name, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else find_spec(n, *a))
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'verl\[{name}\]'"):
+        make_engine(talkative_model("qwen2"), name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: object() if n == name else find_spec(n, *a))
+    with pytest.raises(ConfigError, match="ships the engines embedded, hf only"):
+        make_engine(talkative_model("qwen2"), name)
+
+
+def test_an_unknown_engine_is_an_error():
+    with pytest.raises(ConfigError, match="Unknown rollout engine .* 'embeded'"):
+        make_engine(talkative_model("qwen2"), "embeded")

@@ -1,0 +1,57 @@
+"""The page books, under random use."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.rollout.embedded.pages import PageAllocator
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 9))))
+def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
+    pages = PageAllocator(num_pages)
+    holders: list[list[int]] = []
+    for call, number in calls:
+        if call == "allocate":
+            free = pages.num_free
+            assert pages.can_allocate(number) == (number <= free)
+            if pages.can_allocate(number):
+                held = pages.allocate(number)
+                assert not {page for holder in holders for page in holder} & set(held)
+                holders.append(held)
+        elif holders and call == "share":
+            holders.append(pages.share(holders[number % len(holders)]))
+        elif holders:
+            pages.free(holders.pop(number % len(holders)))
+        pages.check_integrity(holders)
+    for holder in holders:
+        pages.free(holder)
+    pages.check_integrity([])
+    assert pages.num_free == num_pages
+
+
+def test_a_shared_page_is_free_after_its_last_holder():
+    pages = PageAllocator(2)
+    first = pages.allocate(1)
+    second = pages.share(first)
+    assert pages.is_shared(first[0])
+    pages.free(first)
+    assert not pages.is_shared(second[0])
+    assert pages.num_free == 1
+    pages.free(second)
+    assert pages.num_free == 2
+    with pytest.raises(AssertionError, match="freed twice"):
+        pages.free(second)
+    assert pages.peak == 1
+
+
+def test_integrity_notices_a_leak_and_a_forgotten_holder():
+    pages = PageAllocator(3)
+    held = pages.allocate(2)
+    with pytest.raises(AssertionError, match="reference counts"):
+        pages.check_integrity([])
+    with pytest.raises(AssertionError, match="reference counts"):
+        pages.check_integrity([held, held])
+    pages._free.pop()
+    with pytest.raises(AssertionError, match="free list"):
+        pages.check_integrity([held])

@@ -1,0 +1,160 @@
+"""The noise is random where it must be and fixed where it must be; filters against slow references."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.rollout import sampling
+from verl.rollout.sampling import gumbel_noise, noise_integers, row_keys, sample, sample_keys
+from verl.rollout.types import SamplingParams
+
+
+def keys_of(count: int, *, seed: int = 0, step: int = 0, position: int = 0) -> torch.Tensor:
+    keys = sample_keys(seed, step, np.arange(count))
+    return torch.from_numpy(row_keys(keys, np.full(count, position)))
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Pearson's statistic in standard deviations above its mean (its mean is the degrees of freedom k, variance 2k)."""
+    expected = probabilities * counts.sum()
+    freedom = int((expected > 0).sum()) - 1
+    assert counts[expected == 0].sum() == 0
+    terms = (counts - expected)[expected > 0] ** 2 / expected[expected > 0]
+    return (float(terms.sum()) - freedom) / math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("by", ["sample", "position", "step", "seed"])
+def test_frequencies_are_the_softmax(by):
+    torch.manual_seed(0)
+    logits, draws = torch.randn(50) * 1.5, 40_000
+    if by == "sample":
+        keys = keys_of(draws)
+    elif by == "position":
+        keys = torch.from_numpy(row_keys(np.repeat(sample_keys(0, 0, np.array([7])), draws), np.arange(draws)))
+    else:
+        each = [keys_of(1, **{by: number}) for number in range(draws // 8)]
+        keys = torch.cat(each)
+    params = SamplingParams(max_new_tokens=1, temperature=0.7)
+    tokens, _ = sample(logits.expand(len(keys), -1), params, keys)
+    assert chi_square(torch.bincount(tokens, minlength=50), (logits / 0.7).softmax(0)) < 4
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}])
+def test_frequencies_under_filters(filters):
+    torch.manual_seed(1)
+    logits, draws = torch.randn(40) * 1.5, 30_000
+    params = SamplingParams(max_new_tokens=1, **filters)
+    tokens, _ = sample(logits.expand(draws, -1), params, keys_of(draws))
+    kept = torch.tensor([token in slow_filter(logits.softmax(0).tolist(), params) for token in range(40)])
+    assert chi_square(torch.bincount(tokens, minlength=40), torch.where(kept, logits, -torch.inf).softmax(0)) < 4
+
+
+def test_draws_of_different_samples_and_positions_are_independent():
+    """Chi-square of pairs: neighbours in sample id, in position, and in token id."""
+    draws, sides = 30_000, 8
+    uniform = torch.full((sides * sides,), 1 / sides**2)
+    bins = (noise_integers(keys_of(draws + 1), 2) >> 28).long()  # 3 bits of each integer
+    later = (noise_integers(keys_of(draws + 1, position=1), 2) >> 28).long()
+    low = (noise_integers(keys_of(draws + 1), 2) & 7).long()
+    for one, other in ((bins[:-1, 0], bins[1:, 0]), (bins[:, 0], later[:, 0]), (bins[:, 0], bins[:, 1]),
+                       (low[:, 0], low[:, 1]), (low[:-1, 0], low[1:, 0]), (bins[:, 0], low[:, 0])):  # fmt: skip
+        assert chi_square(torch.bincount(one * sides + other, minlength=sides**2), uniform) < 4
+
+
+def test_no_row_repeats_another():
+    keys = torch.cat([keys_of(2000, position=position) for position in range(20)])
+    assert len(keys.unique(dim=0)) == len(keys)
+    rows = noise_integers(keys[:4000], 8)
+    assert len(rows.unique(dim=0)) == len(rows)
+
+
+def test_the_draw_is_the_gumbel_max():
+    torch.manual_seed(2)
+    logits, keys = torch.randn(500, 300) * 3, keys_of(500)
+    tokens, _ = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.9), keys)
+    assert torch.equal(tokens, (logits / 0.9 + gumbel_noise(keys, 300)).argmax(-1))
+
+
+def test_an_impossible_token_is_never_drawn():
+    logits = torch.full((2000, 5000), -torch.inf)
+    logits[:, 17] = 0.0
+    tokens, log_probs = sample(logits, SamplingParams(max_new_tokens=1), keys_of(2000))
+    assert (tokens == 17).all()
+    assert (log_probs == 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 9), chunk=st.integers(1, 9), row=st.integers(0, 8), temperature=st.sampled_from([0, 0.6, 1]))
+def test_a_draw_depends_on_its_own_row_alone(rows, chunk, row, temperature):
+    generator = torch.Generator().manual_seed(rows)
+    logits, keys = torch.randn(rows, 33, generator=generator), keys_of(rows)
+    params = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=0.95)
+    tokens, log_probs = sample(logits, params, keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "CHUNK_LOGITS", 33 * chunk)
+        chunked_tokens, chunked_log_probs = sample(logits, params, keys)
+    assert torch.equal(tokens, chunked_tokens)
+    torch.testing.assert_close(log_probs, chunked_log_probs, rtol=0, atol=1e-6)
+    one = slice(row % rows, row % rows + 1)
+    assert sample(logits[one], params, keys[one])[0].item() == tokens[row % rows].item()
+
+
+@given(
+    st.lists(st.integers(-40, 40), min_size=2, max_size=30).map(lambda logits: [x / 8 for x in logits]),
+    st.integers(-1, 31),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 1.0),
+    st.integers(1, 40),
+)
+def test_filters_keep_what_a_slow_reference_keeps(logits, top_k, top_p, min_p, candidates):
+    params = SamplingParams(max_new_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
+    weights = (torch.tensor(logits, dtype=torch.float64) - max(logits)).exp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "FIRST_CANDIDATES", candidates)
+        kept = weights >= sampling.smallest_kept_weight(weights[None], params)[0]
+    expected = slow_filter((weights / weights.sum()).tolist(), params)
+    assert set(kept.nonzero()[:, 0].tolist()) == expected
+
+
+def slow_filter(probabilities: list[float], params: SamplingParams) -> set[int]:
+    """Token by token: top-k, then top-p of what is left, then min-p; ties with the last one kept stay."""
+    order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    if params.top_k > 0:
+        order = [t for t in order if probabilities[t] >= probabilities[order[min(params.top_k, len(order)) - 1]]]
+        counted = order[: params.top_k]
+    else:
+        counted = order
+    if params.top_p < 1:
+        total, so_far, last = sum(probabilities[t] for t in counted), 0.0, counted[0]
+        for token in counted:
+            if so_far >= params.top_p * total - 1e-12:
+                break
+            so_far += probabilities[token]
+            last = token
+        order = [t for t in order if probabilities[t] >= probabilities[last]]
+    return {t for t in order if probabilities[t] >= params.min_p * probabilities[order[0]]}
+
+
+def test_greedy_takes_the_largest_logit_and_gives_its_log_prob_at_temperature_1():
+    torch.manual_seed(3)
+    logits = torch.randn(20, 50).bfloat16()
+    tokens, log_probs = sample(logits, SamplingParams(max_new_tokens=1, temperature=0), None)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(log_probs, logits.float().log_softmax(-1).amax(-1))
+
+
+def test_a_draw_of_128_rows_is_fast():
+    """A tenth of a decode step of the tiny benchmark model. The bound is loose: other processes share the machine."""
+    logits, keys = torch.randn(128, 1000), keys_of(128)
+    params = SamplingParams(max_new_tokens=1)
+    seconds = []
+    for _ in range(50):
+        start = time.perf_counter()
+        sample(logits, params, keys)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 5e-3

@@ -1,0 +1,66 @@
+"""What every engine of ours asks of its configuration and of the requests it is given."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.types import Request, SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+
+
+def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
+    """The most tokens a prompt and its response may have together: max_model_len, or prompt_length + response_length.
+
+    Raises ConfigError where the model has fewer positions.
+    """
+    length = config.max_model_len or config.prompt_length + config.response_length
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ConfigError(
+            f"The rollout allows sequences of {length} tokens (max_model_len, or prompt_length + response_length), but "
+            f"the model has {positions} positions. Lower data.max_prompt_length or data.max_response_length."
+        )
+    return length
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise ConfigError for sampling parameters that mean nothing."""
+    expected = {
+        "max_new_tokens must be at least 1": params.max_new_tokens >= 1,
+        "temperature must be at least 0 (0 is greedy)": params.temperature >= 0,
+        "top_k must be -1 (off) or at least 0": params.top_k >= -1,
+        "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,
+        "min_p must be at least 0 and at most 1": 0 <= params.min_p <= 1,
+    }
+    broken = [rule for rule, holds in expected.items() if not holds]
+    if broken:
+        raise ConfigError(f"Sampling parameters: {'; '.join(broken)}; got {params}.")
+
+
+def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabulary: int) -> None:
+    """Raise RolloutError for a prompt that cannot be continued, or a sample id given twice."""
+    seen: set[int] = set()
+    for number, request in enumerate(requests):
+        prompt = request.prompt_ids
+        if not prompt:
+            raise RolloutError(f"Request {number} has an empty prompt; it needs one token at least.")
+        if len(prompt) >= max_model_len:
+            raise RolloutError(
+                f"Request {number} has a prompt of {len(prompt)} tokens, which leaves no room for a response in "
+                f"{max_model_len}. Raise actor_rollout_ref.rollout.max_model_len or filter overlong prompts."
+            )
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            raise RolloutError(
+                f"Request {number} has token ids {min(prompt)}..{max(prompt)}, the model knows 0..{vocabulary - 1}. "
+                "Use the tokenizer that belongs to the model."
+            )
+        for sample_id in request.sample_ids:
+            if sample_id in seen:
+                raise RolloutError(f"Sample id {sample_id} was asked for twice in one call; ids must be unique.")
+            seen.add(sample_id)
+
+
+def response_limit(request: Request, params: SamplingParams, max_model_len: int) -> int:
+    """How many tokens a sample of `request` may draw."""
+    return min(params.max_new_tokens, max_model_len - len(request.prompt_ids))

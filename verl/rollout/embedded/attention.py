@@ -1,0 +1,269 @@
+"""Attention over a paged key-value cache, registered with transformers as `verl_paged`.
+
+The layers of one engine find their pages and the step they are in through the `Paging` object that hangs on every
+module of that engine's model, so engines in one process never see each other's batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from verl.models.attention import Facts, Layout, layer_facts, packed_attention, prepare
+
+IMPLEMENTATION = "verl_paged"
+_PAGING = "verl_paging"
+# A decode step copies its keys out of the pages for so many tokens at once: 512 MiB at 8 heads of 128 in bf16.
+GATHER_TOKENS = 1 << 18
+
+
+class LayerShape(NamedTuple):
+    """What one layer keeps a token: `heads` keys of size `key_dim` and values of size `value_dim`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class LayerPages(NamedTuple):
+    """Keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv) of one layer.
+
+    Heads come before tokens, so that the pages of a row, gathered head by head, are one matrix a head.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """N packed tokens of whole sequences, none of which has a page filled yet."""
+
+    layout: Layout
+    pages: Tensor  # (N,) page and offset within it that each token's key and value go to
+    offsets: Tensor  # (N,)
+    _write_index: dict[int, Tensor] = field(default_factory=dict)
+
+    def write_index(self, heads: int, page_size: int) -> Tensor:
+        if heads not in self._write_index:
+            self._write_index[heads] = _token_index(self.pages, self.offsets, heads, page_size)
+        return self._write_index[heads]
+
+
+class RowChunk(NamedTuple):
+    """Rows of a decode step whose keys are gathered together, and their pages (rows, width)."""
+
+    rows: slice
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One new token for each of b rows. What several layers need is computed once a step and kept here."""
+
+    pages: Tensor  # (b,) where the new token's key and value go
+    offsets: Tensor  # (b,)
+    positions: Tensor  # (b,) position of the new token; its row's keys stand at 0..position
+    longest: int  # largest position + 1, as a host number
+    chunks: tuple[RowChunk, ...]
+    page_size: int
+    _kept: dict[Any, Tensor] = field(default_factory=dict)
+
+    def write_index(self, heads: int) -> Tensor:
+        key = ("write", heads)
+        if key not in self._kept:
+            self._kept[key] = _token_index(self.pages, self.offsets, heads, self.page_size)
+        return self._kept[key]
+
+    def gather_index(self, number: int, heads: int) -> Tensor:
+        """Rows of a cache viewed as (num_pages * Hk, page_size * D) that make up chunk `number`: (rows, Hk, width)."""
+        key = ("gather", number, heads)
+        if key not in self._kept:
+            table = self.chunks[number].table
+            head = torch.arange(heads, device=table.device)
+            self._kept[key] = ((table * heads)[:, None, :] + head[None, :, None]).flatten()
+        return self._kept[key]
+
+    def visible(self, number: int, window: int | None) -> Tensor:
+        """(rows, L) bool: which gathered positions of chunk `number` the new token sees."""
+        if window is not None and window >= self.longest:
+            window = None
+        key = ("visible", number, window)
+        if key not in self._kept:
+            rows, table = self.chunks[number]
+            last = self.positions[rows, None]
+            position = torch.arange(table.shape[1] * self.page_size, device=table.device)
+            visible = position <= last
+            self._kept[key] = visible if window is None else visible & (position > last - window)
+        return self._kept[key]
+
+    def score_offset(self, number: int, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
+        """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere."""
+        if window is not None and window >= self.longest:
+            window = None
+        key = ("offset", number, window, heads, dtype)
+        if key not in self._kept:
+            visible = self.visible(number, window)
+            offset = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            offset.masked_fill_(~visible, float("-inf"))
+            self._kept[key] = offset.repeat_interleave(heads, dim=0)[:, None, :]
+        return self._kept[key]
+
+
+def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[RowChunk, ...]:
+    """Cut b rows, whose rows of `table` (b, W) use `widths` pages, where gathering them would exceed GATHER_TOKENS."""
+    if len(widths) * max(widths) * page_size <= GATHER_TOKENS:
+        return (RowChunk(slice(0, len(widths)), table[:, : max(widths)]),)
+    chunks = []
+    start, widest = 0, 0
+    for row, width in enumerate(widths):
+        if row > start and (row - start + 1) * max(widest, width) * page_size > GATHER_TOKENS:
+            chunks.append(RowChunk(slice(start, row), table[start:row, :widest]))
+            start, widest = row, 0
+        widest = max(widest, width)
+    chunks.append(RowChunk(slice(start, len(widths)), table[start:, :widest]))
+    return tuple(chunks)
+
+
+class Paging:
+    """The pages of one engine, and the step that its model computes at the moment."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.packing = prepare(model)
+        for module in model.modules():
+            setattr(module, _PAGING, self)
+            if isinstance(module, PreTrainedModel):
+                module.set_attn_implementation(IMPLEMENTATION)
+        self.layers: dict[nn.Module, LayerPages] = {}
+        self.seen: dict[nn.Module, LayerShape] | None = None  # a dict while the model's layers are being counted
+        self.step: PrefillStep | DecodeStep | None = None
+        self._workspaces: dict[str, Tensor] = {}
+
+    def workspace(self, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Memory to gather into, used again by every layer and step: fresh memory costs a page fault every 4 KiB."""
+        count = shape[0] * shape[1]
+        kept = self._workspaces.get(name)
+        if kept is None or kept.numel() < count or kept.dtype != like.dtype:
+            kept = self._workspaces[name] = like.new_empty(count)
+        return kept[:count].view(shape)
+
+    def release(self) -> None:
+        """Forget the pages of all layers, and the memory they are gathered into."""
+        self.layers.clear()
+        self._workspaces.clear()
+
+    @contextmanager
+    def computing(self, step: PrefillStep | DecodeStep) -> Iterator[None]:
+        """A context in which the model's layers compute `step`."""
+        self.step = step
+        try:
+            with self.packing.holding(step.layout if isinstance(step, PrefillStep) else None):
+                yield
+        finally:
+            self.step = None
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[nn.Module, LayerShape]]:
+        """A context in which a prefill writes no page and only records the shape of every layer's cache."""
+        self.seen = {}
+        try:
+            yield self.seen
+        finally:
+            self.seen = None
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Write this step's keys and values into their pages, then attend to everything the rows have.
+
+    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv). In a prefill the rows' keys are
+    those of this step, and packed attention computes it; it also refuses what packed attention cannot honour.
+    """
+    paging: Paging = getattr(module, _PAGING)
+    step = paging.step
+    assert step is not None, "the engine's module was called outside a step"
+    if isinstance(step, PrefillStep):
+        if paging.seen is not None:
+            paging.seen[module] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        else:
+            pages = paging.layers[module]
+            _write(pages, key, value, step.write_index(key.shape[1], pages.keys.shape[2]))
+        return packed_attention(module, query, key, value, attention_mask, scaling, dropout, **asked)
+    pages = paging.layers[module]
+    _write(pages, key, value, step.write_index(key.shape[1]))
+    facts = layer_facts(module, query.shape[-1], scaling, asked)
+    q = query[0].transpose(0, 1)
+    parts = [_attend(q[chunk.rows], pages, paging, step, number, facts) for number, chunk in enumerate(step.chunks)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> Tensor:
+    """(N * Hk,): rows of a cache viewed as (num_pages * Hk * page_size, D) that N tokens go to, token by token."""
+    head = torch.arange(heads, device=pages.device)
+    return (((pages * heads)[:, None] + head) * page_size + offsets[:, None]).flatten()
+
+
+def _write(pages: LayerPages, key: Tensor, value: Tensor, index: Tensor) -> None:
+    for cache, new in zip(pages, (key, value)):
+        cache.view(-1, cache.shape[-1]).index_copy_(0, index, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+
+
+def _attend(q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts) -> Tensor:
+    """(rows, Hq, D) -> (rows, Hq, Dv): each row's new token attends to its pages."""
+    rows, heads = q.shape[0], pages.keys.shape[1]
+    index = step.gather_index(number, heads)
+    gathered = []
+    for name, cache in pages._asdict().items():
+        flat = cache.view(-1, cache.shape[2] * cache.shape[3])
+        out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
+        gathered.append(torch.index_select(flat, 0, index, out=out).view(rows * heads, -1, cache.shape[3]))
+    k, v = gathered
+    grouped = q.reshape(rows * heads, -1, q.shape[-1])  # query heads that share a key head are its "sequence"
+    plain = facts.cap is None and facts.sinks is None
+    if plain and q.dtype in (torch.bfloat16, torch.float16):
+        out = F.scaled_dot_product_attention(
+            grouped.unflatten(0, (rows, heads)),
+            k.unflatten(0, (rows, heads)),
+            v.unflatten(0, (rows, heads)),
+            attn_mask=step.visible(number, facts.window)[:, None, None, :],
+            scale=facts.scale,
+        )
+        return out.reshape(rows, -1, v.shape[-1])
+    precise = torch.promote_types(q.dtype, torch.float32)
+    offset = step.score_offset(number, facts.window, heads, precise)
+    weights = _weights(grouped.to(precise), k.to(precise), offset, facts)
+    return torch.bmm(weights.to(v.dtype), v).view(rows, -1, v.shape[-1])
+
+
+def _weights(q: Tensor, k: Tensor, offset: Tensor, facts: Facts) -> Tensor:
+    """Attention probabilities (rows * Hk, G, L) in fp32, with soft cap and sinks.
+
+    A sink is one more score a head that takes probability and has no value.
+    """
+    if facts.cap is None:
+        scores = torch.baddbmm(offset, q, k.transpose(1, 2), alpha=facts.scale)
+    else:
+        capped = torch.bmm(q, k.transpose(1, 2)).mul_(facts.scale / facts.cap).tanh_().mul_(facts.cap)
+        scores = capped.add_(offset)
+    if facts.sinks is None:
+        return scores.softmax(-1)
+    groups = scores.shape[1]
+    sinks = facts.sinks.to(scores.dtype).view(-1, groups, 1)
+    column = sinks.repeat(scores.shape[0] // sinks.shape[0], 1, 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]

@@ -1,0 +1,275 @@
+"""Who runs, who waits, and whose pages are whose. Knows no tensor but a prompt's last hidden state."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl.rollout.embedded.pages import PageAllocator
+from verl.rollout.types import Completion
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A prompt and what its samples share until the last of them has started."""
+
+    prompt: tuple[int, ...]
+    unstarted: int  # samples that have not been admitted yet
+    pages: list[int] | None = None  # of the prompt, once computed
+    hidden: torch.Tensor | None = None  # (H,), predicts the first response token
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One response in the making. While it runs its tokens stand in the scheduler's arrays."""
+
+    sample_id: int
+    group: Group
+    limit: int  # most tokens it may draw
+    key: np.uint64
+    token_ids: list[int] = field(default_factory=list)  # drawn before it was pre-empted
+    log_probs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens."""
+
+    token_ids: list[int]
+    pages: list[int]
+    group: Group | None
+
+
+@dataclass(slots=True)
+class Admission:
+    """What starts to run. Slot i draws its first token from the hidden state of its group, or of `prefills[n]` where
+    `resumed[slot] = n`."""
+
+    slots: list[int]
+    prefills: list[Prefill]
+    resumed: dict[int, int]
+
+
+class Scheduler:
+    """Admission in order of request and sample; pre-emption of the latest admitted, which waits at the front.
+
+    A running sample owns a slot: one row of the arrays below. `running` lists the slots in order of admission.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Sample],
+        pages: PageAllocator,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.waiting = deque(samples)
+        self.pages = pages
+        self.page_size = page_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        slots = min(max_num_seqs, len(self.waiting))
+        longest = max((sample.limit for sample in self.waiting), default=1)
+        longest_sequence = max((len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1)
+        self.running: NDArray[np.int64] = np.empty(0, np.int64)
+        self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
+        self.cached = np.zeros(slots, np.int64)  # tokens whose keys are in the pages
+        self.drawn = np.zeros(slots, np.int64)
+        self.limits = np.zeros(slots, np.int64)
+        self.keys = np.zeros(slots, np.uint64)
+        self.token_ids = np.zeros((slots, longest), np.int64)
+        self.log_probs = np.zeros((slots, longest), np.float32)
+        self._samples: list[Sample | None] = [None] * slots
+        self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._free_slots = list(range(slots))
+        self._prompts: list[Group] = []  # groups whose prompt pages are held for samples yet to come
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or self.running.size > 0
+
+    def admit(self) -> Admission | None:
+        """Start as many waiting samples as slots, pages and the token budget of a prefill allow."""
+        admission = Admission([], [], {})
+        budget = self.max_num_batched_tokens
+        while self.waiting and self._free_slots:
+            sample = self.waiting[0]
+            group = sample.group
+            # Every sample needs a page of its own soon: the copy of its prompt's last page, or the next one.
+            spare = len(admission.slots) + self.running.size // self.page_size
+            if sample.token_ids or group.pages is None:
+                token_ids = [*group.prompt, *sample.token_ids]
+                needed = -(-len(token_ids) // self.page_size)
+                # A sequence longer than the whole budget is computed alone.
+                if admission.prefills and len(token_ids) > budget:
+                    break
+                if not self._make_room(needed, spare, idle=not admission.slots and not self.running.size):
+                    break
+                budget -= len(token_ids)
+                pages = self.pages.allocate(needed)
+                admission.prefills.append(Prefill(token_ids, pages, None if sample.token_ids else group))
+                if not sample.token_ids:
+                    group.pages = pages
+                    self._prompts.append(group)
+            elif not self.pages.can_allocate(spare):
+                break
+            self._start(self.waiting.popleft(), admission)
+        return admission if admission.slots else None
+
+    def prepare_decode(self) -> list[tuple[int, int]]:
+        """Give every running sample a page of its own for its next token, pre-empting the latest if need be.
+
+        Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared until written to.
+        """
+        copies: list[tuple[int, int]] = []
+        rows = self.running
+        number = self.cached[rows] // self.page_size
+        needs_page = (self.cached[rows] % self.page_size == 0) | (self.pages.references[self.table[rows, number]] > 1)
+        for slot in rows[needs_page].tolist():
+            index = int(self.cached[slot]) // self.page_size
+            while self._samples[slot] is not None:
+                held = self._held[slot]
+                shared = index < len(held) and self.pages.is_shared(held[index])
+                if index < len(held) and not shared:
+                    break  # the others that shared it have moved on meanwhile
+                if not self.pages.can_allocate(1):
+                    if not self._drop_prompts():
+                        self._preempt(int(self.running[-1]))
+                    continue
+                page = self.pages.allocate(1)[0]
+                if shared:
+                    copies.append((held[index], page))
+                    self.pages.free([held[index]])
+                    held[index] = page
+                else:
+                    held.append(page)
+                self.table[slot, index] = page
+                break
+        return copies
+
+    def record(
+        self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], log_probs: NDArray[np.float32]
+    ) -> NDArray[np.int64]:
+        """Note what the slots (b,) have drawn; gives how many tokens each has now, (b,)."""
+        place = self.drawn[slots]
+        self.token_ids[slots, place] = token_ids
+        self.log_probs[slots, place] = log_probs
+        self.drawn[slots] = place + 1
+        return place + 1
+
+    def finish(self, slots: Sequence[int], stopped: set[int]) -> list[Completion]:
+        """End the samples in `slots`; those in `stopped` because of a stop token or string."""
+        completions = []
+        for slot in slots:
+            sample = self._save(slot)
+            completions.append(
+                Completion(
+                    sample_id=sample.sample_id,
+                    token_ids=sample.token_ids,
+                    log_probs=sample.log_probs,
+                    finish_reason="stop" if slot in stopped else "length",
+                )
+            )
+            self._release(slot)
+        self.running = self.running[~np.isin(self.running, slots)]
+        return completions
+
+    def group_of(self, slot: int) -> Group:
+        sample = self._samples[slot]
+        assert sample is not None
+        return sample.group
+
+    def sample_id_of(self, slot: int) -> int:
+        sample = self._samples[slot]
+        assert sample is not None
+        return sample.sample_id
+
+    def abandon(self) -> None:
+        """Give every page back, whatever runs."""
+        for slot in self.running.tolist():
+            self._release(slot)
+        self.running = self.running[:0]
+        self.waiting.clear()
+        self._drop_prompts()
+
+    def check_integrity(self) -> None:
+        """Pages are held by running samples and by prompts with samples yet to start, and by nobody else."""
+        prompts = [group.pages for group in self._prompts if group.pages is not None]
+        self.pages.check_integrity([*self._held, *prompts])
+
+    def _start(self, sample: Sample, admission: Admission) -> None:
+        slot = heapq.heappop(self._free_slots)
+        group = sample.group
+        if sample.token_ids:
+            admission.resumed[slot] = len(admission.prefills) - 1
+            self._held[slot] = admission.prefills[-1].pages
+            self.cached[slot] = len(group.prompt) + len(sample.token_ids)
+            self.token_ids[slot, : len(sample.token_ids)] = sample.token_ids
+            self.log_probs[slot, : len(sample.token_ids)] = sample.log_probs
+        else:
+            assert group.pages is not None
+            self._held[slot] = self.pages.share(group.pages)
+            self.cached[slot] = len(group.prompt)
+            group.unstarted -= 1
+        held = self._held[slot]
+        self.table[slot] = 0
+        self.table[slot, : len(held)] = held
+        self.drawn[slot] = len(sample.token_ids)
+        self.limits[slot] = sample.limit
+        self.keys[slot] = sample.key
+        self._samples[slot] = sample
+        self.running = np.append(self.running, slot)
+        admission.slots.append(slot)
+
+    def release_started_prompts(self) -> None:
+        """Let go of prompts all of whose samples run. Called once their first tokens are drawn."""
+        for group in [group for group in self._prompts if group.unstarted == 0]:
+            self._drop_prompt(group)
+
+    def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
+        if idle:
+            # Nothing runs, so only prompts kept for later can be in the way. That one sample fits alone was
+            # checked before the first was admitted.
+            return self.pages.can_allocate(needed) or (self._drop_prompts() and self.pages.can_allocate(needed))
+        return self.pages.can_allocate(needed + spare)
+
+    def _drop_prompts(self) -> bool:
+        """Forget prompts kept for samples yet to start (they are computed again then); False if there were none."""
+        dropped = bool(self._prompts)
+        for group in list(self._prompts):
+            self._drop_prompt(group)
+        return dropped
+
+    def _drop_prompt(self, group: Group) -> None:
+        assert group.pages is not None
+        self.pages.free(group.pages)
+        group.pages = None
+        group.hidden = None
+        self._prompts.remove(group)
+
+    def _preempt(self, slot: int) -> None:
+        self.waiting.appendleft(self._save(slot))
+        self._release(slot)
+        self.running = self.running[:-1]
+        self.preemptions += 1
+
+    def _save(self, slot: int) -> Sample:
+        """The sample in `slot`, with all it has drawn."""
+        sample = self._samples[slot]
+        assert sample is not None
+        count = self.drawn[slot]
+        sample.token_ids = self.token_ids[slot, :count].tolist()
+        sample.log_probs = self.log_probs[slot, :count].tolist()
+        return sample
+
+    def _release(self, slot: int) -> None:
+        self.pages.free(self._held[slot])
+        self._held[slot] = []
+        self._samples[slot] = None
+        heapq.heappush(self._free_slots, slot)

@@ -1,0 +1,74 @@
+"""What the engines that compute in the trainer's own process have in common."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.checks import check_params, check_requests, longest_sequence
+from verl.rollout.stopping import StopRule, end_of_sequence_ids
+from verl.rollout.twin import ModelTwin, engine_dtype
+from verl.rollout.types import Request, SamplingParams
+from verl.utils.errors import EngineAsleepError, RolloutError
+
+
+class LocalEngine:
+    """Weights, sleep, and the checks at the door of `generate`."""
+
+    def __init__(
+        self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device, attention: str
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.tokenizer = tokenizer
+        self.eos_ids = end_of_sequence_ids(model, tokenizer)
+        self.max_model_len = longest_sequence(config, model)
+        embeddings: Any = model.get_input_embeddings()
+        self.vocabulary: int = embeddings.num_embeddings
+        dtype = engine_dtype(config.dtype, model, device)
+        self.twin = ModelTwin(model, attention=attention, dtype=dtype, device=device)
+        self._asleep = False
+        self._statistics: dict[str, float] = {}
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the trainer's own parameters
+        become aliases again and are not copied."""
+        if self._asleep:
+            raise EngineAsleepError("The rollout engine is asleep; call wake() before update_weights().")
+        self.twin.update(named_tensors)
+
+    def sleep(self) -> None:
+        """Drop what lies on the device: on CUDA the weights too, on CPU they are the trainer's or stay."""
+        self._asleep = True
+        if self.device.type == "cuda":
+            self.twin.release()
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Make room for the weights again; after a sleep on CUDA `update_weights` has to fill them."""
+        self._asleep = False
+        self.twin.restore()
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of the last `generate`; the engine's class says which."""
+        return dict(self._statistics)
+
+    def _begin(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
+        """Raise what is wrong with a call of `generate`; gives the rule that its responses end by."""
+        if self._asleep:
+            raise EngineAsleepError("The rollout engine is asleep; call wake() before generate().")
+        if not self.twin.ready:
+            raise RolloutError("The engine's weights are incomplete; call update_weights() before generate().")
+        check_params(params)
+        check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
+        return StopRule(params, self.eos_ids, self.tokenizer)
+
+
+def not_finite(sample_id: int) -> RolloutError:
+    """The error for a draw from logits with NaN or infinity in them."""
+    return RolloutError(
+        f"The model gave logits that are not finite for sample {sample_id}. The weights have probably diverged: lower "
+        "the learning rate or resume from an earlier checkpoint."
+    )

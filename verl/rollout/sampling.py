@@ -1,0 +1,160 @@
+"""How a token is drawn: counter-based noise and one draw, shared by every engine of ours.
+
+The noise of a draw is a hash of (seed, step, sample id, position) and of the token id. It depends neither on the batch
+a sample sits in nor on how many draws came before, so two engines with equal logits draw equal tokens, and a sample
+that was pre-empted goes on as if nothing had happened. The integers behind the noise are the same bits on every
+device; their logarithm is the device's own and may differ in the last place.
+"""
+
+import functools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verl.rollout.types import SamplingParams
+
+# Rows are drawn in chunks of so many logits: 64 MiB for each fp32 temporary at any vocabulary.
+CHUNK_LOGITS = 1 << 24
+# How many of the heaviest tokens top-p looks at before it looks at more.
+FIRST_CANDIDATES = 128
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1 = 0x85EBCA6B - (1 << 32)  # the constants of MurmurHash3's 32-bit finaliser, as signed int32
+_MULTIPLY_2 = 0xC2B2AE35 - (1 << 32)
+
+
+def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One 64-bit key per sample from (seed, step, sample id)."""
+    mask = (1 << 64) - 1
+    start = _splitmix64(np.array([seed & mask], np.uint64)) ^ np.uint64(step & mask)
+    return _splitmix64(_splitmix64(start) ^ np.asarray(sample_ids, np.int64).astype(np.uint64))
+
+
+def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Keys of one draw each, (b, 2) int32, for samples with `keys` (b,) at response positions (b,) counted from 0."""
+    return _splitmix64(keys + positions.astype(np.uint64) * _GOLDEN).view(np.int32).reshape(-1, 2)
+
+
+def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
+    # Two finaliser rounds over (column hash, key); the second half of the key enters between them, so that rows
+    # whose first halves collide still differ.
+    bits = _column_hashes(vocabulary, keys.device) ^ keys[:, :1]
+    shifted = torch.empty_like(bits)
+    _xor_shift_(bits, 16, shifted).mul_(_MULTIPLY_1).add_(keys[:, 1:])
+    _xor_shift_(bits, 13, shifted).mul_(_MULTIPLY_2)
+    return _xor_shift_(bits, 16, shifted).bitwise_and_(0x7FFFFFFF)
+
+
+def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """-E with E ~ Exp(1), (b, V) fp32.
+
+    log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform near 1 would round
+    one draw in 2**25 to E = 0, which then wins against any weight.
+    """
+    uniform = noise_integers(keys, vocabulary).to(torch.float32).add_(0.5).mul_(-(2.0**-31))
+    return uniform.log1p_()
+
+
+def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The same noise as Gumbel variables, (b, V) fp32: `argmax(logits / temperature + gumbel_noise)` is the draw."""
+    return negative_exponential_noise(keys, vocabulary).neg_().log_().neg_()
+
+
+def sample(
+    logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row: (tokens (b,) int64, log_probs (b,) fp32) from logits (b, V) and row keys (b, 2) int32.
+
+    The log-prob is of log_softmax(logits / temperature) over the whole vocabulary in fp32, before top-k, top-p and
+    min-p. Temperature 0 takes the largest logit and needs no keys; its log-prob is that of temperature 1.
+    """
+    chunk = max(1, CHUNK_LOGITS // logits.shape[1])
+    parts = [
+        _sample_chunk(logits[start : start + chunk], params, None if keys is None else keys[start : start + chunk])
+        for start in range(0, logits.shape[0], chunk)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+
+
+def _sample_chunk(
+    logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if params.temperature == 0:
+        shifted = logits.float()
+        largest, tokens = shifted.max(dim=-1)
+        return tokens, -(shifted - largest[:, None]).exp_().sum(dim=-1).log_()
+    assert keys is not None
+    scaled = logits.float() if params.temperature == 1 else logits.float() / params.temperature
+    shifted = scaled - scaled.amax(dim=-1, keepdim=True)
+    weights = shifted.exp()
+    log_total = weights.sum(dim=-1).log_()
+    if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        weights.masked_fill_(weights < smallest_kept_weight(weights, params), 0.0)
+    # An exponential race: argmin of E / weight is a draw in proportion to weight, and the Gumbel-max draw, for one
+    # logarithm a token instead of three. The noise is -E, so the most negative ratio wins; weight 0 never does.
+    tokens = weights.div_(negative_exponential_noise(keys, logits.shape[1])).argmin(dim=-1)
+    return tokens, shifted.gather(1, tokens[:, None])[:, 0] - log_total
+
+
+def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The weight (b, 1) below which top-k, then top-p, then min-p drop a token. `weights` (b, V), each row's largest 1.
+
+    top-k keeps the k heaviest; top-p, of what top-k left, the fewest whose share reaches p; min-p what has at least
+    min_p of the heaviest one's weight. Tokens as heavy as the last one kept are kept, so ties never depend on an order.
+    """
+    vocabulary = weights.shape[1]
+    top_k = params.top_k if 0 < params.top_k < vocabulary else vocabulary
+    floor = weights.new_full((weights.shape[0], 1), params.min_p)
+    if params.top_p >= 1:
+        if top_k == vocabulary:
+            return floor
+        return torch.maximum(floor, weights.topk(top_k, dim=-1).values[:, -1:])
+    if top_k < vocabulary:
+        heaviest = weights.topk(top_k, dim=-1).values
+        wanted = params.top_p * heaviest.sum(dim=-1, keepdim=True)
+    else:
+        wanted = params.top_p * weights.sum(dim=-1, keepdim=True)
+        heaviest = _heaviest(weights, wanted)
+    before = heaviest.cumsum(dim=-1) - heaviest
+    kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
+    return torch.maximum(floor, heaviest.gather(1, kept - 1))
+
+
+def _heaviest(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """(b, n) the heaviest of `weights` (b, V) in falling order, enough to sum to `wanted` (b, 1) in every row.
+
+    A few hundred tokens carry nearly all the probability of a language model, and sorting a whole vocabulary takes
+    ten times as long as picking them.
+    """
+    count = FIRST_CANDIDATES
+    while count < weights.shape[1]:
+        heaviest = weights.topk(count, dim=-1).values
+        if bool((heaviest.sum(dim=-1, keepdim=True) >= wanted).all()):
+            return heaviest
+        count *= 8
+    return weights.sort(dim=-1, descending=True).values
+
+
+def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The mixing function of SplitMix64 (Steele, Lea and Flood 2014); arithmetic modulo 2**64."""
+    state = state + _GOLDEN
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.Tensor:
+    """bits ^= bits >>> count, in place. int32 shifts copy the sign bit, which the mask takes off again."""
+    torch.bitwise_right_shift(bits, count, out=scratch)
+    return bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - count)) - 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
+    """(1, V) int32, one hash a token id."""
+    hashes = _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()
+    return torch.from_numpy(hashes)[None].to(device)

@@ -1,0 +1,51 @@
+"""When a response ends: end-of-sequence and stop tokens, stop strings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import ConfigError
+
+
+def end_of_sequence_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that the model's generation config, its config or the tokenizer calls end of sequence, sorted."""
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        value = None if source is None else getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(ids))
+
+
+class StopRule:
+    """Tells which rows end with the token they have just drawn."""
+
+    def __init__(self, params: SamplingParams, eos_ids: Iterable[int], tokenizer: Any) -> None:
+        if params.stop and tokenizer is None:
+            raise ConfigError(
+                f"Stop strings {list(params.stop)} need a tokenizer to read the response with, got None. "
+                "Give the engine a tokenizer, or stop_token_ids instead."
+            )
+        if "" in params.stop:
+            raise ConfigError("A stop string must have at least one character, got ''.")
+        ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        self.token_ids: NDArray[np.int64] = np.array(sorted(ids), np.int64)
+        self.strings = params.stop
+        self.tokenizer = tokenizer
+        # A token stands for one byte at least, so a text of n bytes lies within the last n tokens. The margin keeps
+        # what decoders do to the first token of a text (dropped spaces, broken characters) away from it.
+        self.window = max((len(text.encode()) for text in self.strings), default=0) + 8
+
+    def ends(self, drawn: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(b,) bool: which of the tokens (b,) just drawn are stop tokens."""
+        if self.token_ids.size == 0:
+            return np.zeros(drawn.shape, np.bool_)
+        return np.isin(drawn, self.token_ids)
+
+    def completes_string(self, token_ids: NDArray[np.int64]) -> bool:
+        """Whether the response `token_ids` (n,) contains a stop string. Asked after every token, so only its end is
+        decoded."""
+        text = self.tokenizer.decode(token_ids[-self.window :].tolist(), skip_special_tokens=False)
+        return any(stop in text for stop in self.strings)

@@ -1,0 +1,177 @@
+"""A second module object of the trainer's model class, whose weights an engine reads."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.registry import nearest_names
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device) -> torch.dtype:
+    """The dtype that `rollout.dtype` names; None is bfloat16 on CUDA and the trainer's own dtype on CPU."""
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+class ModelTwin:
+    """`module` computes what the trainer's model computes, with its own attention, in eval mode.
+
+    It is built on meta, so nothing that the trainer hangs on its module (checkpointing, compile, hooks, train mode)
+    reaches it. On CPU a parameter whose dtype agrees is the trainer's own: an optimizer step is seen at once and
+    nothing is copied. Every other parameter is a copy at an address that lives until `release`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, attention: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._source = model
+        self._parameters = dict(model.named_parameters())
+        self._places = _places(model, self._parameters)
+        self._aliased: set[str] = set()
+        self.module = _meta_copy(model, attention)
+        self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
+        for name, parameter in self._parameters.items():
+            if self._can_alias(parameter):
+                self._aliased.add(name)
+                self._place(name, parameter)
+            else:
+                self._place(name, self._new_copy(parameter))
+                self._fill_at_start(name, parameter)
+        _share_other_tensors(model, self.module, device)
+        self.module.eval()
+
+    def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of another shape; the
+        weights count as incomplete then, until an update succeeds."""
+        self.ready = False
+        missing = set(self._parameters)
+        tied = {place: name for name, places in self._places.items() for place in places}
+        for given, tensor in named_tensors:
+            if given not in tied:
+                raise RolloutError(
+                    f"update_weights got '{given}', which the model does not have. "
+                    f"Nearest of its parameters: {nearest_names(given, list(self._parameters))}."
+                )
+            name = tied[given]
+            expected = self._parameters[name].shape
+            if tensor.shape != expected:
+                raise RolloutError(
+                    f"update_weights got '{given}' of shape {tuple(tensor.shape)}, the model has {tuple(expected)}. "
+                    "Hand over whole parameters, gathered from all shards."
+                )
+            self._take(name, tensor)
+            missing.discard(name)
+        if missing:
+            shown = ", ".join(sorted(missing)[:5])
+            raise RolloutError(
+                f"update_weights must give all {len(self._parameters)} parameters, {len(missing)} are missing: {shown}"
+                f"{' ...' if len(missing) > 5 else ''}."
+            )
+        self.ready = True
+
+    def release(self) -> None:
+        """Drop the copies; aliased parameters cost nothing and stay."""
+        for name in self._parameters:
+            if name not in self._aliased:
+                self._place(name, torch.empty(0, dtype=self.dtype, device=self.device))
+                self.ready = False
+
+    def restore(self) -> None:
+        """Allocate what `release` dropped. `update` has to fill it."""
+        for name, parameter in self._parameters.items():
+            if name not in self._aliased and self._placed(name).numel() != parameter.numel():
+                self._place(name, self._new_copy(parameter))
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        source = self._parameters[name]
+        if self._can_alias(source) and tensor.data_ptr() == source.data_ptr():
+            self._aliased.add(name)
+            self._place(name, source)
+            return
+        if name in self._aliased:
+            # Other memory than the trainer's: writing through the alias would change the trainer's weights.
+            self._aliased.discard(name)
+            self._place(name, self._new_copy(source))
+        with torch.no_grad():
+            self._placed(name).copy_(tensor)
+
+    def _can_alias(self, parameter: torch.Tensor) -> bool:
+        if self.device.type != "cpu" or parameter.device != self.device or isinstance(parameter, DTensor):
+            return False
+        return parameter.dtype == self._dtype_of(parameter)
+
+    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return self.dtype if parameter.is_floating_point() else parameter.dtype
+
+    def _new_copy(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=self._dtype_of(parameter), device=self.device)
+
+    def _fill_at_start(self, name: str, parameter: torch.Tensor) -> None:
+        if isinstance(parameter, DTensor) or parameter.is_meta:
+            self.ready = False  # a shard is not the parameter: the first `update` brings it
+            return
+        with torch.no_grad():
+            self._placed(name).copy_(parameter)
+
+    def _placed(self, name: str) -> torch.Tensor:
+        return self.module.get_parameter(name)
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        for place in self._places[name]:
+            owner, _, attribute = place.rpartition(".")
+            setattr(self.module.get_submodule(owner), attribute, parameter)
+
+
+def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:
+    """Where each parameter stands: its own name, and those of the modules tied to it."""
+    first_name = {id(parameter): name for name, parameter in parameters.items()}
+    places: dict[str, list[str]] = {name: [] for name in parameters}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places[first_name[id(parameter)]].append(name)
+    return places
+
+
+def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    # fully_shard puts a class of its own in front of the model's.
+    model_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        twin: Any = model_class(config)
+    twin.set_attn_implementation(attention)
+    return twin
+
+
+def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device) -> None:
+    """Give the twin the model's buffers, and the tensors that stand on modules as plain attributes."""
+    for name, original in model.named_modules():
+        mine = twin.get_submodule(name)
+        for key, buffer in original._buffers.items():
+            if buffer is not None:
+                mine._buffers[key] = buffer.to(device)
+        for key, value in vars(mine).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                setattr(mine, key, getattr(original, key).to(device))
+    stranded = [name for name, tensor in (*twin.named_parameters(), *twin.named_buffers()) if tensor.is_meta]
+    assert not stranded, f"tensors left on meta: {stranded}"

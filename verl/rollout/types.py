@@ -1,0 +1,38 @@
+"""What a rollout engine takes and gives."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Log-probs are always of log_softmax(logits / temperature) over the whole vocabulary,
+    before top-k, top-p and min-p; with temperature 0 (greedy) they are those of temperature 1.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = -1  # -1 or 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    stop: tuple[str, ...] = ()  # text that ends a response; the token that completes it is kept
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and the samples wanted from it. `sample_ids` are unique within one `generate` call and, with the
+    seed and the step, fix the noise of every sample."""
+
+    prompt_ids: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished sample: R token ids (the end-of-sequence token included) and their R log-probs."""
+
+    sample_id: int
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "stop" or "length"
