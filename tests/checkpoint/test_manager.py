@@ -1,138 +1,298 @@
-"""A checkpoint is whole or absent, whatever happens to the process or the disk."""
+"""Checkpoints survive kills, full disks and damaged files; old ones go, never the last good one."""
 
 import errno
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.utils.errors import CheckpointError, ConfigError
 
 
-def write(text: str):
-    def writer(folder: Path) -> None:
-        (folder / "weights.bin").write_text(text)
-        (folder / "inner").mkdir()
-        (folder / "inner" / "more.bin").write_text(text * 2)
-
-    return writer
+def write(content: bytes):
+    return lambda folder: (folder / "weights.bin").write_bytes(content)
 
 
 def save(manager: CheckpointManager, step: int) -> Path:
-    return manager.save(step, {"actor": write(f"actor {step}"), "trainer": write(f"trainer {step}")})
+    return manager.save(step, {"actor": write(b"a" * 1000 + bytes([step])), "trainer": write(b"t")})
 
 
-def test_the_newest_checkpoint_is_found(tmp_path):
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_layout_and_content(tmp_path):
     manager = CheckpointManager(tmp_path / "run")
+    folder = save(manager, 20)
+    assert folder == tmp_path / "run" / "global_step_20"
+    assert (folder / "actor" / "weights.bin").read_bytes().endswith(bytes([20]))
+    assert names(tmp_path / "run") == {"global_step_20", "latest_checkpointed_iteration.txt"}
+    assert names(folder) == {"actor", "trainer", "manifest.json"}
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert manager.latest() == folder
+    assert step_of(folder) == 20
+
+
+def test_nothing_is_there_before_the_first_save(tmp_path):
+    manager = CheckpointManager(tmp_path / "none")
     assert manager.latest() is None
-    for step in (2, 10):
-        save(manager, step)
-    newest = manager.latest()
-    assert newest == tmp_path / "run" / "global_step_10"
-    assert (newest / "actor" / "weights.bin").read_text() == "actor 10"
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert manager.resolve("auto") is None
+    assert not (tmp_path / "none").exists()
 
 
-def truncate(path: Path) -> None:
-    path.write_text(path.read_text()[:-1])
+def test_files_in_subfolders_are_summed_too(tmp_path):
+    def writer(folder):
+        (folder / "shards" / "deep").mkdir(parents=True)
+        (folder / "shards" / "deep" / "x.bin").write_bytes(b"123")
 
-
-def corrupt(path: Path) -> None:
-    path.write_text("x" + path.read_text()[1:])
-
-
-@pytest.mark.parametrize(("damage", "message"), [(truncate, "bytes"), (corrupt, "checksum"), (Path.unlink, "missing")])
-@pytest.mark.parametrize("file", ["actor/inner/more.bin", "trainer/weights.bin"])
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, caplog, monkeypatch, damage, message, file):
-    monkeypatch.setattr("verl.checkpoint.manager.logger.propagate", True)
     manager = CheckpointManager(tmp_path)
-    save(manager, 1)
-    damage(save(manager, 2) / file)
-    assert manager.latest() == tmp_path / "global_step_1"
-    assert file in caplog.text
-    assert message in caplog.text
+    folder = manager.save(1, {"actor": writer})
+    (folder / "actor" / "shards" / "deep" / "x.bin").write_bytes(b"124")
+    with pytest.raises(CheckpointError, match=r"actor/shards/deep/x.bin has another checksum"):
+        manager.verify(folder)
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{"])
-def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path, content):
+def damage(folder: Path, kind: str) -> None:
+    file = folder / "actor" / "weights.bin"
+    if kind == "truncated":
+        os.truncate(file, 100)
+    elif kind == "missing":
+        file.unlink()
+    elif kind == "checksum":
+        content = bytearray(file.read_bytes())
+        content[500] ^= 1
+        file.write_bytes(content)
+    elif kind == "too long":
+        file.write_bytes(file.read_bytes() + b"x")
+    elif kind == "damaged":
+        (folder / "manifest.json").write_text('{"step": 4')
+    elif kind == "no manifest":
+        (folder / "manifest.json").unlink()
+
+
+KINDS = ["truncated", "missing", "checksum", "too long", "damaged", "no manifest"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(tmp_path, kind, caplog):
     manager = CheckpointManager(tmp_path)
-    save(manager, 1)
-    manifest = save(manager, 2) / "manifest.json"
-    manifest.unlink() if content is None else manifest.write_text(content)
-    assert manager.latest() == tmp_path / "global_step_1"
+    good, bad = save(manager, 2), save(manager, 4)
+    damage(bad, kind)
+    with pytest.raises(CheckpointError, match=kind):
+        manager.verify(bad)
+    with caplog.at_level("WARNING", logger="verl"):
+        assert manager.resolve("auto") == good
+    assert [("global_step_4" in message, kind in message) for message in caplog.messages] == [(True, True)]
+    with pytest.raises(CheckpointError, match=kind):
+        manager.resolve("resume_path", bad)
+    assert manager.resolve("resume_path", good) == good
 
 
-def test_only_damaged_checkpoints_stop_the_run(tmp_path):
+def test_no_sound_checkpoint_is_an_error_and_no_fresh_start(tmp_path):
     manager = CheckpointManager(tmp_path)
-    truncate(save(manager, 1) / "actor" / "weights.bin")
-    with pytest.raises(CheckpointError, match="resume_mode=disable"):
+    damage(save(manager, 2), "truncated")
+    with pytest.raises(CheckpointError, match="disable"):
         manager.resolve("auto")
     assert manager.resolve("disable") is None
 
 
-def test_old_checkpoints_go_and_the_one_just_written_stays(tmp_path):
-    manager = CheckpointManager(tmp_path, max_to_keep=2)
-    for step in (1, 2, 3):
-        save(manager, step)
-    assert manager.steps() == [2, 3]
-
-
-def test_steps_of_an_earlier_run_that_was_not_resumed_are_not_the_newest(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    for step in (2, 100, 4):
-        save(manager, step)
-    assert manager.latest() == tmp_path / "global_step_4"
-
-
-def test_a_step_written_again_replaces_the_old_one(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    corrupt(save(manager, 4) / "actor" / "weights.bin")
-    save(manager, 4)
-    manager.verify(tmp_path / "global_step_4")
-
-
-def test_a_process_killed_while_writing_leaves_the_previous_checkpoint(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    save(manager, 1)
-    script = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from verl.checkpoint import CheckpointManager\n"
-        "def die(folder):\n"
-        "    (folder / 'weights.bin').write_text('half')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "CheckpointManager(Path(sys.argv[1])).save(2, {'actor': die})\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
-    assert done.returncode == -9
-    assert manager.latest() == tmp_path / "global_step_1"
-    save(manager, 2)
-    assert manager.latest() == tmp_path / "global_step_2"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "global_step_1", "global_step_2", "latest_checkpointed_iteration.txt",
-    ]  # fmt: skip
-
-
-def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    save(manager, 1)
-
-    def full(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(CheckpointError, match=r"GiB free"):
-        manager.save(2, {"actor": write("a"), "critic": full})
-    assert manager.latest() == tmp_path / "global_step_1"
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_given_path_is_checked(tmp_path):
-    manager = CheckpointManager(tmp_path)
+@given(flip=st.integers(0, 10**6), part=st.sampled_from(["actor", "trainer"]))
+@settings(max_examples=30, deadline=None)
+def test_any_flipped_bit_is_noticed(tmp_path_factory, flip, part):
+    manager = CheckpointManager(tmp_path_factory.mktemp("flip"))
     folder = save(manager, 1)
-    assert manager.resolve("resume_path", str(folder)) == folder
+    file = folder / part / "weights.bin"
+    content = bytearray(file.read_bytes())
+    content[flip % len(content)] ^= 1 << (flip % 8)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum"):
+        manager.verify(folder)
+
+
+def test_resume_modes(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    first, second = save(manager, 2), save(manager, 4)
+    assert manager.resolve("auto") == second
+    assert manager.resolve("disable") is None
+    assert manager.resolve("resume_path", str(first)) == first
+    with pytest.raises(ConfigError, match="resume_from_path"):
+        manager.resolve("resume_path")
+    with pytest.raises(ConfigError, match="resume_mode"):
+        manager.resolve("yes")
     with pytest.raises(CheckpointError, match="found none"):
-        manager.resolve("resume_path", str(tmp_path / "global_step_9"))
-    with pytest.raises(ConfigError, match="resume_path with the path"):
-        manager.resolve("resume_path", None)
+        manager.resolve("resume_path", tmp_path / "global_step_9")
+    with pytest.raises(CheckpointError, match="global_step_N"):
+        step_of(tmp_path)
+
+
+def test_old_checkpoints_go_and_the_newest_stay(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=2)
+    for step in (1, 2, 3, 10):
+        save(manager, step)
+    assert names(tmp_path) == {"global_step_3", "global_step_10", "latest_checkpointed_iteration.txt"}
+    with pytest.raises(ConfigError, match="at least 1"):
+        CheckpointManager(tmp_path, max_to_keep=0)
+
+
+def test_a_run_started_again_in_the_folder_keeps_its_own_checkpoints_and_resumes_from_them(tmp_path):
+    old = CheckpointManager(tmp_path)
+    save(old, 50)
+    save(old, 100)
+    again = CheckpointManager(tmp_path, max_to_keep=1)
+    assert again.resolve("disable") is None
+    folder = save(again, 2)
+    assert again.latest() == folder
+    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
+
+
+def test_a_step_saved_twice_is_replaced(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(2, {"actor": write(b"one"), "critic": write(b"c")})
+    folder = manager.save(2, {"actor": write(b"two")})
+    manager.verify(folder)
+    assert (folder / "actor" / "weights.bin").read_bytes() == b"two"
+    assert names(folder) == {"actor", "manifest.json"}
+    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
+
+
+def test_a_failing_writer_leaves_no_trace_and_prunes_nothing(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    good = save(manager, 2)
+
+    def broken(folder):
+        (folder / "half").write_bytes(b"x")
+        raise KeyError("a bug of the writer")
+
+    with pytest.raises(KeyError, match="a bug"):
+        manager.save(4, {"actor": write(b"a"), "trainer": broken})
+    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
+    manager.verify(good)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_a_full_disk_is_told_and_the_earlier_checkpoint_is_intact(tmp_path):
+    def fill(folder):
+        (folder / "weights.bin").write_bytes(b"x" * 100)
+        with open("/dev/full", "wb") as file:
+            file.write(b"x" * 100_000)
+
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    good = save(manager, 2)
+    with pytest.raises(CheckpointError, match=rf"global_step_4.*no space left.*{tmp_path}.*MiB free") as caught:
+        manager.save(4, {"actor": fill})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
+    assert manager.latest() == good
+
+
+def test_a_full_disk_is_recognised_behind_errors_that_do_not_say_so(tmp_path, monkeypatch):
+    """What torch.save raises on a full disk is a RuntimeError about positions in a file."""
+
+    def fail(folder):
+        raise RuntimeError("unexpected pos 576 vs 534")
+
+    manager = CheckpointManager(tmp_path)
+    save(manager, 2)
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        manager.save(4, {"actor": fail})
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="no space left"):
+        manager.save(4, {"actor": fail})
+
+
+def test_other_trouble_with_the_disk_is_told_with_its_path(tmp_path):
+    def fail(folder):
+        raise OSError(errno.EIO, "Input/output error", str(folder / "x"))
+
+    with pytest.raises(CheckpointError, match=r"global_step_4.*Input/output error"):
+        CheckpointManager(tmp_path).save(4, {"actor": fail})
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        CheckpointManager(blocked / "run").save(1, {"actor": write(b"a")})
+
+
+def killed_save(root: Path, where: str) -> None:
+    """A process saves step 2 whole and is killed by SIGKILL at `where` while it saves step 4."""
+    code = textwrap.dedent(
+        f"""
+        import os, signal, shutil
+        from pathlib import Path
+        from verl.checkpoint import manager as module
+        from verl.checkpoint.manager import CheckpointManager
+
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def half(folder):
+            (folder / "weights.bin").write_bytes(b"x" * 1000)
+            if {where!r} == "writer":
+                die()
+
+        manager = CheckpointManager({str(root)!r}, max_to_keep=1)
+        manager.save(2, {{"actor": half}} if {where!r} != "writer" else {{}})
+        if {where!r} == "manifest":
+            module.write_manifest = die
+        if {where!r} == "after rename":
+            module.sync = die
+        if {where!r} == "replacing":
+            rename = os.replace
+            os.replace = lambda a, b: die() if ".tmp-global" in str(a) else rename(a, b)
+        if {where!r} == "pruning":
+            shutil.rmtree = die
+        manager.save(2 if {where!r} == "replacing" else 4, {{"actor": half, "critic": half}})
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "newest"),
+    [("writer", 2), ("manifest", 2), ("after rename", 4), ("replacing", 2), ("pruning", 4)],
+)
+def test_kill_9_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, where, newest):
+    killed_save(tmp_path, where)
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    found = manager.resolve("auto")
+    assert found is not None
+    assert step_of(found) == newest
+    manager.verify(found)
+    assert not [name for name in names(tmp_path) if name.startswith(".tmp-global") or name.startswith(".old")]
+    last = save(manager, 6)
+    assert manager.latest() == last
+    assert {name for name in names(tmp_path) if not name.startswith(".")} == {
+        "global_step_6",
+        "latest_checkpointed_iteration.txt",
+    }
+
+
+def test_looking_for_a_checkpoint_does_not_disturb_one_that_is_being_written(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 2)
+    reader = CheckpointManager(tmp_path)
+
+    def writer(folder):
+        (folder / "x").write_bytes(b"x")
+        assert reader.latest() == tmp_path / "global_step_2"
+
+    assert step_of(manager.save(4, {"actor": writer})) == 4
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path):
+    state = {"weight": torch.randn(10), "step": 3}
+    folder = CheckpointManager(tmp_path).save(1, {"actor": lambda folder: torch.save(state, folder / "s.pt")})
+    back = torch.load(folder / "actor" / "s.pt")
+    assert torch.equal(back["weight"], state["weight"])
+    assert back["step"] == 3

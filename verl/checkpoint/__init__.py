@@ -1,5 +1,1 @@
-"""Checkpoints: whole or absent, verified when read."""
-
-from verl.checkpoint.manager import CheckpointManager
-
-__all__ = ["CheckpointManager"]
+"""Checkpoints on disk: written whole or not at all, and checked before they are read."""

@@ -1,194 +1,215 @@
-"""Checkpoints that are whole or absent: written aside, summed, renamed; read only if their sums hold."""
+"""The folder of a run's checkpoints: saving, finding the newest sound one, and removing old ones.
+
+root/global_step_20/{actor,critic,trainer,...}/...   one checkpoint, its manifest.json beside the parts
+root/latest_checkpointed_iteration.txt               step of the one written last, for other tools
+root/.tmp-global_step_N-<pid>                        one that is being written or removed; never read
+root/.old-global_step_N-<pid>                        one that is being replaced by a new one of the same step
+"""
 
 import errno
-import hashlib
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+from verl.checkpoint.manifest import read_manifest, sync, verify_files, write_manifest
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.logging import logger
 
-PREFIX = "global_step_"
-TEMPORARY = ".writing-"
-MANIFEST = "manifest.json"
-LATEST = "latest_checkpointed_iteration.txt"
+Writer = Callable[[Path], None]
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"global_step_(\d+)")
+_LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
+# Less room than this on the disk while a write fails: that is why. torch.save does not tell.
+_FULL_DISK_BYTES = 1 << 20
 
 
 class CheckpointManager:
-    """The folder `root` with one `global_step_N` per checkpoint and the number of the newest in a text file.
+    """Writes checkpoints that are complete or invisible, and reads none that is damaged.
+
+    "Newest" is the one written last, which is not always the one of the highest step: a run that was started again in
+    the same folder counts from the beginning.
 
     Args:
-        root: created with the first checkpoint.
-        max_to_keep: how many of the newest stay; None keeps all.
+        root: the run's folder; created when the first checkpoint is saved.
+        max_to_keep: how many checkpoints stay; None: all. One number for all parts, for a checkpoint without one of
+            them cannot be resumed.
     """
 
-    def __init__(self, root: Path, max_to_keep: int | None = None) -> None:
-        self.root = Path(root)
+    def __init__(self, root: Path | str, max_to_keep: int | None = None) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ConfigError(
+                f"The number of checkpoints to keep must be at least 1, or null for all, got {max_to_keep}."
+            )
+        self.root = Path(root).expanduser()
         self.max_to_keep = max_to_keep
+        self._cleaned = False
 
-    def save(self, step: int, writers: Mapping[str, Callable[[Path], None]]) -> Path:
-        """Let each writer fill a subfolder of its name, then make the whole appear at once as `global_step_<step>`.
+    def save(self, step: int, writers: Mapping[str, Writer]) -> Path:
+        """Write one checkpoint and return its folder `root/global_step_<step>`.
 
-        A process killed in between leaves a hidden folder that the next save removes, and all earlier checkpoints as
-        they were. Raises CheckpointError where the disk is full.
+        Each writer gets an empty folder of its name. The parts, the manifest and the folders are on the disk before the
+        folder gets its name; older checkpoints beyond `max_to_keep` go only after that. Whatever a writer raises leaves
+        the earlier checkpoints as they were and no trace of this one.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        temporary, final = self.root / f"{TEMPORARY}{PREFIX}{step}", self.root / f"{PREFIX}{step}"
+        final = self.root / f"global_step_{step}"
+        temporary = self.root / f".tmp-{final.name}-{os.getpid()}"
         try:
+            self.clean()
+            temporary.mkdir(parents=True)
             for name, write in writers.items():
-                (temporary / name).mkdir(parents=True)
+                (temporary / name).mkdir()
                 write(temporary / name)
-            _write_manifest(temporary, step)
-        except OSError as error:
+            write_manifest(temporary, step)
+            self._publish(temporary, final)
+        except Exception as error:
+            reason = self._why_unwritten(error)
             shutil.rmtree(temporary, ignore_errors=True)
-            if error.errno != errno.ENOSPC:
+            if reason is None:
                 raise
-            free_gib = shutil.disk_usage(self.root).free / 1024**3
-            raise CheckpointError(
-                f"No space left for the checkpoint of step {step} in {self.root} ({free_gib:.2f} GiB free). Earlier "
-                "checkpoints are intact. Free some space or lower trainer.max_actor_ckpt_to_keep."
-            ) from error
-        if final.exists():  # of an earlier run that was not resumed, or one that failed its sums
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        _write_durably(self.root / LATEST, str(step))
-        _sync_folder(self.root)
-        self._prune(keep=final)
+            raise CheckpointError(f"Checkpoint {final} was not written: {reason} Earlier ones are intact.") from error
+        self._prune(just_written=final)
         return final
 
-    def steps(self) -> list[int]:
-        """Steps of all checkpoints, whole or not, oldest first."""
-        if not self.root.is_dir():
-            return []
-        numbers = (folder.name.removeprefix(PREFIX) for folder in self.root.glob(f"{PREFIX}*") if folder.is_dir())
-        return sorted(int(number) for number in numbers if number.isdigit())
-
     def latest(self) -> Path | None:
-        """The newest checkpoint whose sums hold; says why it passed over a newer one.
-
-        Newest is the one saved last: steps beyond it are of an earlier run that was not resumed.
-        """
-        steps = self.steps()
-        last = self._last_saved()
-        for step in reversed([step for step in steps if last not in steps or step <= last]):
-            folder = self.root / f"{PREFIX}{step}"
+        """The newest checkpoint whose files are as they were written; a warning says what is wrong with newer ones."""
+        for folder in self._newest_first():
             try:
                 self.verify(folder)
             except CheckpointError as error:
-                logger.warning("Passing over a damaged checkpoint: %s", error)
-                continue
-            return folder
+                logger.warning("Checkpoint passed over: %s", error)
+            else:
+                return folder
         return None
 
-    def verify(self, folder: Path) -> None:
-        """Raise CheckpointError unless every file is there with the size and sum it was written with."""
-        manifest = _read_manifest(folder)
-        for name, entry in manifest["files"].items():
-            path = folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing.")
-            size = path.stat().st_size
-            if size != entry["size"]:
-                raise CheckpointError(f"{path} has {size} bytes, it was written with {entry['size']}.")
-            if _sha256(path) != entry["sha256"]:
-                raise CheckpointError(
-                    f"{path} does not match its checksum; its content has changed since it was written."
-                )
+    def verify(self, folder: Path | str) -> None:
+        """CheckpointError unless `folder` is a complete checkpoint whose sizes and SHA-256 sums hold."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"Expected a checkpoint folder at {folder}, found none.")
+        verify_files(folder)
 
-    def resolve(self, resume_mode: str, resume_from_path: str | None = None) -> Path | None:
-        """The folder to resume from: `auto` the newest sound one, `resume_path` the one given, `disable` none.
+    def resolve(self, resume_mode: str, resume_from_path: Path | str | None = None) -> Path | None:
+        """The checkpoint that a run starts from, or None for a start from the beginning; `clean` included.
 
-        Under `auto`, checkpoints none of which is sound raise CheckpointError: to start over in silence loses them.
+        Args:
+            resume_mode: "auto": the newest sound one, if there is any; "disable": none; "resume_path": the one named.
+            resume_from_path: a `global_step_N` folder, for "resume_path".
+
+        Raises:
+            CheckpointError: the named one is missing or damaged; or there are checkpoints and none of them is sound.
         """
+        if resume_mode not in ("auto", "disable", "resume_path"):
+            raise ConfigError(f"trainer.resume_mode must be auto, disable or resume_path, got {resume_mode!r}.")
+        if resume_mode == "resume_path":
+            if not resume_from_path:
+                raise ConfigError(
+                    "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder."
+                )
+            folder = Path(resume_from_path).expanduser()
+            self.clean()
+            self.verify(folder)
+            return folder
+        if resume_from_path:
+            logger.warning("trainer.resume_from_path is not read with trainer.resume_mode=%s.", resume_mode)
+        self.clean()
         if resume_mode == "disable":
             return None
-        if resume_mode == "auto":
-            folder = self.latest()
-            if folder is None and self.steps():
-                raise CheckpointError(
-                    f"None of the checkpoints in {self.root} is whole. Start over with trainer.resume_mode=disable, or "
-                    "move the folder away."
-                )
-            return folder
-        if resume_mode != "resume_path" or not resume_from_path:
-            raise ConfigError(
-                f"trainer.resume_mode={resume_mode} with resume_from_path={resume_from_path}: give auto, disable, or "
-                f"resume_path with the path of a {PREFIX}N folder."
+        newest = self.latest()
+        if newest is None and (damaged := self._newest_first()):
+            raise CheckpointError(
+                f"None of the {len(damaged)} checkpoints in {self.root} is sound (see the warnings above). Move them "
+                "away, or start from the beginning with trainer.resume_mode=disable."
             )
-        folder = Path(resume_from_path).expanduser()
-        if not folder.is_dir():
-            raise CheckpointError(f"trainer.resume_from_path: expected a {PREFIX}N folder at {folder}, found none.")
-        self.verify(folder)
-        return folder
+        return newest
 
-    def _last_saved(self) -> int:
-        path = self.root / LATEST
-        text = path.read_text().strip() if path.is_file() else ""
-        return int(text) if text.isdigit() else -1
+    def clean(self) -> None:
+        """Remove what a killed process left behind; done once, before the first save or by `resolve`.
 
-    def _prune(self, keep: Path) -> None:
+        For the process that writes into this folder alone: another one's unfinished checkpoint looks the same.
+        """
+        if self._cleaned or not self.root.is_dir():
+            return
+        for path in sorted(self.root.iterdir()):
+            leftover = _LEFTOVER.fullmatch(path.name)
+            if leftover is None:
+                continue
+            kind, name = leftover.groups()
+            if kind == "old" and not (self.root / name).exists():
+                os.replace(path, self.root / name)  # killed between the two renames of `_publish`
+                logger.warning("Checkpoint %s is back: its replacement was not completed.", self.root / name)
+            else:
+                shutil.rmtree(path)
+                logger.info("Removed %s, which an interrupted run left behind.", path)
+        self._cleaned = True
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        replaced = self.root / f".old-{final.name}-{os.getpid()}"
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(temporary, final)
+        sync(self.root)
+        latest = self.root / f".{LATEST_FILE}.tmp-{os.getpid()}"
+        latest.write_text(final.name.removeprefix("global_step_"))
+        sync(latest)
+        os.replace(latest, self.root / LATEST_FILE)
+        sync(self.root)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _prune(self, just_written: Path) -> None:
         if self.max_to_keep is None:
             return
-        others = [self.root / f"{PREFIX}{step}" for step in self.steps()]
-        others = sorted((folder for folder in others if folder != keep), key=lambda folder: folder.stat().st_mtime)
-        for folder in others[: max(0, len(others) + 1 - self.max_to_keep)]:
-            shutil.rmtree(folder)
+        others = [folder for folder in self._newest_first() if folder != just_written]
+        for folder in others[self.max_to_keep - 1 :]:
+            # Renamed first: a half-removed checkpoint must not be found under its name.
+            doomed = self.root / f".tmp-{folder.name}-{os.getpid()}"
+            os.replace(folder, doomed)
+            shutil.rmtree(doomed)
 
-    def _remove_leftovers(self) -> None:
-        for folder in self.root.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(folder)
+    def _newest_first(self) -> list[Path]:
+        if not self.root.is_dir():
+            return []
+        folders = [path for path in self.root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(folders, key=_age, reverse=True)
+
+    def _why_unwritten(self, error: BaseException) -> str | None:
+        """What is wrong with the disk, or None when the fault is the writer's own."""
+        free = shutil.disk_usage(self.root if self.root.is_dir() else Path.cwd()).free
+        texts: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                texts.append("no space")
+            texts.append(str(cause))
+            cause = cause.__cause__ or cause.__context__
+        told = any(word in text for text in texts for word in ("no space", "No space left", "os error 28"))
+        if told or free < _FULL_DISK_BYTES:
+            return (
+                f"no space left on the disk of {self.root}, {free / 2**20:.1f} MiB free ({error}). Free some, lower "
+                "trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to another disk."
+            )
+        if isinstance(error, OSError):
+            return f"{error}."
+        return None
 
 
-def _write_manifest(folder: Path, step: int) -> None:
-    """Sums of all files, each of them on the disk before the manifest is."""
-    files: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[str(path.relative_to(folder))] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    _write_durably(folder / MANIFEST, json.dumps({"step": step, "files": files}, indent=1))
+def step_of(folder: Path | str) -> int:
+    """The step N of a folder named `global_step_N`."""
+    found = _NAME.fullmatch(Path(folder).name)
+    if found is None:
+        raise CheckpointError(f"Expected a folder named global_step_N, got {folder}.")
+    return int(found.group(1))
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
+def _age(folder: Path) -> tuple[int, int]:
     try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the folder is not a whole checkpoint.") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
-    return manifest
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Replace a file in one step, after its new content is on the disk."""
-    beside = path.with_name(f"{TEMPORARY}{path.name}")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return read_manifest(folder)["saved_at_ns"], step_of(folder)
+    except CheckpointError:
+        # Not to be resumed from, but reported in its place.
+        return folder.stat().st_mtime_ns, step_of(folder)

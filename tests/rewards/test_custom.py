@@ -1,0 +1,71 @@
+"""Loading a user's reward function from a file."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from tests.rewards.batches import CharTokenizer, make_batch
+from verl.rewards.custom import load_custom_reward
+from verl.rewards.manager import NaiveRewardManager
+from verl.utils.errors import ConfigError
+
+FILE = """
+async def judge(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return {"score": scale * len(solution_str), "pred": solution_str}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return len(solution_str) + kwargs.get("bonus", 0)
+
+class Judge:
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return 7.0
+
+judge_object = Judge()
+number = 3
+
+def three(data_source, solution_str, ground_truth):
+    return 0.0
+"""
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def scores(function):
+    return NaiveRewardManager(CharTokenizer(), 0, function)(make_batch(["ab", "c"])).sum(-1).tolist()
+
+
+def test_plain_async_and_callable_objects(reward_file):
+    assert scores(load_custom_reward(reward_file)) == [2.0, 1.0]
+    assert scores(load_custom_reward(reward_file, "judge")) == [2.0, 1.0]
+    assert scores(load_custom_reward(reward_file, "judge_object")) == [7.0, 7.0]
+    assert load_custom_reward(None) is None
+
+
+def test_reward_kwargs_reach_every_call(reward_file):
+    assert scores(load_custom_reward(reward_file, reward_kwargs={"bonus": 10})) == [12.0, 11.0]
+    slow = load_custom_reward(reward_file, "judge", {"scale": 3.0})
+    assert inspect.iscoroutinefunction(slow)
+    assert asyncio.run(slow("s", "ab", None))["score"] == 6.0
+    assert scores(slow) == [6.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("compute_scor", "compute_score"), ("number", "must be a function"), ("three", "extra_info")],
+)
+def test_what_cannot_be_called_is_refused_at_start(reward_file, name, message):
+    with pytest.raises(ConfigError, match=message):
+        load_custom_reward(reward_file, name)
+
+
+def test_unknown_reward_kwargs_and_files_are_refused_at_start(reward_file, tmp_path):
+    with pytest.raises(ConfigError, match="temperature"):
+        load_custom_reward(reward_file, "judge", {"temperature": 1})
+    with pytest.raises(ConfigError, match="Python file"):
+        load_custom_reward(str(tmp_path / "other.py"))

@@ -1,0 +1,215 @@
+"""The built-in rules on written examples and on real data."""
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.shared_files import SHARED, needs_shared
+from verl.rewards.builtin import countdown, gsm8k, math
+from verl.rewards.registry import RuleRegistry
+from verl.rewards.rules import default_compute_score
+from verl.utils.errors import ConfigError, RewardError
+
+
+def read_lines(relative: str) -> list[dict]:
+    return [json.loads(line) for line in (SHARED / relative).read_text(encoding="utf-8").splitlines()]
+
+
+def test_unknown_data_source_is_an_error_that_names_the_known_ones_and_the_way_out():
+    with pytest.raises(RewardError, match=r"(?s)opena/gsm8k.*openai/gsm8k.*custom_reward_function\.path"):
+        default_compute_score("opena/gsm8k", "#### 1", "1")
+
+
+def test_missing_ground_truth_is_an_error():
+    with pytest.raises(RewardError, match="ground_truth"):
+        default_compute_score("openai/gsm8k", "#### 1", None)
+
+
+def test_exact_names_win_over_prefixes_and_longer_prefixes_over_shorter():
+    rules = RuleRegistry("data source")
+    for name in ("a*", "a/b*", "a/b/c"):
+        rules.register(name)(lambda solution_str, ground_truth, extra_info, name=name: name)
+    assert [rules.get(source)("", "", None) for source in ("a/x", "a/b/x", "a/b/c")] == ["a*", "a/b*", "a/b/c"]
+    assert "b" not in rules
+    with pytest.raises(ConfigError, match="Unknown data source 'b'"):
+        rules.get("b")
+
+
+def test_toy_compares_the_stripped_response():
+    assert default_compute_score("toy", " 7\n", "7") == 1.0
+    assert default_compute_score("toy", "77", "7") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so it is\n#### 72", "72", "72"),
+        ("#### 1,234,567.", "1234567", "1234567"),
+        ("#### -5", "-5", "-5"),
+        ("#### $-5.50 dollars", "-5.50", "-5.50"),
+        ("####9 then #### 10", "10", "10"),
+        ("she pays 3, then 4.", None, "4"),
+        ("#### none, but 8", None, "8"),
+        ("no number", None, None),
+        ("a half is .5", None, ".5"),
+    ],
+)
+def test_gsm8k_extraction(text, strict, flexible):
+    assert gsm8k.extract_answer(text, "strict") == strict
+    assert gsm8k.extract_answer(text, "flexible") == flexible
+
+
+def test_gsm8k_compares_values_not_spellings():
+    assert default_compute_score("openai/gsm8k", "#### 1,000.00", "1000") == 1.0
+    assert default_compute_score("openai/gsm8k", "#### 1001", "1000") == 0.0
+    assert default_compute_score("openai/gsm8k", "it is 1000", "1000") == 0.0
+    assert default_compute_score("openai/gsm8k", "it is 1000", "1000", method="flexible") == 1.0
+    assert default_compute_score("openai/gsm8k", "#### 3", "4", format_score=0.1) == 0.1
+
+
+@given(st.integers(-(10**9), 10**9))
+def test_gsm8k_reads_every_integer_back(number):
+    for text in (f"x\n#### {number}", f"#### {number:,}", f"12 #### ${number:,}.", f"#### {number}.0"):
+        assert gsm8k.score(text, str(number)) == 1.0
+        assert gsm8k.score(text, str(number + 1)) == 0.0
+
+
+@needs_shared("data/gsm8k")
+def test_real_gsm8k_answers_score_as_gold_and_shifted_ones_do_not():
+    rows = read_lines("data/gsm8k/train.jsonl") + read_lines("data/gsm8k/test.jsonl")
+    assert len(rows) == 7473 + 1319
+    answers = [row["answer"] for row in rows]
+    bare = [answer.split("####")[1].strip() for answer in answers]
+    for method in ("strict", "flexible"):
+        assert all(gsm8k.score(a, b, method=method) == 1.0 for a, b in zip(answers, bare))
+    assert all(gsm8k.score(a, a) == 1.0 for a in answers)
+    by_neighbour = [gsm8k.score(a, b) for a, b in zip(answers, bare[1:] + bare[:1])]
+    equal = [float(a.replace(",", "")) == float(b.replace(",", "")) for a, b in zip(bare, bare[1:] + bare[:1])]
+    assert by_neighbour == [float(same) for same in equal]
+    assert sum(by_neighbour) < 0.05 * len(rows)
+
+
+def test_countdown_scores():
+    task = {"target": 24, "numbers": [3, 8, 1]}
+    score = countdown.score
+    assert score("<answer>3 * 8 * 1</answer>", task) == 1.0
+    assert score("<answer>(3*8)/1 = 24</answer>", json.dumps(task)) == 1.0
+    assert score("<answer>5</answer> no: <answer>3 × 8 ÷ 1</answer>", task) == 1.0
+    assert score("<answer>3*8</answer>", task) == 0.0
+    assert score("<answer>3*8</answer>", task, use_all=False) == 1.0
+    assert score("<answer>3*8*1*1</answer>", task, use_all=False) == 0.0
+    assert score("<answer>24</answer>", task) == 0.0
+    assert score("3*8*1", task) == 0.0
+    assert score("<answer>3+8+1</answer>", task, format_score=0.1) == 0.1
+    assert default_compute_score("countdown", "<answer>8/(3-8/3)</answer>", {"target": 24, "nums": [8, 3, 8, 3]}) == 1.0
+
+
+def test_countdown_without_a_task_is_an_error():
+    with pytest.raises(RewardError, match="target"):
+        countdown.score("<answer>1</answer>", {"goal": 3})
+
+
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "__import__('os').system('true')", "9**9**9**9", "1/0", "(", "1 if 2 else 3", "3.5+1", "True+1", "x", "1;2", "",
+        "(" * 400 + "1" + ")" * 400, "1+" * 300, "-" * 499 + "1" * 2, "9" * 499, "lambda: 1", "1 1", "\x00",
+    ],
+)  # fmt: skip
+def test_countdown_never_runs_or_trips_over_what_is_not_arithmetic(equation):
+    assert countdown.score(f"<answer>{equation}</answer>", {"target": 1, "numbers": [1]}) == 0.0
+
+
+@given(st.text(alphabet="0123456789+-*/() ", max_size=40))
+@settings(max_examples=200)
+def test_countdown_evaluates_as_python_does_with_exact_fractions(equation):
+    result = countdown.evaluate(equation)
+    if result is not None:
+        assert float(result[0]) == pytest.approx(eval(equation), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("so $\\boxed{\\dfrac12}$.", "\\frac{1}{2}", 1.0),
+        ("\\boxed{3} or rather \\boxed{(2, 3]}", "(2,3]", 1.0),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        ("\\boxed{12}", "\\boxed{13}", 0.0),
+        ("The final answer is $42$", "42", 1.0),
+        ("\\boxed{\\frac{1}{", "0.5", 0.0),
+        ("", "0.5", 0.0),
+        ("\\boxed{}", "0.5", 0.0),
+        ("\\boxed{\\frac{}{}^^__}}}", "0.5", 0.0),
+        ("no idea", "0.5", 0.0),
+    ],
+)
+def test_math_answers(answer, truth, score):
+    assert default_compute_score("DigitalLearningGmbH/MATH-lighteval", answer, truth) == score
+
+
+def test_last_boxed_balances_its_brackets():
+    assert math.last_boxed("\\boxed{1} then \\boxed{\\sqrt{\\frac{a}{b}}} end") == "\\sqrt{\\frac{a}{b}}"
+    assert math.last_boxed("\\boxed 7$ and") == "7"
+    assert math.last_boxed("\\boxed{7") is None
+    assert math.last_boxed("7") is None
+
+
+@needs_shared("data/math")
+def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
+    rows = read_lines("data/math/math500.jsonl")[:200]
+    scores = [default_compute_score("HuggingFaceH4/MATH-500", row["solution"], row["answer"]) for row in rows]
+    assert scores == [1.0] * len(rows)
+    wrong = [
+        default_compute_score("HuggingFaceH4/MATH-500", row["solution"], other["answer"])
+        for row, other in itertools.pairwise(rows[:60])
+    ]
+    assert sum(wrong) <= 3
+
+
+@needs_shared("data/math")
+def test_math_verify_itself_recognises_gold_answers():
+    """The shortcut for equal spellings is bypassed: each answer is compared with itself in brackets."""
+    rows = read_lines("data/math/math500.jsonl")[:60]
+    same = [math._pool.equal(f"\\boxed{{{row['answer']}}}", f"${row['answer']}$") for row in rows]
+    assert all(same)
+
+
+def test_math_works_in_threads_and_a_symbolic_blow_up_is_a_zero():
+    results: dict[str, float] = {}
+    cases = {"\\boxed{9^{9^{9}}}": "3", "\\boxed{0.25}": "\\frac14"}
+
+    def run(answer: str) -> None:
+        results[answer] = math.score(answer, cases[answer])
+
+    threads = [threading.Thread(target=run, args=(answer,)) for answer in cases]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"\\boxed{9^{9^{9}}}": 0.0, "\\boxed{0.25}": 1.0}
+    assert time.monotonic() - began < 60
+
+
+def test_a_math_helper_that_is_killed_is_replaced_and_a_slow_one_scores_zero(monkeypatch):
+    assert math.score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
+    helper = math._pool._borrow()
+    helper._process.kill()
+    helper._process.wait()
+    math._pool._idle.put(helper)
+    assert math.score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
+    monkeypatch.setattr(math, "ANSWER_TIMEOUT_S", 0.5)
+    assert math.score("\\boxed{9^{9^{9}}}", "3") == 0.0
+
+
+def test_the_rewards_package_loads_neither_torch_nor_sympy():
+    code = "import sys, verl.rewards.builtin.gsm8k; print({'torch', 'sympy', 'math_verify'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

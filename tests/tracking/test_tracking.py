@@ -1,0 +1,247 @@
+"""Trackers: what they write, what a killed and resumed run finds again, and what is refused."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.tracking import Tracker, TrackerBackend, tracker_backends, write_samples
+from verl.tracking.samples import plain, to_json_line
+from verl.utils.errors import ConfigError, MissingDependencyError
+
+STEP = {"actor/pg_loss": 0.01234, "critic/score/mean": 1 / 3, "actor/ppo_kl": 0.00119}
+
+
+def make_tracker(folder, backends, **settings):
+    return Tracker(backends, project_name="p", experiment_name="e", config={"a": {"b": 1}}, folder=folder, **settings)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_console_line(tmp_path, capsys):
+    tracker = make_tracker(tmp_path, "console", total_steps=10)
+    tracker.log(STEP, 1)
+    rest = {"critic/vf_loss": 0.5, "response_length/mean": 12.34, "timing_s/step": 1.234}
+    tracker.log({**STEP, "actor/kl_loss": 0.2, "critic/rewards/mean": 9, **rest}, 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012",
+        "[Step 2/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.2000 | Critic loss: 0.5000 | "
+        "Response length: 12.3 | 1.23 s/step",
+    ]
+
+
+def test_the_console_during_critic_warm_up_and_with_numbers_at_the_edge(tmp_path, capsys):
+    tracker = make_tracker(tmp_path, ["console"])
+    tracker.log({"critic/score/mean": -0.00001, "actor/ppo_kl": math.nan}, 3)
+    assert capsys.readouterr().out == "[Step 3] Actor loss: n/a | Reward: 0.0000 | KL: nan\n"
+
+
+def test_the_console_honours_its_interval_but_always_shows_the_ends_and_validation(tmp_path, capsys):
+    tracker = make_tracker(tmp_path, ["console"], total_steps=8, log_interval=3)
+    tracker.log({"val-core/gsm8k/reward/mean@1": 0.25}, 0)
+    for step in range(1, 9):
+        tracker.log(STEP | ({"val-core/x/reward/mean@1": 0.5} if step == 5 else {}), step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("]")[0] + "]" for line in lines] == [f"[Step {i}/8]" for i in (0, 1, 3, 5, 6, 8)]
+    assert lines[0] == "[Step 0/8] Validation: gsm8k/reward/mean@1: 0.2500"
+    assert lines[3] == "[Step 5/8] Validation: x/reward/mean@1: 0.5000"
+
+
+def test_the_console_prints_a_few_generations(tmp_path, capsys):
+    make_tracker(tmp_path, "console").log_generations([{"input": "q", "output": "x" * 9999}] * 9, 2)
+    out = capsys.readouterr().out
+    assert out.count("input: q") == 3
+    assert len(out) < 2000
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=5), st.floats(), max_size=4), max_size=4))
+def test_floats_come_back_bit_for_bit_and_the_json_is_always_valid(rows):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    for row in rows:
+        back = json.loads(to_json_line(row), parse_constant=refuse)
+        assert back == {name: value if math.isfinite(value) else None for name, value in row.items()}
+
+
+def test_metrics_of_every_kind_of_number(tmp_path):
+    tracker = make_tracker(tmp_path, ["file"])
+    tracker.log({"a": np.float32(0.1), "b": torch.tensor(2), "c": True, "d": math.inf, "e": np.array(1.5)}, 1)
+    expected = {"step": 1, "a": float(np.float32(0.1)), "b": 2, "c": 1, "d": None, "e": 1.5}
+    assert read_lines(tmp_path / "metrics.jsonl") == [expected]
+    for wrong in ("text", torch.ones(2), None, [1.0]):
+        with pytest.raises(TypeError, match="Metric 'loss'"):
+            tracker.log({"loss": wrong}, 2)
+
+
+def test_a_resumed_run_has_every_line_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = make_tracker(tmp_path, ["file"])
+    for step in range(6):
+        tracker.log({"x": step / 7}, step)
+    undisturbed = path.read_bytes()
+    del tracker
+    with path.open("ab") as file:
+        file.write(b'{"step": 6, "x": 0.85')  # cut off in the midst of a line
+    resumed = make_tracker(tmp_path, ["file"])
+    resumed.rewind(3)
+    assert [row["step"] for row in read_lines(path)] == [0, 1, 2, 3]
+    for step in (4, 5):
+        resumed.log({"x": step / 7}, step)
+    resumed.finish()
+    assert path.read_bytes() == undisturbed
+
+
+def test_a_run_that_starts_afresh_forgets_all_and_a_new_folder_is_no_trouble(tmp_path):
+    tracker = make_tracker(tmp_path / "new" / "folder", ["file"])
+    tracker.rewind(0)
+    tracker.log({"x": 1}, 0)
+    tracker.log({"x": 1}, 1)
+    tracker.rewind(0)
+    tracker.log({"x": 2}, 0)
+    assert read_lines(tmp_path / "new" / "folder" / "metrics.jsonl") == [{"step": 0, "x": 2}]
+
+
+def test_a_cut_off_last_line_is_repaired_even_without_a_rewind(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st')
+    make_tracker(tmp_path, ["file"]).log({}, 2)
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_rewind_drops_garbage_in_the_middle(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00garbage\n{"step": 2}\n')
+    make_tracker(tmp_path, ["file"]).rewind(2)
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_lines_survive_kill_9(tmp_path):
+    code = textwrap.dedent(
+        f"""
+        import time
+        from verl.tracking import Tracker
+        tracker = Tracker("file", project_name="p", experiment_name="e", config={{}}, folder={str(tmp_path)!r})
+        for step in range(3):
+            tracker.log({{"x": step / 3}}, step)
+        print("written", flush=True)
+        time.sleep(60)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "written\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert [row["x"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0.0, 1 / 3, 2 / 3]
+
+
+def test_generations_go_to_a_file_a_step(tmp_path):
+    rows = [{"input": "q\n", "output": "é\ud83d", "score": np.float32(0.5), "pred": math.nan, "ids": torch.tensor([1])}]
+    make_tracker(tmp_path, ["file"]).log_generations(rows, 4)
+    expected = {"step": 4, "input": "q\n", "output": "é\ud83d", "score": 0.5, "pred": None, "ids": [1]}
+    assert read_lines(tmp_path / "generations" / "4.jsonl") == [expected]
+
+
+def test_samples_appear_whole_or_not_at_all(tmp_path):
+    write_samples(tmp_path / "deep", 1, [{"x": 1}])
+
+    def rows():
+        yield {"x": 2}
+        raise RuntimeError("killed in the midst")
+
+    with pytest.raises(RuntimeError, match="midst"):
+        write_samples(tmp_path / "deep", 1, rows())
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["1.jsonl"]
+    assert read_lines(tmp_path / "deep" / "1.jsonl") == [{"step": 1, "x": 1}]
+    assert write_samples(tmp_path / "deep", 1, [{"x": 3}]).name == "1.jsonl"
+    assert read_lines(tmp_path / "deep" / "1.jsonl") == [{"step": 1, "x": 3}]
+
+
+def test_plain_turns_what_json_has_not_into_text(tmp_path):
+    assert plain({1: tmp_path, "a": (1, {2.5}), "b": np.array(["x"], dtype=object)}) == {
+        "1": str(tmp_path), "a": [1, [2.5]], "b": ["x"],
+    }  # fmt: skip
+
+
+def test_unknown_trackers_are_named_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"tensorbord.*tensorboard"):
+        make_tracker(tmp_path, ["console", "tensorbord"])
+
+
+@pytest.mark.parametrize("name", ["mlflow", "swanlab", "wandb", "tensorboard"])
+def test_a_missing_package_is_told_at_the_start_with_the_command(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # what Python makes of it: ModuleNotFoundError
+    with pytest.raises(MissingDependencyError, match=f"pip install {name}"):
+        make_tracker(tmp_path, [name])
+
+
+def test_a_tracker_of_ones_own(tmp_path):
+    seen = []
+
+    @tracker_backends.register("test-memory")
+    class Memory(TrackerBackend):
+        def log(self, metrics, step):
+            seen.append((step, metrics, self.settings.config["a"]["b"]))
+
+    tracker = make_tracker(tmp_path, ["test-memory"])
+    tracker.log({"x": 1.0}, 2)
+    tracker.log_generations([{"a": 1}], 2)
+    tracker.rewind(1)
+    tracker.finish()
+    assert seen == [(2, {"x": 1.0}, 1)]
+
+
+def test_tensorboard_events_can_be_read_back_and_are_purged_on_rewind(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def steps():
+        reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        reader.Reload()
+        return {event.step: event.value for event in reader.Scalars("actor/pg_loss")}
+
+    tracker = make_tracker(tmp_path, ["tensorboard"])
+    for step in (1, 2, 3):
+        tracker.log({"actor/pg_loss": step / 4}, step)
+    tracker.log_generations([{"output": "text"}], 3)
+    tracker.finish()
+    assert steps() == {1: 0.25, 2: 0.5, 3: 0.75}
+    time.sleep(1.1)  # event files of one second would be read in any order
+    resumed = make_tracker(tmp_path, ["tensorboard"])
+    resumed.rewind(2)
+    resumed.log({"actor/pg_loss": 9.0}, 3)
+    resumed.finish()
+    assert steps() == {1: 0.25, 2: 0.5, 3: 9.0}
+
+
+@pytest.mark.slow
+def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = make_tracker(tmp_path, ["wandb"])
+    tracker.log({"x": 1.0, "nan": math.nan}, 1)
+    tracker.log_generations([{"input": "q", "score": 1.0}, {"input": "r", "pred": "3"}], 1)
+    tracker.finish()
+    run_id = (tmp_path / "wandb_run_id").read_text()
+    files = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert len(files) == 1
+    deadline = time.monotonic() + 20  # wandb's own process may still write after `finish`; it ends before ours does
+    while b"val/generations" not in files[0].read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert b"val/generations" in files[0].read_bytes()
+    resumed = make_tracker(tmp_path, ["wandb"])
+    assert (tmp_path / "wandb_run_id").read_text() == run_id
+    resumed.rewind(0)
+    assert (tmp_path / "wandb_run_id").read_text() != run_id
+    resumed.finish()

@@ -1,0 +1,309 @@
+"""Calling a reward function for many samples, each with a deadline, so that no call can hang the run.
+
+A plain function is called for one sample after another in a worker thread, a coroutine function for all samples at
+once in an event loop. Python cannot stop a running call: one that is late is left behind in its daemon thread, which
+does not keep the process from exiting, and the remaining samples go to new threads.
+"""
+
+import ast
+import asyncio
+import contextvars
+import inspect
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.utils.errors import RewardError
+from verl.utils.logging import say_once
+
+# Threads that one batch may use once calls hang; before the first time-out it is one.
+MAX_THREADS = 32
+# Calls left behind and still running, over the whole run. More of them would only eat memory.
+MAX_HANGING = 256
+# How long cancelled coroutines may take to clean up.
+CANCEL_GRACE_S = 1.0
+
+# Modules that limit time by signals and therefore work in the main thread alone.
+_SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one call: its value, or the error it raised, or neither when it was late."""
+
+    value: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.timed_out or self.error is not None
+
+
+class Caller:
+    """Calls `function(**arguments)` for the samples of a batch.
+
+    Args:
+        function: plain or coroutine function. A plain one runs in one thread, one sample at a time, as long as none is
+            late. One whose file imports signal or math_verify runs in the calling thread without our
+            deadline: signals work nowhere else, and in a thread such functions often answer 0 in silence.
+        timeout_s: seconds a call may take; may be infinite.
+    """
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
+        self.function = function
+        self.timeout_s = timeout_s
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  (not a test for callability)
+        )
+        self.in_caller = not self.is_async and uses_signals(function)
+        self._hanging: list[threading.Thread] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool = False) -> list[Outcome | None]:
+        """One outcome a sample, in order; with `stop_at_failure`, None for those that were not called any more.
+
+        Raises:
+            RewardError: more than MAX_HANGING calls hang.
+        """
+        if self.in_caller:
+            return self._call_here(arguments, stop_at_failure)
+        if self.is_async:
+            return self._gather(arguments)
+        batch = _Batch(self.function, arguments, self.timeout_s, stop_at_failure)
+        outcomes = batch.run()
+        self._remember_hanging(batch.abandoned)
+        if any(outcome is not None and _needs_main_thread(outcome.error) for outcome in outcomes):
+            self.in_caller = True
+            return self._call_here(arguments, stop_at_failure)
+        return outcomes
+
+    def _call_here(self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool) -> list[Outcome | None]:
+        say_once(
+            "The reward function limits its time by signals, which work in the main thread alone: it is called there, "
+            "and reward_model.timeout_s does not apply."
+        )
+        outcomes: list[Outcome | None] = [None] * len(arguments)
+        for index, sample in enumerate(arguments):
+            outcome = outcomes[index] = _call(self.function, sample)
+            if stop_at_failure and outcome.failed:
+                break
+        return outcomes
+
+    def _remember_hanging(self, threads: list[threading.Thread]) -> None:
+        self._hanging = [thread for thread in (*self._hanging, *threads) if thread.is_alive()]
+        if len(self._hanging) > MAX_HANGING:
+            raise RewardError(
+                f"{len(self._hanging)} calls of the reward function still hang, more than the {MAX_HANGING} that are "
+                "tolerated. Give the function a time limit of its own, such as timeout= of an HTTP request."
+            )
+
+    def _gather(self, arguments: Sequence[dict[str, Any]]) -> list[Outcome | None]:
+        if self._loop is None:
+            self._loop = _start_loop()
+        pulse = _Pulse()
+        work = asyncio.run_coroutine_threadsafe(_gather(self.function, arguments, self.timeout_s, pulse), self._loop)
+        done = threading.Event()
+        work.add_done_callback(lambda _: done.set())
+        while not done.wait(0.05 if self.timeout_s < 1 else 0.5):
+            # A coroutine that blocks without awaiting stops the loop, and the deadline with it.
+            if time.monotonic() - pulse.last > self.timeout_s + CANCEL_GRACE_S:
+                self._loop = None
+                self._remember_hanging(pulse.threads)
+                return [outcome or Outcome(timed_out=True) for outcome in pulse.outcomes(len(arguments))]
+        return list(work.result())
+
+
+def uses_signals(function: Callable[..., Any]) -> bool:
+    """Whether the file that defines `function` imports signal, or a package that limits time by signals."""
+    target = inspect.unwrap(getattr(function, "func", function))
+    module = sys.modules.get(getattr(target, "__module__", None) or type(target).__module__)
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or not path.endswith(".py") or module.__name__.startswith("verl."):
+        return False
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(Path(path).read_bytes())):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            imported.add(node.module.split(".")[0])
+    return not imported.isdisjoint(_SIGNAL_USERS)
+
+
+def _needs_main_thread(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(value=function(**sample))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code: even sys.exit() is this sample's failure)
+        return Outcome(error=error)
+
+
+def _call_in_thread(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
+    try:
+        return _call(function, sample)
+    except BaseException as error:  # noqa: BLE001  (would end the thread unseen, and look like a call that is late)
+        return Outcome(error=error)
+
+
+class _Batch:
+    """The calls of one batch: threads take the next sample each, the caller watches the clock."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[dict[str, Any]],
+        timeout_s: float,
+        stop_at_failure: bool,
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.timeout_s = timeout_s
+        self.stop_at_failure = stop_at_failure
+        self.outcomes: list[Outcome | None] = [None] * len(arguments)
+        self.abandoned: list[threading.Thread] = []
+        self._next = 0
+        self._left = len(arguments)
+        self._running: dict[threading.Thread, tuple[int, float]] = {}  # sample and when it began
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        # The current device belongs to a thread; a function that calls a model must find the one of its rank.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(self) -> list[Outcome | None]:
+        if not self.arguments:
+            return []
+        self._start_threads(1)
+        try:
+            while not self._done.wait(self._until_next_deadline()):
+                self._leave_late_ones()
+        finally:
+            with self._lock:
+                self._next = len(self.arguments)
+        return self.outcomes
+
+    def _start_threads(self, count: int) -> None:
+        for _ in range(count):
+            context = contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(self._work,), name="verl-reward", daemon=True)
+            with self._lock:
+                # Counted from now on, so that a thread that cannot start a call is seen as late too.
+                self._running[thread] = (-1, time.monotonic())
+            thread.start()
+
+    def _work(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        me = threading.current_thread()
+        index, outcome = -1, None
+        while True:
+            with self._lock:
+                if me not in self._running:
+                    return  # was late: its sample is already counted
+                if outcome is not None:
+                    self._record(index, outcome)
+                index = self._next
+                if index >= len(self.arguments):
+                    del self._running[me]
+                    return
+                self._next += 1
+                self._running[me] = (index, time.monotonic())
+            outcome = _call_in_thread(self.function, self.arguments[index])
+
+    def _record(self, index: int, outcome: Outcome) -> None:
+        self.outcomes[index] = outcome
+        self._left -= 1
+        if self._left == 0 or (self.stop_at_failure and outcome.failed):
+            self._next = len(self.arguments)
+            self._done.set()
+
+    def _until_next_deadline(self) -> float:
+        with self._lock:
+            oldest = min((began for _, began in self._running.values()), default=time.monotonic())
+        return min(max(oldest + self.timeout_s - time.monotonic(), 0.001), threading.TIMEOUT_MAX)
+
+    def _leave_late_ones(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s]
+            for thread in late:
+                index, _ = self._running.pop(thread)
+                self.abandoned.append(thread)
+                if index >= 0:
+                    self._record(index, Outcome(timed_out=True))
+            waiting = len(self.arguments) - self._next
+            room = MAX_THREADS - len(self._running)
+        # Twice as many as were late: when every call hangs, the batch ends after a few time-outs, not one a sample.
+        self._start_threads(min(2 * len(late), waiting, room))
+
+
+class _Pulse:
+    """When the event loop last moved, and the tasks in it."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+        self.tasks: list[asyncio.Task[Outcome]] = []
+        self.threads: list[threading.Thread] = []
+
+    def outcomes(self, count: int) -> list[Outcome | None]:
+        known = [_outcome(task) if task.done() else None for task in self.tasks]
+        return known + [None] * (count - len(known))
+
+    async def beat(self) -> None:
+        while True:
+            self.last = time.monotonic()
+            await asyncio.sleep(0.02)
+
+
+def _start_loop() -> asyncio.AbstractEventLoop:
+    """A loop in a daemon thread. It lives as long as the run, so that the function can keep clients bound to it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verl-reward-loop", daemon=True).start()
+    return loop
+
+
+async def _gather(
+    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], timeout_s: float, pulse: _Pulse
+) -> list[Outcome]:
+    pulse.threads.append(threading.current_thread())
+    heart = asyncio.ensure_future(pulse.beat())
+    pulse.tasks = [asyncio.ensure_future(_await(function, sample)) for sample in arguments]
+    try:
+        if pulse.tasks:
+            _, late = await asyncio.wait(pulse.tasks, timeout=timeout_s if math.isfinite(timeout_s) else None)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CANCEL_GRACE_S)
+            return [Outcome(timed_out=True) if task in late else _outcome(task) for task in pulse.tasks]
+        return []
+    finally:
+        heart.cancel()
+
+
+def _outcome(task: asyncio.Task[Outcome]) -> Outcome:
+    if task.cancelled():  # by the user's own code: ours are not asked
+        return Outcome(error=RuntimeError("the coroutine was cancelled"))
+    return task.result()
+
+
+async def _await(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(value=await function(**sample))
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001  (a user's code, as in `_call`)
+        return Outcome(error=error)

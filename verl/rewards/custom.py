@@ -1,0 +1,59 @@
+"""The reward function that `custom_reward_function.path` and `.name` point to."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.config.reward import CustomRewardFunctionConfig
+from verl.utils.errors import ConfigError
+from verl.utils.imports import load_extern_type
+
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def load_reward_function(
+    config: CustomRewardFunctionConfig, reward_kwargs: Mapping[str, Any] | None = None
+) -> Callable[..., Any] | None:
+    """What the section `custom_reward_function` names, or None when it names nothing."""
+    return load_custom_reward(config.path, config.name, reward_kwargs)
+
+
+def load_custom_reward(
+    path: str | None, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
+) -> Callable[..., Any] | None:
+    """The user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or None when no path is given.
+
+    Args:
+        path: a .py file or an importable module.
+        name: the function in it, plain or `async`. It returns a float, or a dict with "score".
+        reward_kwargs: further keyword arguments for every call.
+
+    Raises:
+        ConfigError: no such file or name, not callable, or it does not take the arguments above.
+    """
+    if not path:
+        return None
+    function = load_extern_type(path, name)
+    if not callable(function):
+        raise ConfigError(
+            f"custom_reward_function.name='{name}' in '{path}' must be a function, it is {type(function).__name__}."
+        )
+    extra = dict(reward_kwargs or {})
+    check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra)
+    return functools.partial(function, **extra) if extra else function
+
+
+def check_arguments(function: Callable[..., Any], what: str, extra: Mapping[str, Any]) -> None:
+    """Refuse a function that cannot be called with our keywords, before anything is generated for it."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins tell no signature; the first call shows it
+        return
+    try:
+        signature.bind(**dict.fromkeys(_ARGUMENTS), **extra)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} is called with the keywords {', '.join((*_ARGUMENTS, *extra))}; its signature is "
+            f"{signature}: {error}."
+        ) from error

@@ -1,0 +1,278 @@
+"""From a batch of responses to a batch of scores."""
+
+import math
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.rewards.calls import Caller, Outcome
+from verl.rewards.registry import reward_managers
+from verl.rewards.rules import default_compute_score, find_rule
+from verl.utils.errors import ConfigError, RewardError
+from verl.utils.logging import logger
+
+_LARGEST_SCORE = float(np.finfo(np.float32).max)
+
+OnError = Literal["stop", "zero", "drop"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response with what its reward function gets, and its place in the batch."""
+
+    row: int
+    data_source: Any
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any
+    last_token: int  # column of the response's last real token
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
+
+
+@dataclass(slots=True)
+class Scores:
+    """Scores of a batch, and how many of them could not be had."""
+
+    scores: list[float] = field(default_factory=list)
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    num_errors: int = 0
+    num_timeouts: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"reward/num_errors": self.num_errors, "reward/num_timeouts": self.num_timeouts}
+
+
+class RewardManager:
+    """Base of the managers: reads the batch, calls the function, places the scores. A subclass changes one of these.
+
+    Args:
+        tokenizer: decodes prompts and responses.
+        num_examine: how many samples of each data source a call prints.
+        compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, returning a finite
+            number or a dict with "score"; None: the rule of the row's data source.
+        reward_fn_key: the column with the data source.
+        timeout_s: seconds that one call may take; None: no limit.
+        on_error: for a sample whose call raises, is late, or returns no finite score: "stop" raises RewardError, "zero"
+            scores it 0, "drop" scores it 0 and lists its row in "dropped", so that the trainer leaves it out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        timeout_s: float | None = 60.0,
+        on_error: OnError = "stop",
+    ) -> None:
+        if on_error not in ("stop", "zero", "drop"):
+            raise ConfigError(f"reward_model.on_error must be stop, zero or drop, got {on_error!r}.")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"reward_model.timeout_s must be positive, or null for no limit, got {timeout_s}.")
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or default_compute_score
+        self.reward_fn_key = reward_fn_key
+        self.timeout_s = math.inf if timeout_s is None else timeout_s
+        self.on_error = on_error
+        self._caller = Caller(self.compute_score, self.timeout_s)
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+        """Score every response.
+
+        Returns:
+            The (B, R) float32 scores, each on the last real token of its response; with `return_dict`, a dict of them
+            ("reward_tensor"), "reward_extra_info" (name -> list of B: the fields that the function returned beside
+            "score"), "metrics" (`reward/num_errors`, `reward/num_timeouts`) and "dropped" (row numbers).
+            A batch that has the column `rm_scores` is scored already: they are returned.
+
+        Raises:
+            RewardError: an empty response; under "stop" the first failing sample, by row, with its text and traceback.
+        """
+        if "rm_scores" in data.batch.keys():
+            reward_tensor, result = self._given_scores(data), Scores()
+        else:
+            samples = self.read(data)
+            result = self.score(samples, data)
+            reward_tensor = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+            if samples:
+                rows, columns = zip(*((sample.row, sample.last_token) for sample in samples))
+                reward_tensor[list(rows), list(columns)] = torch.tensor(result.scores, dtype=torch.float32)
+            self.print_examples(samples, result.scores, data)
+        if not return_dict:
+            return reward_tensor
+        return {
+            "reward_tensor": reward_tensor,
+            "reward_extra_info": collect_extra(result.extra),
+            "metrics": result.metrics(),
+            "dropped": result.dropped,
+        }
+
+    def read(self, data: DataProto) -> list[Sample]:
+        """Decode the responses and gather what belongs to them."""
+        lengths = self._response_mask(data).sum(-1).tolist()
+        ids = [row[:length] for row, length in zip(data.batch["responses"].tolist(), lengths)]
+        if 0 in lengths:
+            raise RewardError(f"The response of row {lengths.index(0)} has no token, so there is nothing to score.")
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        columns = data.non_tensor_batch
+        nothing = [None] * len(ids)
+        sources = columns.get(self.reward_fn_key, nothing)
+        truths = columns.get("reward_model", nothing)
+        extras = columns.get("extra_info", nothing)
+        return [
+            Sample(
+                row=row,
+                data_source=sources[row],
+                solution_str=texts[row],
+                ground_truth=_ground_truth(truths[row]),
+                extra_info=extras[row],
+                last_token=lengths[row] - 1,
+            )
+            for row in range(len(ids))
+        ]
+
+    def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
+        """Call the function for every sample and apply `on_error` where that gives no score."""
+        if self.compute_score is default_compute_score:
+            # A data source without a rule is a mistake of the whole run, never one sample's bad luck.
+            for source in dict.fromkeys(sample.data_source for sample in samples):
+                find_rule(source)
+        outcomes = self._caller([sample.arguments() for sample in samples], stop_at_failure=self.on_error == "stop")
+        result = Scores()
+        first_failure = ""
+        for sample, outcome in zip(samples, outcomes):
+            if outcome is None:  # not called any more: the failure that stopped the batch stands in another row
+                continue
+            score, extra, failure = check_outcome(outcome, self.timeout_s)
+            if failure is not None:
+                if self.on_error == "stop":
+                    raise RewardError(self._describe(sample, outcome, failure, data)) from outcome.error
+                first_failure = first_failure or f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
+                result.num_timeouts += outcome.timed_out
+                result.num_errors += not outcome.timed_out
+                if self.on_error == "drop":
+                    result.dropped.append(sample.row)
+            result.scores.append(score)
+            result.extra.append(extra)
+        if first_failure:
+            logger.warning(
+                "%d of %d rewards failed, %d of them late: %s (reward_model.on_error=%s). The first: %s",
+                result.num_errors + result.num_timeouts,
+                len(samples),
+                result.num_timeouts,
+                "their rows are dropped" if self.on_error == "drop" else "they count as 0",
+                self.on_error,
+                first_failure,
+            )
+        return result
+
+    def print_examples(self, samples: Sequence[Sample], scores: Sequence[float], data: DataProto) -> None:
+        """Log the first `num_examine` samples of each data source."""
+        printed: Counter[Any] = Counter()
+        for sample, score in zip(samples, scores):
+            if printed[sample.data_source] < self.num_examine:
+                printed[sample.data_source] += 1
+                logger.info(
+                    "Example of %s\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s",
+                    sample.data_source,
+                    self._prompt(data, sample.row),
+                    sample.solution_str,
+                    sample.ground_truth,
+                    score,
+                )
+
+    def _given_scores(self, data: DataProto) -> torch.Tensor:
+        given, responses = data.batch["rm_scores"], data.batch["responses"]
+        if given.shape != responses.shape or not bool(torch.isfinite(given).all()):
+            raise RewardError(
+                f"The column rm_scores must hold finite numbers of shape {tuple(responses.shape)}, one a response "
+                f"token; it has shape {tuple(given.shape)}, and {int((~torch.isfinite(given)).sum())} are not finite."
+            )
+        return given
+
+    def _response_mask(self, data: DataProto) -> torch.Tensor:
+        """(B, R), 1 on real tokens; tool output counts too, for the score stands at the very end."""
+        return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+
+    def _prompt(self, data: DataProto, row: int) -> str:
+        width = data.batch["prompts"].shape[1]
+        real = data.batch["attention_mask"][row, :width].bool()
+        return self.tokenizer.decode(data.batch["prompts"][row][real].tolist(), skip_special_tokens=True)
+
+    def _describe(self, sample: Sample, outcome: Outcome, failure: str, data: DataProto) -> str:
+        text = (
+            f"The reward function failed on row {sample.row} (data_source {sample.data_source!r}): {failure}\n"
+            f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
+            f"  response starts: {sample.solution_str[:200]!r}\n"
+            f"  ground_truth:    {str(sample.ground_truth)[:200]!r}\n"
+            "Mend the function, or choose what becomes of such samples with reward_model.on_error=zero or drop"
+            f"{' and how long a call may take with reward_model.timeout_s' if outcome.timed_out else ''}."
+        )
+        if outcome.error is not None:
+            text += "\n" + "".join(traceback.format_exception(outcome.error)).rstrip()
+        return text
+
+
+@reward_managers.register("naive")
+class NaiveRewardManager(RewardManager):
+    """One call a sample: in turn for a plain function, all at once for a coroutine function."""
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    """Of the column `reward_model`, which a set that a custom function scores need not have."""
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+
+
+def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:
+    """Score, further fields, and None or what is wrong; the score is 0 where something is."""
+    if outcome.timed_out:
+        return 0.0, {}, f"no answer within {timeout_s:g} s."
+    if outcome.error is not None:
+        return 0.0, {}, f"{type(outcome.error).__name__}: {outcome.error}"
+    value, extra = outcome.value, {}
+    if isinstance(value, Mapping):
+        extra = {str(name): entry for name, entry in value.items() if name != "score"}
+        if "score" not in value:
+            return 0.0, {}, f"it returned a dict without 'score', with {sorted(map(str, value))}."
+        value = value["score"]
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, (Real, np.bool_)):
+        return (
+            0.0,
+            {},
+            f"it returned {value!r:.100} of type {type(value).__name__}, not a number or a dict with 'score'.",
+        )
+    # Compared before it is converted: float(10**400) raises. NaN compares false.
+    if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
+        return 0.0, {}, f"it returned {value!r:.100}, not a finite float32."
+    return float(value), extra, None
+
+
+def collect_extra(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """One list of B a field, in order of first appearance. A row without it has NaN if the others are numbers, else
+    None."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    collected: dict[str, list[Any]] = {}
+    for name in names:
+        present = [row[name] for row in rows if name in row]
+        filler = math.nan if all(isinstance(entry, Real) for entry in present) else None
+        collected[name] = [row.get(name, filler) for row in rows]
+    return collected

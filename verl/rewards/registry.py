@@ -1,0 +1,36 @@
+"""Where reward rules and reward managers are registered.
+
+A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` and returns a float, or a dict with
+"score" whose other fields become columns of `reward_extra_info`.
+
+    @reward_rules.register("my/dataset")        # exact name of a data source
+    @reward_rules.register("my/dataset-v*")     # every data source that starts with "my/dataset-v"
+    def score(solution_str, ground_truth, extra_info=None): ...
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.utils.registry import Registry
+
+Rule = Callable[..., "float | dict[str, Any]"]
+
+
+class RuleRegistry(Registry[Rule]):
+    """Rules by data source: an exact name wins over a prefix, a longer prefix over a shorter one."""
+
+    def get(self, name: str) -> Rule:
+        return super().get(self._entry_for(name) or name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._entry_for(name) is not None
+
+    def _entry_for(self, data_source: str) -> str | None:
+        if data_source in self._entries:
+            return data_source
+        prefixes = [entry for entry in self if entry.endswith("*") and data_source.startswith(entry[:-1])]
+        return max(prefixes, key=len, default=None)
+
+
+reward_rules = RuleRegistry("data source")
+reward_managers: Registry[Callable[..., Any]] = Registry("reward manager")

@@ -1,0 +1,7 @@
+"""Where the numbers and samples of a run go."""
+
+from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_backends
+from verl.tracking.samples import write_samples
+from verl.tracking.tracker import Tracker
+
+__all__ = ["Tracker", "TrackerBackend", "TrackerSettings", "tracker_backends", "write_samples"]

@@ -1,0 +1,219 @@
+"""The trackers that metrics and samples go to, by the names of `trainer.logger`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.tracking.files import drop_lines_after, repair_last_line
+from verl.tracking.samples import plain, to_json_line, write_samples
+from verl.utils.imports import require
+from verl.utils.registry import Registry
+
+Metrics = Mapping[str, float]
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackerSettings:
+    """What a backend may want to know of the run. `folder` is the run's own; `config` its whole configuration."""
+
+    project_name: str
+    experiment_name: str
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
+    log_interval: int = 1
+
+
+class TrackerBackend:
+    """Base of all trackers; what one cannot do it leaves out.
+
+    Metrics come as plain Python ints and floats, not all of them finite: a tracker shows NaN as its tool does.
+    """
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self.settings = settings
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Record the metrics of a step."""
+        raise NotImplementedError
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        """Record samples, one dict each ("input", "output", "score", ...)."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step`: forget what was recorded of later steps."""
+
+    def finish(self) -> None:
+        """The last call: everything recorded is written."""
+
+
+tracker_backends: Registry[Callable[[TrackerSettings], TrackerBackend]] = Registry("tracker (trainer.logger)")
+
+
+@tracker_backends.register("file")
+class FileBackend(TrackerBackend):
+    """JSON lines in `{folder}/metrics.jsonl`, {"step": 3, "actor/lr": 1e-06, ...}, and samples in `generations/`.
+
+    Valid JSON: a NaN or an infinity is null. Each line is handed to the system at once, so that a killed process loses
+    none; a line cut off by the machine's own end is removed at the next start.
+    """
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(settings)
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self.path = settings.folder / "metrics.jsonl"
+        repair_last_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        # One write for the whole line: nothing can come in between, also from another process.
+        self._file.write(to_json_line({"step": step, **metrics}))
+        self._file.flush()
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        write_samples(self.settings.folder / "generations", step, rows)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of later steps; at step 0 all, for a run that starts afresh logs step 0 again."""
+        self._file.close()
+        drop_lines_after(self.path, step if step > 0 else -1)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+@tracker_backends.register("tensorboard")
+class TensorboardBackend(TrackerBackend):
+    """Event files in `{folder}/tensorboard`."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(settings)
+        require("tensorboard", "trainer.logger=tensorboard", "pip install tensorboard")
+        self._module = require("torch.utils.tensorboard", "trainer.logger=tensorboard", "pip install tensorboard")
+        self._writer = self._open(None)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        for number, row in enumerate(rows):
+            text = "\n\n".join(f"**{name}**: {value}" for name, value in row.items())
+            self._writer.add_text(f"generations/{number}", text, step)
+
+    def rewind(self, step: int) -> None:
+        """Events are never removed from the files: `purge_step` makes TensorBoard hide them."""
+        self._writer.close()
+        self._writer = self._open(step + 1 if step > 0 else 0)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+    def _open(self, purge_step: int | None) -> Any:
+        return self._module.SummaryWriter(str(self.settings.folder / "tensorboard"), purge_step=purge_step)
+
+
+@tracker_backends.register("wandb")
+class WandbBackend(TrackerBackend):
+    """Weights & Biases, online or with WANDB_MODE=offline.
+
+    The run's id is kept in `{folder}/wandb_run_id`, so that a resumed training continues the same run; the server
+    ignores what it is told a second time about a step.
+    """
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(settings)
+        self._wandb = require("wandb", "trainer.logger=wandb", "pip install wandb")
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self._id_file = settings.folder / "wandb_run_id"
+        earlier = self._id_file.read_text().strip() if self._id_file.exists() else None
+        self._continues = bool(earlier)
+        self._run = self._open(earlier)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[_cell(row.get(name)) for name in columns] for row in rows]
+        self._run.log({"val/generations": self._wandb.Table(columns=columns, data=data)}, step=step)
+
+    def rewind(self, step: int) -> None:
+        """A training that starts afresh in the folder of another one gets a run of its own."""
+        if step == 0 and self._continues:
+            self._run.finish()
+            self._continues = False
+            self._run = self._open(None)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+    def _open(self, run_id: str | None) -> Any:
+        run = self._wandb.init(
+            project=self.settings.project_name,
+            name=self.settings.experiment_name,
+            config=plain(self.settings.config),
+            dir=str(self.settings.folder),
+            id=run_id,
+            resume="allow" if run_id else None,
+        )
+        self._id_file.write_text(run.id)
+        return run
+
+
+@tracker_backends.register("mlflow")
+class MlflowBackend(TrackerBackend):
+    """MLflow, at MLFLOW_TRACKING_URI or in ./mlruns. A resumed training is a new MLflow run."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(settings)
+        self._mlflow = require("mlflow", "trainer.logger=mlflow", "pip install mlflow")
+        self._mlflow.set_experiment(settings.project_name)
+        self._mlflow.start_run(run_name=settings.experiment_name)
+        self._mlflow.log_dict(plain(settings.config), "config.json")
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        # MLflow allows no "@" in names: mean@8 becomes mean_at_8.
+        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        self._mlflow.log_dict({"rows": plain(rows)}, f"generations/{step}.json")
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+@tracker_backends.register("swanlab")
+class SwanlabBackend(TrackerBackend):
+    """SwanLab, in the mode that SWANLAB_MODE names. A resumed training is a new SwanLab run."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        super().__init__(settings)
+        self._swanlab = require("swanlab", "trainer.logger=swanlab", "pip install swanlab")
+        self._swanlab.init(
+            project=settings.project_name,
+            experiment_name=settings.experiment_name,
+            config=plain(settings.config),
+            logdir=str(settings.folder / "swanlab"),
+        )
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        texts = [self._swanlab.Text("\n".join(f"{name}: {value}" for name, value in row.items())) for row in rows]
+        if texts:
+            self._swanlab.log({"val/generations": texts}, step=step)
+
+    def finish(self) -> None:
+        self._swanlab.finish()
+
+
+def _cell(value: Any) -> Any:
+    """wandb fixes a column's type at its first row: numbers stay, everything else is text."""
+    value = plain(value)
+    return value if value is None or isinstance(value, (int, float)) else str(value)
