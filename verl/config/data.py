@@ -50,7 +50,7 @@ class DataConfig:
     )
     shuffle: bool = setting(True, "new order of the training rows each epoch")
     validation_shuffle: bool = setting(False, "shuffle the validation rows")
-    seed: int = setting(1, "seed of the order of rows", at_least=0)
+    seed: int = setting(0, "seed of the order of rows", at_least=0, follows="trainer.seed")
     dataloader_num_workers: int = setting(
         0, "processes that read rows", no_effect="rows are tokenised once and read in the driver"
     )

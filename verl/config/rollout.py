@@ -38,7 +38,10 @@ class TraceConfig:
 class RolloutConfig:
     name: str = setting("embedded", "registered engine: embedded, or hf (slow reference)")
     mode: str = setting("sync", "sync or async", planned="asynchronous rollouts are not built yet")
-    seed: int = setting(0, "seed of the sampling noise; with step, sample and position it fixes every draw", at_least=0)
+    seed: int = setting(
+        0, "seed of the sampling noise; with step, sample and position it fixes every draw", at_least=0,
+        follows="trainer.seed",
+    )  # fmt: skip
     n: int = setting(1, "G: responses a prompt", above=0)
     do_sample: bool = setting(True, "False: greedy")
     temperature: float = setting(1.0, "divides the logits, in every log-prob too", at_least=0)

@@ -10,11 +10,12 @@ TOY = "toy"
 # For the ten prompts, whatever model answers them.
 TOY_DATA_DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.actor.use_kl_loss": True,  # so that the step line has a KL to show
     "actor_rollout_ref.model.path": TOY,
-    "actor_rollout_ref.rollout.n": 16,
+    "actor_rollout_ref.rollout.n": 32,
     "data.train_batch_size": 8,
     "data.max_prompt_length": 64,
-    "data.max_response_length": 32,
+    "data.max_response_length": 16,
     "trainer.project_name": "toy",
     "trainer.experiment_name": "toy",
     "trainer.total_training_steps": 10,
@@ -22,7 +23,7 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
 # For the packaged model alone: a learning rate that would wreck a large one.
 TOY_MODEL_DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-    "actor_rollout_ref.actor.optim.lr": 1e-3,
+    "actor_rollout_ref.actor.optim.lr": 5e-4,
 }
 
 

@@ -14,7 +14,7 @@ class TrainerConfig:
     num_train_epochs: int | None = setting(None, "epochs", alias_of="trainer.total_epochs")
     total_training_steps: int | None = setting(None, "steps; null: total_epochs over the data", above=0)
     max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
-    seed: int = setting(0, "seed of weights made anew and of everything else that is drawn", at_least=0)
+    seed: int = setting(0, "seed of everything that is drawn: order of rows and sampling noise follow it", at_least=0)
     device: str | None = setting(
         None, "cpu or cuda; null: the first visible GPU, else the CPU", choices=("auto", "cpu", "cuda")
     )

@@ -1,0 +1,104 @@
+"""Countdown: reach a target with the given numbers and + - * /. Problems are made here, each with a known solution.
+
+    python examples/data_preprocess/countdown.py --local_save_dir ~/data/countdown --train_size 20000 --num_numbers 3
+
+The same seed makes the same files; no problem of the test set is in the training set.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+DATA_SOURCE = "countdown"
+MAX_MISSES = 20_000  # draws in a row without a new problem after which there is taken to be none
+INSTRUCTION = (
+    "Reach {target} with the numbers {numbers}: use each number exactly once, and only + - * / and brackets. Think "
+    "step by step, then write the equation between <answer> and </answer>, for example <answer>(1 + 2) * 3</answer>."
+)
+
+
+class Problem(NamedTuple):
+    """Numbers in the order shown, the target, and an equation that reaches it."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+
+def join_randomly(numbers: list[int], draw: random.Random) -> tuple[Fraction, str] | None:
+    """Value and text of a random equation over all numbers; None if it divides by zero."""
+    parts = [(Fraction(number), str(number)) for number in numbers]
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
+        sign = draw.choice("+-*/")
+        if sign == "/" and b == 0:
+            return None
+        value = {"+": a + b, "-": a - b, "*": a * b}[sign] if sign != "/" else a / b
+        parts.append((value, f"({left} {sign} {right})"))
+    value, text = parts[0]
+    return value, text[1:-1] if len(numbers) > 1 else text
+
+
+def problems(draw: random.Random, *, num_numbers: int, max_number: int, max_target: int) -> Iterator[Problem]:
+    """Different problems till no more are found. A target is a whole number up to `max_target`, none of the numbers."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    misses = 0
+    while misses < MAX_MISSES:
+        misses += 1
+        numbers = [draw.randint(1, max_number) for _ in range(num_numbers)]
+        joined = join_randomly(numbers, draw)
+        if joined is None or joined[0].denominator != 1 or not 1 <= joined[0] <= max_target or joined[0] in numbers:
+            continue
+        key = (tuple(sorted(numbers)), int(joined[0]))
+        if key not in seen:
+            seen.add(key)
+            misses = 0
+            yield Problem(tuple(numbers), int(joined[0]), joined[1])
+
+
+def make_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
+    """One row as the trainer reads it."""
+    numbers = list(problem.numbers)
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": INSTRUCTION.format(target=problem.target, numbers=numbers)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"target": problem.target, "numbers": numbers}},
+        "extra_info": {"split": split, "index": index, "solution": problem.solution},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/countdown", help="folder to write to")
+    parser.add_argument("--train_size", type=int, default=20_000)
+    parser.add_argument("--test_size", type=int, default=512)
+    parser.add_argument("--num_numbers", type=int, default=3)
+    parser.add_argument("--max_number", type=int, default=50)
+    parser.add_argument("--max_target", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    endless = problems(
+        random.Random(options.seed),
+        num_numbers=options.num_numbers,
+        max_number=options.max_number,
+        max_target=options.max_target,
+    )
+    target = Path(options.local_save_dir).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    for split, size in (("test", options.test_size), ("train", options.train_size)):
+        rows = [make_row(problem, split, index) for index, problem in zip(range(size), endless)]
+        if len(rows) < size:
+            parser.error(f"only {len(rows)} of {size} different {split} problems exist or were found; raise the limits")
+        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
+        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""GSM8K as train.parquet (7,473 rows) and test.parquet (1,319 rows) for `data.train_files` and `data.val_files`.
+
+    python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k                              # from the hub
+    python examples/data_preprocess/gsm8k.py --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
+
+A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a line, the answer ending in "#### number".
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import load_dataset
+
+from verl.rewards.builtin.gsm8k import extract_answer
+
+DATA_SOURCE = "openai/gsm8k"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+SPLITS = ("train", "test")
+
+
+def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
+    """Questions and answers of a split, from a folder, or else from the hub."""
+    if folder is None:
+        hub: Any = load_dataset(DATA_SOURCE, "main", split=split)
+        return hub
+    text = (Path(folder).expanduser() / f"{split}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """One row as the trainer reads it. ValueError for an answer without its number."""
+    ground_truth = extract_answer(raw["answer"])
+    if ground_truth is None:
+        raise ValueError(f"{split} row {index}: the answer must end in '#### number', got {raw['answer'][-40:]!r}.")
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{raw['question']} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, "answer": raw["answer"], "question": raw["question"]},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub")
+    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/gsm8k", help="folder to write to")
+    options = parser.parse_args(arguments)
+    target = Path(options.local_save_dir).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        rows = [make_row(raw, split, i) for i, raw in enumerate(read_raw(options.local_dataset_path, split))]
+        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
+        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The configuration picks files, dataset class and sampler."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from tests.data.rows import make_rows
+from verl.config import DataConfig, TrainConfig
+from verl.data import RLDataLoader, RLDataset, build_dataset, build_sampler
+from verl.data.build import data_files
+from verl.data.toy import toy_files
+from verl.utils.errors import ConfigError, DataError
+
+USER_FILE = """
+import torch
+
+
+class Padded(torch.utils.data.Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None):
+        self.arguments = (data_files, tokenizer, config, processor)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, item):
+        return {"input_ids": torch.tensor([0, item + 1]), "attention_mask": torch.tensor([0, 1]), "data_source": "own"}
+
+
+class Plain:
+    def __init__(self, data_files, tokenizer, config):
+        pass
+
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, item):
+        raise IndexError(item)
+
+
+class Stream:
+    def __init__(self, data_files, tokenizer, config):
+        pass
+
+    def __iter__(self):
+        return iter(())
+
+
+class Backwards:
+    def __init__(self, data_source, data_config):
+        self.count = len(data_source)
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(range(self.count - 1, -1, -1))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(USER_FILE)
+    return str(tmp_path / "own.py")
+
+
+def make_config(**settings) -> TrainConfig:
+    config = TrainConfig()
+    for name, value in settings.items():
+        setattr(config.data, name, value)
+    return config
+
+
+def test_the_toy_set_trains_and_validates_on_itself(tokenizer):
+    config = make_config(dataset_name="toy")
+    for split in ("train", "val"):
+        dataset = build_dataset(config, tokenizer, split=split)
+        assert dataset is not None
+        assert len(dataset) == 10
+    assert data_files(make_config(dataset_name="toy", val_files=["v.parquet"]).data, "val") == ["v.parquet"]
+    assert data_files(config.data, "val") == toy_files()
+
+
+def test_a_saved_folder_is_train_and_validation(tokenizer, tmp_path):
+    rows = make_rows(5)
+    DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}).save_to_disk(
+        str(tmp_path / "a")
+    )
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "b"))
+    both, one = make_config(dataset_name=str(tmp_path / "a")), make_config(dataset_name=str(tmp_path / "b"))
+    sizes = [len(build_dataset(both, tokenizer, split=split) or []) for split in ("train", "val")]
+    assert sizes == [5, 2]
+    train, val = (build_dataset(one, tokenizer, split=split) for split in ("train", "val"))
+    assert isinstance(train, RLDataset)
+    assert (len(train), val) == (5, None)
+
+
+def test_files_and_no_files(tokenizer, parquet):
+    config = make_config(train_files=[parquet(make_rows(3))])
+    train = build_dataset(config, tokenizer, split="train")
+    assert train is not None
+    assert len(train) == 3
+    assert build_dataset(config, tokenizer, split="val") is None
+    with pytest.raises(DataError, match="No training data"):
+        build_dataset(make_config(), tokenizer, split="train")
+
+
+def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own):
+    config = make_config(train_files=["x.parquet"])
+    config.data.custom_cls.path, config.data.custom_cls.name = own, "Padded"
+    dataset = build_dataset(config, tokenizer, split="train")
+    assert dataset.arguments == (["x.parquet"], tokenizer, config.data, None)  # pyright: ignore
+    loader = RLDataLoader(dataset, 2, shuffle=False, seed=1)  # pyright: ignore
+    assert [batch.non_tensor_batch["raw_prompt_ids"].tolist() for batch in loader] == [[[1], [2]], [[3], [4]]]
+    assert loader.state_dict()["fingerprint"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Plain", DataError, "Plain has no rows"),
+        ("Stream", DataError, "lacks __len__, __getitem__"),
+        ("Paded", ConfigError, "Nearest names in it: Padded"),
+    ],
+)
+def test_a_users_dataset_that_cannot_serve_is_an_error(tokenizer, own, name, error, message):
+    config = make_config(train_files=["x.parquet"])
+    config.data.custom_cls.path, config.data.custom_cls.name = own, name
+    with pytest.raises(error, match=message):
+        build_dataset(config, tokenizer, split="train")
+
+
+def test_a_users_sampler_orders_the_rows(tokenizer, own, parquet):
+    dataset = RLDataset(parquet(make_rows(3)), tokenizer, DataConfig(max_prompt_length=64))
+    data = DataConfig()
+    assert build_sampler(data, dataset) is None
+    data.sampler.class_path, data.sampler.class_name = own, "Backwards"
+    loader = RLDataLoader(dataset, 3, shuffle=True, seed=1, sampler=build_sampler(data, dataset))
+    assert next(iter(loader)).non_tensor_batch["index"].tolist() == [2, 1, 0]
+    data.sampler.class_name = "torch"
+    with pytest.raises((DataError, TypeError)):
+        build_sampler(data, dataset)
+
+
+def test_importing_the_room_loads_no_torch():
+    code = "import sys, verl.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,106 @@
+"""Messages become the ids that transformers itself would make; a tokenizer without template gets plain text."""
+
+import copy
+import logging
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from tests.shared_files import SHARED, needs_shared
+from verl.data.chat import apply_chat_template, as_messages, encode_conversations, plain_text
+from verl.utils.errors import DataError
+from verl.utils.logging import say_once
+
+ONE = [{"role": "user", "content": "Hi"}]
+THREE = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hi <|end|> there"},
+    {"role": "assistant", "content": "Hello"},
+]
+
+
+@needs_shared("models/qwen2-tokenizer")
+def test_ids_are_those_of_transformers():
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2-tokenizer")
+    for messages in (ONE, THREE):
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert apply_chat_template(tokenizer, messages) == expected
+        without = tokenizer.apply_chat_template(messages, add_generation_prompt=False, return_dict=False)
+        assert apply_chat_template(tokenizer, messages, add_generation_prompt=False) == without != expected
+
+
+def test_the_toy_template_opens_the_answer(tokenizer):
+    assert tokenizer.decode(apply_chat_template(tokenizer, ONE)) == "<|user|>Hi<|end|><|assistant|>"
+
+
+def test_a_custom_template_is_used(tokenizer):
+    custom = copy.deepcopy(tokenizer)
+    custom.chat_template = "Q: {{ messages[0]['content'] }} A:"
+    assert custom.decode(apply_chat_template(custom, ONE)) == "Q: Hi A:"
+
+
+def test_without_template_the_text_is_plain_and_this_is_said_once(tokenizer, caplog):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="verl"):
+        assert [bare.decode(ids) for ids in encode_conversations(bare, [ONE, THREE])] == [
+            "Hi",
+            "system: Be short.\nuser: Hi <|end|> there\nassistant: Hello\nassistant:",
+        ]
+        encode_conversations(bare, [ONE])
+    assert caplog.text.count("has no chat template") == 1
+    assert plain_text(THREE, add_generation_prompt=False).endswith("assistant: Hello")
+
+
+@needs_shared("models/stories260K")
+def test_plain_text_begins_as_the_tokenizer_begins_a_text():
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "stories260K")
+    assert tokenizer.chat_template is None
+    ids = apply_chat_template(tokenizer, ONE)
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] != tokenizer.eos_token_id
+
+
+def test_a_tokenizer_that_ends_texts_leaves_a_prompt_open(tokenizer):
+    ending = copy.deepcopy(tokenizer)
+    ending.chat_template = None
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", 1)])
+    assert ending("Hi")["input_ids"][-1] == ending.eos_token_id
+    assert ending.decode(apply_chat_template(ending, ONE)) == "Hi"
+
+
+def test_a_template_that_refuses_is_a_data_error(tokenizer):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="roles must alternate"):
+        apply_chat_template(strict, ONE)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "must be a list of messages .* got NoneType"),
+        ([], "must be a list of messages"),
+        (7, "got int"),
+        (["Hi"], "message 0 must be a dict"),
+        ([*ONE, {"content": "x"}], "message 1 lacks its role"),
+        ([{"role": "user"}], "message 0 lacks its content"),
+        ([{"role": "user", "content": 3}], "message 0 lacks its content"),
+    ],
+)
+def test_what_is_no_conversation_is_an_error(prompt, message):
+    with pytest.raises(DataError, match=message):
+        as_messages(prompt)
+
+
+def test_a_string_is_one_message_of_the_user(caplog):
+    say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="verl"):
+        assert as_messages("Hi") == ONE == as_messages("Hi")
+    assert caplog.text.count("plain string") == 1
+
+
+def test_no_conversations_are_no_ids(tokenizer):
+    assert encode_conversations(tokenizer, []) == []

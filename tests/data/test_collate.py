@@ -1,0 +1,57 @@
+"""Items of any dataset become one batch; padded prompts become lists of ids."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl.data.collate import collate
+from verl.utils.errors import DataError
+
+
+def test_padded_prompts_become_lists_and_leave():
+    item = {
+        "input_ids": torch.tensor([0, 0, 5, 6]),
+        "attention_mask": torch.tensor([0, 0, 1, 1]),
+        "position_ids": torch.tensor([0, 0, 0, 1]),
+        "level": 2,
+    }
+    batch = collate([item, {**item, "attention_mask": torch.tensor([0, 1, 1, 1])}])
+    assert batch.non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6], [0, 5, 6]]
+    assert batch.batch is None
+    assert set(batch.non_tensor_batch) == {"raw_prompt_ids", "level"}
+
+
+def test_unpadded_ids_may_come_as_array_or_tensor_and_win_over_padded_ones():
+    for ids in ([5, 6], np.array([5, 6]), torch.tensor([5, 6])):
+        batch = collate([{"raw_prompt_ids": ids, "input_ids": torch.tensor([0, 5, 6])}])
+        assert batch.non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6]]
+        assert type(batch.non_tensor_batch["raw_prompt_ids"][0]) is list
+    assert collate([{"input_ids": [5, 6]}]).non_tensor_batch["raw_prompt_ids"].tolist() == [[5, 6]]
+
+
+def test_tensors_of_equal_shape_are_stacked():
+    rows = [{"raw_prompt_ids": [1], "same": torch.zeros(2), "other": torch.zeros(size)} for size in (1, 2)]
+    batch = collate(rows)
+    assert batch.batch["same"].shape == (2, 2)
+    assert [tensor.shape[0] for tensor in batch.non_tensor_batch["other"]] == [1, 2]
+
+
+def test_lists_of_equal_length_stay_one_object_a_row():
+    batch = collate([{"raw_prompt_ids": [1, 2]}, {"raw_prompt_ids": [3, 4]}])
+    assert batch.non_tensor_batch["raw_prompt_ids"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([{"prompt": "x"}], r"needs raw_prompt_ids .* got keys \['prompt'\]"),
+        ([{"raw_prompt_ids": []}], "at least one token"),
+        ([{"input_ids": torch.ones(3), "attention_mask": torch.zeros(3)}], "at least one token"),
+        ([{"input_ids": torch.ones(1, 3)}], "must be 1-D"),
+        ([{"input_ids": torch.ones(3), "attention_mask": torch.ones(2)}], "of equal length"),
+        ([{"raw_prompt_ids": [1], "a": 1}, {"raw_prompt_ids": [1]}], "not in all: {'a'}"),
+    ],
+)
+def test_what_is_no_prompt_is_an_error(items, message):
+    with pytest.raises(DataError, match=message):
+        collate(items)

@@ -1,0 +1,111 @@
+"""Every format gives the same plain rows; what cannot be read is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from tests.data.rows import make_rows
+from verl.data.files import as_file_list, content_fingerprint, has_split, open_rows
+from verl.utils.errors import DataError
+
+ROWS = make_rows(3)
+
+
+def write_all_formats(folder: Path, parquet) -> list[str]:
+    (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "lines.json").write_text("\n\n".join(json.dumps(row) for row in ROWS))
+    (folder / "array.json").write_text(json.dumps(ROWS, indent=2))
+    Dataset.from_list(ROWS).with_format("numpy").save_to_disk(str(folder / "saved"))
+    return [parquet(ROWS), *(str(folder / name) for name in ("lines.jsonl", "lines.json", "array.json", "saved"))]
+
+
+def test_every_format_gives_the_same_plain_rows(tmp_path: Path, parquet):
+    for file in write_all_formats(tmp_path, parquet):
+        rows = open_rows(file)
+        assert [rows.row(number) for number in range(len(rows))] == ROWS, file
+        assert list(rows.column("prompt")) == [row["prompt"] for row in ROWS], file
+        assert type(rows.row(0)["extra_info"]["tags"]) is list, file
+        assert rows.columns == list(ROWS[0]), file
+
+
+def test_home_folder_is_expanded(tmp_path: Path, parquet, monkeypatch: pytest.MonkeyPatch):
+    parquet(ROWS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(open_rows("~/rows.parquet")) == 3
+    assert content_fingerprint("~/rows.parquet") == content_fingerprint(tmp_path / "rows.parquet")
+
+
+def test_a_line_separator_inside_a_string_is_no_end_of_line(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one\u2028two\u0085three"}\n', encoding="utf-8")
+    assert open_rows(tmp_path / "a.jsonl").row(0) == {"prompt": "one\u2028two\u0085three"}
+
+
+def test_a_column_that_some_lines_lack_is_none_there(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "level": 2}\n')
+    assert [open_rows(tmp_path / "a.jsonl").row(i)["level"] for i in range(2)] == [None, 2]
+
+
+def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
+    splits: Any = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
+    DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    DatasetDict({"train": splits["train"]}).save_to_disk(str(tmp_path / "train_only"))
+    assert len(open_rows(tmp_path / "both", "train")) == 3
+    assert len(open_rows(tmp_path / "both", "val")) == 1
+    assert has_split(tmp_path / "both", "val")
+    assert not has_split(tmp_path / "train_only", "val")
+    with pytest.raises(DataError, match="has the splits train, but none for val"):
+        open_rows(tmp_path / "train_only", "val")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.parquet", None, r"does not exist; data files in that folder: beside\.jsonl"),
+        ("none/absent.parquet", None, "nor does the folder"),
+        ("empty.parquet", b"", r"empty\.parquet' is empty \(0 bytes\)"),
+        ("blank.jsonl", b"\n \n", "holds no rows"),
+        ("not.parquet", b"PAR0 nothing", "not readable as Parquet"),
+        ("half.jsonl", b'{"prompt": "a"}\n{"prompt": ', r"half\.jsonl', line 2, must be one JSON object"),
+        ("list.jsonl", b'{"prompt": "a"}\n"b"\n', r"list\.jsonl', line 2, must be a JSON object .* got str"),
+        ("array.json", b"[1]", r"element 1, must be a JSON object .* got int"),
+        ("array.json", b"[{]", "not a JSON array"),
+        ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, message: str):
+    (tmp_path / "beside.jsonl").write_text("{}")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_rows(tmp_path / name)
+
+
+def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    with pytest.raises(DataError, match="holds no rows"):
+        open_rows(tmp_path / "none.parquet")
+
+
+def test_any_other_folder_is_an_error(tmp_path: Path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError, match=r"not written by datasets' save_to_disk \(it holds notes.txt\)"):
+        open_rows(tmp_path)
+
+
+def test_a_fingerprint_is_of_the_content(tmp_path: Path):
+    for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text(text)
+    a, b, c = (content_fingerprint(tmp_path / name) for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize("files", [None, [], "", [3], [""]])
+def test_no_files_is_an_error(files):
+    with pytest.raises(DataError, match="must be a path or a list of paths"):
+        as_file_list(files)

@@ -1,0 +1,103 @@
+"""The scripts write files that the dataset loads and the reward rules can score."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.scripts import load_script
+from tests.shared_files import SHARED, needs_shared
+from verl.config import DataConfig
+from verl.data import RLDataset
+
+
+def load_rows(folder: Path, split: str, tokenizer) -> list[dict]:
+    dataset = RLDataset(str(folder / f"{split}.parquet"), tokenizer, DataConfig(max_prompt_length=9999))
+    return [dataset[i] for i in range(len(dataset))]
+
+
+@needs_shared("data/gsm8k")
+def test_gsm8k_has_all_rows(tmp_path):
+    main = load_script("data_preprocess/gsm8k.py").main
+    main(["--local_dataset_path", str(SHARED / "data" / "gsm8k"), "--local_save_dir", str(tmp_path)])
+    tables = {split: pq.read_table(tmp_path / f"{split}.parquet") for split in ("train", "test")}
+    assert {split: table.num_rows for split, table in tables.items()} == {"train": 7473, "test": 1319}
+    truths = [row["ground_truth"] for row in tables["train"].column("reward_model").to_pylist()]
+    assert all(float(truth.replace(",", "")) is not None for truth in truths)
+
+
+def test_gsm8k_rows(tmp_path, tokenizer):
+    raw = {"question": "How many are 1,000 and 200?", "answer": "1,000 + 200 = 1,200\n#### 1,200"}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(raw) + "\n")
+    main = load_script("data_preprocess/gsm8k.py").main
+    main(["--local_dataset_path", str(tmp_path), "--local_dir", str(tmp_path / "out")])
+    (row,) = load_rows(tmp_path / "out", "test", tokenizer)
+    expected = 'How many are 1,000 and 200? Let\'s think step by step and output the final answer after "####".'
+    assert row["raw_prompt"] == [{"role": "user", "content": expected}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "1200"}
+    assert row["extra_info"] == {"split": "test", "index": 0, **raw}
+    assert (row["data_source"], row["ability"]) == ("openai/gsm8k", "math")
+
+
+def test_a_gsm8k_answer_without_number_is_named():
+    with pytest.raises(ValueError, match="train row 4: the answer must end in '#### number'"):
+        load_script("data_preprocess/gsm8k.py").make_row({"question": "?", "answer": "none"}, "train", 4)
+
+
+@needs_shared("data/math")
+def test_math_has_all_rows_that_can_be_scored(tmp_path, capsys):
+    main = load_script("data_preprocess/math_dataset.py").main
+    main(["--local_dataset_path", str(SHARED / "data" / "math"), "--local_save_dir", str(tmp_path)])
+    assert pq.read_table(tmp_path / "train.parquet").num_rows == 7470
+    assert pq.read_table(tmp_path / "test.parquet").num_rows == 500
+    assert "left out 4 of 7,474 train problems" in capsys.readouterr().out
+
+
+def test_math_rows(tmp_path, tokenizer):
+    raw = [
+        {"problem": "Half of 1?", "solution": "It is \\boxed{0}, no: \\boxed{\\frac{1}{2}}."},
+        {"problem": "1 + 1?", "answer": 2},
+        {"problem": "?", "solution": "unknown"},
+    ]
+    (tmp_path / "train.json").write_text(json.dumps(raw))
+    (tmp_path / "math500.jsonl").write_text(json.dumps(raw[1]))
+    main = load_script("data_preprocess/math_dataset.py").main
+    main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)])
+    rows = load_rows(tmp_path, "train", tokenizer)
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["\\frac{1}{2}", "2"]
+    assert rows[0]["data_source"] == "lighteval/MATH"
+    assert "\\boxed{}" in rows[0]["raw_prompt"][0]["content"]
+    assert len(load_rows(tmp_path, "test", tokenizer)) == 1
+    with pytest.raises(FileNotFoundError, match="must hold one of train.json"):
+        main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
+
+
+def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
+    main = load_script("data_preprocess/countdown.py").main
+    for name in ("a", "b"):
+        main(["--local_save_dir", str(tmp_path / name), "--train_size", "200", "--test_size", "20"])
+    assert (tmp_path / "a" / "train.parquet").read_bytes() == (tmp_path / "b" / "train.parquet").read_bytes()
+    train, test = (load_rows(tmp_path / "a", split, tokenizer) for split in ("train", "test"))
+    assert (len(train), len(test)) == (200, 20)
+    keys = [
+        (tuple(sorted(row["reward_model"]["ground_truth"]["numbers"])), row["reward_model"]["ground_truth"]["target"])
+        for row in train + test
+    ]
+    assert len(set(keys)) == 220
+    for row in train + test:
+        truth, solution = row["reward_model"]["ground_truth"], row["extra_info"]["solution"]
+        tree = ast.parse(solution, mode="eval")
+        used: list[Any] = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        assert sorted(used) == sorted(truth["numbers"])
+        assert eval(compile(tree, "solution", "eval")) == pytest.approx(truth["target"])
+
+
+def test_countdown_says_when_there_are_not_so_many(tmp_path, capsys):
+    limits = ["--num_numbers", "2", "--max_number", "2", "--test_size", "1", "--train_size", "99"]
+    with pytest.raises(SystemExit):
+        load_script("data_preprocess/countdown.py").main(["--local_save_dir", str(tmp_path), *limits])
+    assert "different train problems" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""Items are prompts with everything a reward needs; a bad row is named before training starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.rows import make_row, make_rows
+from verl.config import DataConfig
+from verl.data import RLDataset
+from verl.data.rl_dataset import truncate
+from verl.utils.errors import DataError
+
+
+def make_config(**settings) -> DataConfig:
+    return DataConfig(**{"max_prompt_length": 64, **settings})
+
+
+def write_lines(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_an_item_has_ids_messages_and_every_other_column(parquet, tokenizer):
+    dataset = RLDataset(parquet([{**row, "level": 3} for row in make_rows(3)]), tokenizer, make_config())
+    item = dataset[2]
+    assert tokenizer.decode(item["raw_prompt_ids"]) == "<|user|>2 + 1 = ?<|end|><|assistant|>"
+    row = make_row(2)
+    messages = row.pop("prompt")
+    assert item == {"raw_prompt_ids": item["raw_prompt_ids"], "raw_prompt": messages, "index": 2, "level": 3, **row}
+
+
+def test_several_files_follow_each_other_and_count_their_own_rows(parquet, tokenizer, tmp_path):
+    lines = write_lines(tmp_path / "b.jsonl", [{"prompt": "Hi", "source_file": "b"}])
+    dataset = RLDataset([parquet(make_rows(2)), lines], tokenizer, make_config())
+    assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 1, 0]
+    assert dataset[2]["raw_prompt"] == [{"role": "user", "content": "Hi"}]
+    assert (dataset[2]["data_source"], dataset[0]["source_file"]) == (None, None)
+    assert dataset[0].keys() == dataset[2].keys()
+
+
+def test_only_a_prompt_is_enough(parquet, tokenizer):
+    item = RLDataset(parquet([{"question": "Hi"}]), tokenizer, make_config(prompt_key="question"))[0]
+    assert item.keys() == {"raw_prompt_ids", "raw_prompt", "index"}
+
+
+def test_a_column_that_training_writes_is_left_out(parquet, tokenizer):
+    item = RLDataset(parquet([{"prompt": "Hi", "responses": ["x"], "uid": 1}]), tokenizer, make_config())[0]
+    assert item.keys() == {"raw_prompt_ids", "raw_prompt", "index"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": [{"role": "user"}]}, r"rows\.jsonl, row 1, column 'prompt': message 0 lacks its content"),
+        ({"prompt": [{"content": "x"}]}, r"row 1, column 'prompt': message 0 lacks its role"),
+        ({"prompt": 3}, r"row 1, column 'prompt': must be a list of messages .* got int"),
+        ({"prompt": None}, r"row 1, column 'prompt': must be a list of messages .* got NoneType"),
+        ({"data_source": 3}, r"row 1, column 'data_source': must be a text .* got int"),
+        ({"reward_model": "5"}, r"row 1, column 'reward_model': must be a dict, got str"),
+        ({"extra_info": [1]}, r"row 1, column 'extra_info': must be a dict, got list"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change, message):
+    rows = make_rows(3)
+    rows[1] |= change
+    with pytest.raises(DataError, match=message):
+        RLDataset(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, make_config())
+
+
+@pytest.mark.parametrize(
+    ("renamed", "to", "message"),
+    [
+        ("extra_info", "extro_info", "unknown column 'extro_info'; did you mean 'extra_info'"),
+        ("reward_model", "reward_modle", "did you mean 'reward_model'"),
+        ("prompt", "promt", "did you mean 'prompt'"),
+        ("prompt", "question", "the column 'prompt' is missing; columns found: data_source, .*question"),
+    ],
+)
+def test_a_missing_or_misspelt_column_is_named(parquet, tokenizer, renamed, to, message):
+    rows = [{to if name == renamed else name: value for name, value in row.items()} for row in make_rows(2)]
+    with pytest.raises(DataError, match=message):
+        RLDataset(parquet(rows), tokenizer, make_config())
+
+
+def test_a_column_like_a_known_one_may_stand_beside_it(parquet, tokenizer):
+    dataset = RLDataset(parquet([{**make_row(0), "prompts": "x", "extra_infos": 1}]), tokenizer, make_config())
+    assert dataset[0]["extra_infos"] == 1
+
+
+LONG = [make_row(0), make_row(1, "x" * 100), make_row(2), make_row(3, "y" * 200)]
+
+
+def test_a_long_prompt_is_an_error_with_the_way_out(parquet, tokenizer):
+    message = (
+        r"rows\.parquet, row 1: the prompt has 103 tokens, data\.max_prompt_length allows 64 "
+        r"\(2 rows .*filter_overlong_prompts=true.*truncation=left"
+    )
+    with pytest.raises(DataError, match=message):
+        RLDataset(parquet(LONG), tokenizer, make_config())
+
+
+def test_long_prompts_are_dropped_when_asked(parquet, tokenizer, caplog):
+    with caplog.at_level("INFO", logger="verl"):
+        dataset = RLDataset(parquet(LONG), tokenizer, make_config(filter_overlong_prompts=True))
+    assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2]
+    assert "Kept 2 of 4 rows" in caplog.text
+
+
+def test_nothing_left_is_an_error(parquet, tokenizer):
+    with pytest.raises(DataError, match=r"All prompts of .*rows\.parquet are longer than .*=5"):
+        RLDataset(parquet(LONG), tokenizer, make_config(filter_overlong_prompts=True, max_prompt_length=5))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_long_prompts_are_cut_when_asked(parquet, tokenizer, side):
+    whole = RLDataset(parquet(LONG), tokenizer, make_config(max_prompt_length=999))
+    cut = RLDataset(parquet(LONG), tokenizer, make_config(truncation=side, max_prompt_length=21))
+    assert len(cut) == 4
+    assert cut[0]["raw_prompt_ids"] == whole[0]["raw_prompt_ids"]
+    expected = {
+        "left": whole[1]["raw_prompt_ids"][-21:],
+        "right": whole[1]["raw_prompt_ids"][:21],
+        "middle": whole[1]["raw_prompt_ids"][:10] + whole[1]["raw_prompt_ids"][-11:],
+    }
+    assert cut[1]["raw_prompt_ids"] == expected[side]
+
+
+@given(ids=st.lists(st.integers(0, 9), max_size=30), limit=st.integers(1, 20))
+def test_a_cut_keeps_as_much_as_allowed_and_the_right_ends(ids, limit):
+    kept = min(len(ids), limit)
+    left, right, middle = (truncate(ids, limit, side) for side in ("left", "right", "middle"))
+    assert [len(left), len(right), len(middle)] == [kept] * 3
+    assert left == ids[len(ids) - kept :]
+    assert right == ids[:kept]
+    if len(ids) > limit:
+        assert middle[: limit // 2] == ids[: limit // 2]
+        assert middle[limit // 2 :] == ids[len(ids) - (limit - limit // 2) :]
+
+
+def test_the_fingerprint_tells_rows_and_places_apart(parquet, tokenizer):
+    first = parquet(LONG, "a.parquet")
+    same = parquet(LONG, "b.parquet")
+    other = parquet(LONG[::-1], "c.parquet")
+    prints = [
+        RLDataset(file, tokenizer, make_config(filter_overlong_prompts=True, **settings)).fingerprint
+        for file, settings in ((first, {}), (same, {}), (other, {}), (first, {"max_prompt_length": 150}))
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3

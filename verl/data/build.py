@@ -1,0 +1,72 @@
+"""From configuration to datasets and samplers."""
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from verl.config import DataConfig, TrainConfig
+from verl.data.files import has_split
+from verl.data.loader import MapDataset
+from verl.data.rl_dataset import RLDataset
+from verl.data.sampler import Sampler
+from verl.data.toy import TOY, toy_files
+from verl.utils.errors import DataError
+from verl.utils.imports import load_extern_type
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_dataset(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, split: str) -> MapDataset | None:
+    """The dataset of `split` ("train" or "val"); None where there is nothing to validate on."""
+    data = config.data
+    files = data_files(data, split)
+    if files is None:
+        return None
+    if data.custom_cls.path is None:
+        return RLDataset(files, tokenizer, data, split=split)
+    return _custom_dataset(data, files, tokenizer)
+
+
+def data_files(data: DataConfig, split: str) -> Any:
+    """Files of a split. Without `val_files`, the toy set validates on itself, and a folder of several splits on its
+    validation or test split; otherwise there is no validation set (None)."""
+    if split == "val" and data.val_files:
+        return data.val_files
+    if data.dataset_name == TOY:
+        return toy_files()
+    if split == "val":
+        folder = data.dataset_name
+        return [folder] if folder is not None and has_split(folder, "val") else None
+    files = data.train_files or data.dataset_name
+    if not files:
+        raise DataError("No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy.")
+    return files
+
+
+def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
+    """The sampler of `data.sampler`, or None for the order that seed and shuffle give."""
+    if data.sampler.class_path is None:
+        return None
+    made = load_extern_type(data.sampler.class_path, str(data.sampler.class_name))(
+        data_source=dataset, data_config=data
+    )
+    _require_methods(made, ("__len__", "__iter__"), "data.sampler")
+    return made
+
+
+def _custom_dataset(data: DataConfig, files: Any, tokenizer: "PreTrainedTokenizerBase") -> MapDataset:
+    kind = load_extern_type(str(data.custom_cls.path), str(data.custom_cls.name))
+    arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
+    if "processor" in inspect.signature(kind).parameters:
+        arguments["processor"] = None  # of images: text-only here
+    made = kind(**arguments)
+    _require_methods(made, ("__len__", "__getitem__"), "data.custom_cls")
+    if len(made) == 0:
+        raise DataError(f"data.custom_cls {kind.__name__} has no rows of {files}.")
+    return made
+
+
+def _require_methods(made: Any, methods: tuple[str, ...], key: str) -> None:
+    missing = [method for method in methods if not callable(getattr(type(made), method, None))]
+    if missing:
+        raise DataError(f"{key}: {type(made).__name__} must have {' and '.join(methods)}, lacks {', '.join(missing)}.")

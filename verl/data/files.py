@@ -1,0 +1,202 @@
+"""Reading data files: Parquet, JSON lines, JSON arrays, and folders written by `save_to_disk`.
+
+Whatever the format, a row comes as plain Python dicts, lists and scalars.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, DatasetDict, load_from_disk
+
+from verl.utils.errors import DataError
+
+FORMATS = "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
+# Names under which a `save_to_disk` folder with several splits keeps the one that is wanted, first found wins.
+SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
+_MARKERS = ("dataset_dict.json", "state.json")  # one of them lies in every `save_to_disk` folder
+
+
+class Rows(Protocol):
+    """The rows of one file."""
+
+    columns: list[str]
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> dict[str, Any]: ...
+
+    def column(self, name: str) -> Iterable[Any]: ...
+
+
+class ArrowRows:
+    """Rows of an Arrow table in memory."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self.columns: list[str] = table.column_names
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, number: int) -> dict[str, Any]:
+        return self._table.slice(number, 1).to_pylist()[0]
+
+    def column(self, name: str) -> list[Any]:
+        return self._table.column(name).to_pylist()
+
+
+class ListRows:
+    """Rows of JSON objects; one that lacks a column of the others has None there."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = rows
+        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, number: int) -> dict[str, Any]:
+        return {name: self._rows[number].get(name) for name in self.columns}
+
+    def column(self, name: str) -> Iterator[Any]:
+        return (row.get(name) for row in self._rows)
+
+
+class FolderRows:
+    """Rows of a `save_to_disk` folder, mapped from disk."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset.with_format(None)
+        self.columns = list(dataset.column_names)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, number: int) -> dict[str, Any]:
+        rows: Any = self._dataset
+        return rows[number]
+
+    def column(self, name: str) -> Iterator[Any]:
+        rows: Any = self._dataset.select_columns([name])
+        return (row[name] for row in rows)
+
+
+def as_file_list(files: Any) -> list[str]:
+    """One path or a sequence of paths as a list, or DataError."""
+    listed = [files] if isinstance(files, (str, Path)) else list(files or ())
+    if not listed or not all(isinstance(file, (str, Path)) and str(file) for file in listed):
+        raise DataError(f"Data files must be a path or a list of paths, got {files!r}.")
+    return [str(file) for file in listed]
+
+
+def open_rows(file: str | Path, split: str = "train") -> Rows:
+    """The rows of a file or folder (`split` picks among several in a folder). DataError if it is missing, of an
+    unknown format, unreadable or empty."""
+    path = Path(file).expanduser()
+    if path.is_dir():
+        rows: Rows = _open_folder(path, split)
+    elif not path.is_file():
+        raise DataError(_missing(file, path))
+    elif path.stat().st_size == 0:
+        raise DataError(f"Data file '{file}' is empty (0 bytes). Write it again, or take it off the list.")
+    elif path.suffix == ".parquet":
+        rows = _open_parquet(path)
+    elif path.suffix in (".json", ".jsonl"):
+        rows = ListRows(_read_json(path))
+    else:
+        raise DataError(f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.")
+    if len(rows) == 0:
+        raise DataError(f"Data file '{file}' holds no rows. Write it again, or take it off the list.")
+    return rows
+
+
+def has_split(file: str | Path, split: str) -> bool:
+    """Whether `file` is a `save_to_disk` folder of several splits with one for `split`."""
+    marker = Path(file).expanduser() / "dataset_dict.json"
+    return marker.is_file() and any(name in SPLITS[split] for name in json.loads(marker.read_text())["splits"])
+
+
+def content_fingerprint(file: str | Path) -> str:
+    """Hex digest of the bytes of a file, or of all files of a folder with their names."""
+    path = Path(file).expanduser()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+        digest.update(part.relative_to(path).as_posix().encode() + b"\0")
+        with part.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _missing(file: str | Path, path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path."
+    beside = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json", ".jsonl"))
+    found = f"data files in that folder: {', '.join(beside[:8])}" if beside else "no data file is in that folder"
+    return (
+        f"Data file '{file}' does not exist; {found}. Correct the path, or make the file with a script of "
+        "examples/data_preprocess."
+    )
+
+
+def _open_parquet(path: Path) -> Rows:
+    try:
+        return ArrowRows(pq.read_table(path))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"Data file '{path}' is not readable as Parquet: {error}. Write it again.") from error
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    """Objects one a line, or one array of objects."""
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        try:
+            rows = list(enumerate(json.loads(text), start=1))
+        except json.JSONDecodeError as error:
+            raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
+        return [_json_object(path, f"element {number}", row) for number, row in rows]
+    # Lines end at "\n" alone: str.splitlines would also cut at separators that JSON allows inside strings.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return [_parse_line(path, number, line) for number, line in lines]
+
+
+def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        return _json_object(path, f"line {number}", json.loads(line))
+    except json.JSONDecodeError as error:
+        raise DataError(f"Data file '{path}', line {number}, must be one JSON object a line: {error}.") from error
+
+
+def _json_object(path: Path, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(
+            f"Data file '{path}', {where}, must be a JSON object such as {{\"prompt\": [...]}}, "
+            f"got {type(value).__name__}."
+        )
+    return value
+
+
+def _open_folder(path: Path, split: str) -> Rows:
+    if not any((path / marker).is_file() for marker in _MARKERS):
+        inside = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise DataError(
+            f"Folder '{path}' was not written by datasets' save_to_disk (it holds {inside}). Name such a folder, or "
+            "the data files themselves."
+        )
+    loaded = load_from_disk(str(path))
+    if not isinstance(loaded, DatasetDict):
+        return FolderRows(loaded)
+    splits = {str(name): part for name, part in loaded.items()}
+    for name in SPLITS[split]:
+        if name in splits:
+            return FolderRows(splits[name])
+    raise DataError(
+        f"Folder '{path}' has the splits {', '.join(splits)}, but none for {split}: expected "
+        f"{' or '.join(SPLITS[split])}. Save it again under such a name."
+    )

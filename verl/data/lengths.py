@@ -1,0 +1,96 @@
+"""Prompt lengths in tokens, measured once per file, tokenizer and template, and kept in a cache folder."""
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.data.chat import Messages, encode_conversations
+from verl.utils.logging import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHUNK = 1000  # conversations tokenised in one call
+_DIGEST_BYTES = 32
+
+
+def cache_folder() -> Path:
+    """`VERL_CACHE`, or `~/.cache/verl`."""
+    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl")
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Hex digest of all that decides the ids of a conversation: vocabulary, rules and template."""
+    if tokenizer.is_fast:
+        backend: Any = tokenizer.backend_tokenizer
+        rules = backend.to_str()
+    else:
+        rules = repr((type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs))
+    return hashlib.blake2b(f"{rules}\0{tokenizer.chat_template}".encode(), digest_size=16).hexdigest()
+
+
+def prompt_lengths(
+    tokenizer: "PreTrainedTokenizerBase", conversations: Iterable[Messages], *, count: int, key: str, name: str
+) -> np.ndarray:
+    """Lengths (count,) int32 of the conversations, from the cache where `key` is known there.
+
+    Args:
+        key: what the lengths depend on; the name of the cache file.
+        name: how the log calls the conversations.
+    """
+    path = cache_folder() / "prompt_lengths" / f"{key}.bin"
+    cached = _read(path, count)
+    if cached is not None:
+        return cached
+    start = time.perf_counter()
+    lengths = _measure(tokenizer, conversations)
+    assert len(lengths) == count
+    logger.info("Measured %s prompts of %s in %.1f s.", f"{count:,}", name, time.perf_counter() - start)
+    _write(path, lengths)
+    return lengths
+
+
+def _measure(tokenizer: "PreTrainedTokenizerBase", conversations: Iterable[Messages]) -> np.ndarray:
+    lengths: list[int] = []
+    rest = iter(conversations)
+    while chunk := list(islice(rest, _CHUNK)):
+        lengths += map(len, encode_conversations(tokenizer, chunk))
+    return np.array(lengths, dtype=np.int32)
+
+
+def _read(path: Path, count: int) -> np.ndarray | None:
+    """Lengths from a cache file, or None where there is none or it does not match its digest."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("Cannot read the cache of prompt lengths '%s' (%s); measuring.", path, error)
+        return None
+    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(payload).digest() != digest or len(payload) != 4 * count:
+        logger.warning("The cache of prompt lengths '%s' is damaged; measuring again.", path)
+        return None
+    return np.frombuffer(payload, dtype="<i4").astype(np.int32)
+
+
+def _write(path: Path, lengths: np.ndarray) -> None:
+    """Write in one move, so that no other process ever reads half a file."""
+    payload = lengths.astype("<i4").tobytes()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as stream:
+            stream.write(hashlib.sha256(payload).digest() + payload)
+        os.replace(stream.name, path)
+    except OSError as error:
+        logger.warning(
+            "Cannot keep prompt lengths in '%s' (%s), so the next run measures again. VERL_CACHE names another folder.",
+            path.parent, error,
+        )  # fmt: skip
