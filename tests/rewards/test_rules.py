@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.shared_files import SHARED, needs_shared
 from verl.rewards.builtin import countdown, gsm8k, math
-from verl.rewards.registry import RuleRegistry
+from verl.rewards.registry import RuleRegistry, answer_extractors
 from verl.rewards.rules import default_compute_score
 from verl.utils.errors import ConfigError, RewardError
 
@@ -213,3 +213,16 @@ def test_a_math_helper_that_is_killed_is_replaced_and_a_slow_one_scores_zero(mon
 def test_the_rewards_package_loads_neither_torch_nor_sympy():
     code = "import sys, verl.rewards.builtin.gsm8k; print({'torch', 'sympy', 'math_verify'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "answer"),
+    [
+        ("openai/gsm8k", "so it is\n#### 1,200", "1200"),
+        ("openai/gsm8k", "I cannot tell", None),
+        ("lighteval/MATH", r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("toy", " 14 ", "14"),
+    ],
+)
+def test_a_vote_is_for_the_answer_of_a_response(source, text, answer):
+    assert answer_extractors.get(source)(text) == answer

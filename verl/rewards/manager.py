@@ -13,7 +13,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.rewards.calls import Caller, Outcome
-from verl.rewards.registry import reward_managers
+from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.rules import default_compute_score, find_rule
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
@@ -169,6 +169,8 @@ class RewardManager:
                 result.num_errors += not outcome.timed_out
                 if self.on_error == "drop":
                     result.dropped.append(sample.row)
+            if self.compute_score is default_compute_score and sample.data_source in answer_extractors:
+                extra = {"pred": answer_extractors.get(str(sample.data_source))(sample.solution_str), **extra}
             result.scores.append(score)
             result.extra.append(extra)
         if first_failure:

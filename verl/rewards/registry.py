@@ -11,15 +11,15 @@ A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` an
 from collections.abc import Callable
 from typing import Any
 
-from verl.utils.registry import Registry
+from verl.utils.registry import Registry, T
 
 Rule = Callable[..., "float | dict[str, Any]"]
 
 
-class RuleRegistry(Registry[Rule]):
-    """Rules by data source: an exact name wins over a prefix, a longer prefix over a shorter one."""
+class RuleRegistry(Registry[T]):
+    """Entries by data source: an exact name wins over a prefix, a longer prefix over a shorter one."""
 
-    def get(self, name: str) -> Rule:
+    def get(self, name: str) -> T:
         return super().get(self._entry_for(name) or name)
 
     def __contains__(self, name: object) -> bool:
@@ -32,5 +32,7 @@ class RuleRegistry(Registry[Rule]):
         return max(prefixes, key=len, default=None)
 
 
-reward_rules = RuleRegistry("data source")
+reward_rules: RuleRegistry[Rule] = RuleRegistry("data source")
+# What a response answers, for majority votes: f(solution_str) -> str, or None where it answers nothing.
+answer_extractors: RuleRegistry[Callable[[str], str | None]] = RuleRegistry("data source")
 reward_managers: Registry[Callable[..., Any]] = Registry("reward manager")

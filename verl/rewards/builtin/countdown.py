@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from verl.rewards.registry import reward_rules
+from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
 # No task has equations as long as this; the bound keeps hostile input from costing time or stack.
@@ -18,6 +18,8 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
 
 
+@answer_extractors.register("countdown*")
+@answer_extractors.register("Jiayi-Pan/Countdown-Tasks-*")
 def extract_equation(text: str) -> str | None:
     """What stands between the last `<answer>` tags, without a right-hand side such as "= 24"; None without tags."""
     answers = _ANSWER.findall(text)

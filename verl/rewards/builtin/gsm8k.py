@@ -4,7 +4,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from verl.rewards.registry import reward_rules
+from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import ConfigError
 
 Method = Literal["strict", "flexible"]
@@ -32,6 +32,10 @@ def extract_answer(text: str, method: Method = "strict") -> str | None:
     else:
         raise ConfigError(f"The gsm8k rule's method is 'strict' or 'flexible', got {method!r}.")
     return number.replace(",", "").replace("$", "") if number is not None else None
+
+
+for _source in ("openai/gsm8k", "gsm8k"):
+    answer_extractors.register(_source)(extract_answer)
 
 
 def _same_number(one: str, other: str) -> bool:

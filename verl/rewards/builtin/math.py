@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any
 
-from verl.rewards.registry import reward_rules
+from verl.rewards.registry import RuleRegistry, answer_extractors, reward_rules
 from verl.utils.errors import RewardError
+from verl.utils.registry import T
 
 # Start: imports of sympy on a busy machine. Answer: above the worker's own limits (two parses, one comparison).
 START_TIMEOUT_S = 120.0
@@ -20,6 +22,24 @@ ANSWER_TIMEOUT_S = 15.0
 TAIL_CHARACTERS = 500
 
 
+_SOURCES = (
+    "math", "MATH", "math500", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
+    "EleutherAI/hendrycks_math",
+)  # fmt: skip
+
+
+def _register(registry: RuleRegistry[T]) -> Callable[[T], T]:
+    """Under all names that MATH goes by."""
+
+    def add(entry: T) -> T:
+        for source in _SOURCES:
+            registry.register(source)(entry)
+        return entry
+
+    return add
+
+
+@_register(answer_extractors)
 def last_boxed(text: str) -> str | None:
     """What stands in the last `\\boxed{...}` or `\\fbox{...}`, brackets balanced; None without one."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
@@ -43,13 +63,7 @@ def _plain(answer: str) -> str:
     return answer.strip().strip("$").rstrip(".")
 
 
-@reward_rules.register("math")
-@reward_rules.register("MATH")
-@reward_rules.register("math500")
-@reward_rules.register("lighteval/MATH*")
-@reward_rules.register("DigitalLearningGmbH/MATH-lighteval")
-@reward_rules.register("HuggingFaceH4/MATH-500")
-@reward_rules.register("EleutherAI/hendrycks_math")
+@_register(reward_rules)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """1 when the answer means the same as the ground truth, else 0; what cannot be parsed, or not in time, scores 0.
 

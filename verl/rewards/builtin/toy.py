@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from verl.rewards.registry import reward_rules
+from verl.rewards.registry import answer_extractors, reward_rules
+
+answer_extractors.register("toy")(str.strip)
 
 
 @reward_rules.register("toy")
