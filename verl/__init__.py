@@ -4,6 +4,11 @@ Public names load on first use, so that `import verl` is instant and needs no to
 """
 
 import importlib
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +19,20 @@ __version__ = "0.1.0"
 _PUBLIC = {"DataProto": "verl.protocol"}
 
 __all__ = ["DataProto", "__version__"]
+
+
+class _OldPaths(importlib.abc.MetaPathFinder):
+    """Asked last, for modules of ours that do not exist: they may be old paths (`verl/compat.py`)."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("verl.") or fullname == "verl.compat":
+            return None
+        return importlib.import_module("verl.compat").find_old_module(fullname)
+
+
+sys.meta_path.append(_OldPaths())
 
 
 def __getattr__(name: str) -> Any:

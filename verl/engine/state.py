@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from verl.distributed.fsdp import full_tensor, shard_like
 from verl.models.critic import VALUE_HEAD_FILE, CriticModel
+from verl.models.load import quiet_transformers
 from verl.utils.errors import CheckpointError
 
 WEIGHTS_FOLDER = "huggingface"
@@ -30,7 +31,8 @@ def save_state(
     """
     weights = folder / WEIGHTS_FOLDER
     weights.mkdir(parents=True, exist_ok=True)
-    hf_model.save_pretrained(weights, state_dict=_full_state_dict(hf_model))
+    with quiet_transformers():
+        hf_model.save_pretrained(weights, state_dict=_full_state_dict(hf_model))
     if tokenizer is not None:
         tokenizer.save_pretrained(weights)
     if optimizer is None:

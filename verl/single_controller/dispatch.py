@@ -48,7 +48,7 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A split/collect pair. `split` returns one (args, kwargs) per rank and whatever `collect` needs to undo padding."""
+    """A split/collect pair. `split` gives one (args, kwargs) per rank, and what `collect` needs to undo padding."""
 
     split: Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments], Any]]
     collect: Callable[[list[Any], Any], Any]
@@ -70,13 +70,25 @@ def _one_entry_each(world_size: int, args: tuple[Any, ...], kwargs: dict[str, An
     return per_rank, None
 
 
-def _split_protos(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], int]:
+@dataclass(frozen=True)
+class Padding:
+    """How many of the rows that went to the ranks were added to make equal chunks; they are the last ones."""
+
+    added: int = 0
+    rows: int = 1
+
+
+def _split_protos(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Padding]:
     """Chunk every DataProto over the ranks, padded to equal size; other arguments go to all."""
-    padding = 0
+    padding = Padding()
     chunks: dict[int | str, list[DataProto]] = {}
+    lengths = {len(value) for value in (*args, *kwargs.values()) if isinstance(value, DataProto)}
+    if len(lengths) > 1:
+        raise ValueError(f"All batches of one call must have as many rows, got {sorted(lengths)}.")
     for key, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, DataProto):
-            padded, padding = pad_dataproto_to_divisor(value, world_size)
+            padded, added = pad_dataproto_to_divisor(value, world_size)
+            padding = Padding(added, len(padded))
             chunks[key] = padded.chunk(world_size)
     per_rank = [
         (
@@ -88,8 +100,11 @@ def _split_protos(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     return per_rank, padding
 
 
-def _join_protos(outputs: list[Any], padding: int) -> DataProto:
-    return unpad_dataproto(DataProto.concat(outputs), padding)
+def _join_protos(outputs: list[Any], padding: Padding) -> DataProto:
+    """One batch of all answers, less those to added rows; a row may have several answers (n samples of a prompt)."""
+    joined = DataProto.concat(outputs)
+    answers_per_row = len(joined) // max(padding.rows, 1)
+    return unpad_dataproto(joined, padding.added * answers_per_row)
 
 
 _MODES: dict[str, DispatchMode] = {

@@ -14,8 +14,8 @@ def visible_device(requested: str | None = None) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         if requested == "cuda":
             raise ConfigError(
-                "trainer.device=cuda needs a GPU that PyTorch can see, found none (torch "
-                f"{torch.__version__}, CUDA build: {torch.version.cuda}). Leave trainer.device unset to train on the CPU."
+                f"trainer.device=cuda needs a GPU, but PyTorch {torch.__version__} (CUDA build: {torch.version.cuda}) "
+                "sees none. Leave trainer.device unset to train on the CPU."
             )
         return torch.device("cpu")
     return torch.device(requested)

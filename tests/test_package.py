@@ -1,0 +1,86 @@
+"""The package as a whole: what importing it costs, and that the public names are where users look for them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import verl
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str) -> str:
+    """Output of a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+HEAVY = ("torch", "transformers", "numpy", "hydra", "omegaconf", "ray", "tensordict", "datasets")
+
+
+@pytest.mark.parametrize("module", ["verl", "verl.config", "verl.utils.errors", "verl.utils.registry", "verl.trainer"])
+def test_importing_it_loads_nothing_heavy(module):
+    assert python(f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])") == "[]"
+
+
+def test_importing_it_is_instant():
+    timed = (
+        "import time; start = time.process_time(); import verl; verl.__version__; print(time.process_time() - start)"
+    )
+    assert min(float(python(timed)) for _ in range(3)) < 0.3
+
+
+def test_a_configuration_is_checked_before_torch_is_loaded():
+    code = (
+        "import sys; from verl.trainer.main_ppo import main; status = main(['no.such.key=1']); "
+        "print(status, 'torch' in sys.modules)"
+    )
+    assert python(code) == "1 False"
+
+
+def test_version():
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", verl.__version__)
+
+
+def test_public_names_are_where_users_import_them():
+    from verl import DataProto
+    from verl.data import RLDataLoader
+    from verl.trainer import PPOTrainer, RayPPOTrainer
+
+    assert DataProto.__module__ == "verl.protocol"
+    assert RLDataLoader.__module__ == "verl.data.loader"
+    assert RayPPOTrainer is PPOTrainer
+    assert {"init_workers", "fit", "step"} <= set(dir(PPOTrainer))
+    assert set(verl.__all__) <= set(dir(verl))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    for module in ("verl", "verl.trainer", "verl.config"):
+        with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+            sys.modules[module].nothing  # noqa: B018
+
+
+ALONE = """
+import importlib, os, sys
+import verl.trainer.ppo_trainer  # what others made is loaded once, for all children
+for loaded in [name for name in sys.modules if name.split('.')[0] == 'verl']:
+    del sys.modules[loaded]
+for name in {names!r}:
+    child = os.fork()
+    if child == 0:
+        importlib.import_module(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print(name)
+"""
+
+
+def test_every_room_can_be_imported_alone():
+    """No cycle that holds only as long as another module came first."""
+    rooms = [path for path in (ROOT / "verl").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    names = [f"verl.{path.stem}" for path in sorted(rooms) if path.stem != "__init__"]
+    assert "verl.trainer" in names
+    assert python(ALONE.format(names=names)) == ""

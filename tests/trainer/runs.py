@@ -1,0 +1,88 @@
+"""Small whole runs: the command line in this process, and what it leaves on the disk."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from verl.trainer.main_ppo import main
+from verl.utils.logging import logger
+
+# The packaged model on its ten prompts, smaller than its defaults: a step takes a tenth of a second.
+TOY = [
+    "data.dataset_name=toy",
+    "data.train_batch_size=4",
+    "data.max_response_length=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "trainer.val_before_train=False",
+    "trainer.max_steps=2",
+]
+PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"]
+
+
+def command_line(folder: Path, *overrides: str, base: list[str] | None = None) -> list[str]:
+    """The arguments of a run with metrics.jsonl and checkpoints in `folder`; `overrides` replace those of `base`."""
+    where = [f"trainer.default_local_dir={folder}", 'trainer.logger=["console","file"]']
+    given = {override.partition("=")[0] for override in overrides}
+    first = [override for override in [*(TOY if base is None else base), *where] if override.split("=")[0] not in given]
+    return [*first, *overrides]
+
+
+def run(folder: Path, *overrides: str, base: list[str] | None = None) -> int:
+    """`python -m verl.trainer.main_ppo` in this process; the exit code."""
+    return main(command_line(folder, *overrides, base=base))
+
+
+def run_in_child(action: Callable[[], int]) -> int:
+    """The wait status of a forked process that does `action`: what kills it does not kill the tests."""
+    child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            logger.handlers.clear()
+            status = action()
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+def metric_lines(folder: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def step_lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of training steps, in order."""
+    return [line for line in metric_lines(folder) if line["step"] > 0]
+
+
+TIMES = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "perf/rollout_")
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines less what a clock says."""
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
+
+
+def weights(folder: Path, step: int, role: str = "actor") -> dict[str, torch.Tensor]:
+    """All tensors of a role in a checkpoint, the value head among them."""
+    files = sorted((folder / f"global_step_{step}" / role / "huggingface").glob("*.safetensors"))
+    assert files, f"no weights of {role} in step {step} of {folder}"
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights are equal, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

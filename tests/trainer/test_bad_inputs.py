@@ -1,0 +1,221 @@
+"""What a user can get wrong ends in one clear message and exit code 1, and never in a traceback of ours."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.trainer.runs import TOY, run, same_bits, step_lines, weights, write_lines
+from verl.data.toy import toy_files
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def toy_rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(toy_files()[0]).read_text().splitlines()]
+
+
+def on_files(path: Path) -> list[str]:
+    """The toy run on a file of the user's, with the toy model."""
+    settings = [
+        f"data.train_files={path}",
+        "data.max_prompt_length=64",
+        "actor_rollout_ref.model.path=toy",
+        "algorithm.adv_estimator=grpo",
+    ]
+    return [*TOY[1:], *settings]
+
+
+def message(capfd: pytest.CaptureFixture[str], status: int) -> str:
+    """The error of a run that failed: nothing else stands on stderr."""
+    err = capfd.readouterr().err
+    assert status == 1
+    kind, colon, text = err.partition(": ")
+    assert colon
+    assert kind.endswith("Error")
+    assert "/verl/trainer/" not in err, "a traceback of ours"
+    return text.strip()
+
+
+def reward_file(tmp_path: Path, body: str) -> list[str]:
+    path = tmp_path / "reward.py"
+    path.write_text(f"import math, time\n\ndef compute_score(data_source, solution_str, **_):\n    {body}\n")
+    return [f"custom_reward_function.path={path}"]
+
+
+def test_a_file_without_the_prompt_column(tmp_path, capfd):
+    rows = [{name: value for name, value in row.items() if name != "prompt"} for row in toy_rows()]
+    path = write_lines(tmp_path / "train.jsonl", rows)
+    text = message(capfd, run(tmp_path, base=on_files(path)))
+    assert str(path) in text
+    assert "'prompt'" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_an_empty_file(tmp_path, capfd):
+    path = write_lines(tmp_path / "train.jsonl", [])
+    text = message(capfd, run(tmp_path, base=on_files(path)))
+    assert str(path) in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_missing_file(tmp_path, capfd):
+    text = message(capfd, run(tmp_path, base=on_files(tmp_path / "train.parquet")))
+    assert "train.parquet" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_fewer_rows_than_a_batch(tmp_path, capfd):
+    path = write_lines(tmp_path / "train.jsonl", toy_rows()[:3])
+    assert "batch of 4 prompts does not fit a dataset of 3" in message(capfd, run(tmp_path, base=on_files(path)))
+
+
+def test_a_prompt_longer_than_allowed(tmp_path, capfd):
+    rows = toy_rows()
+    rows[7]["prompt"][0]["content"] *= 9
+    path = write_lines(tmp_path / "train.jsonl", rows)
+    text = message(capfd, run(tmp_path, base=on_files(path)))
+    assert "row 7" in text
+    assert "64" in text
+    assert "data.truncation" in text or "data.filter_overlong_prompts" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_data_source_without_a_rule(tmp_path, capfd):
+    path = write_lines(tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()])
+    text = message(capfd, run(tmp_path, base=on_files(path)))
+    assert "No reward rule for data_source 'tey'. Nearest: toy" in text
+
+
+def test_a_reward_that_is_no_number(tmp_path, capfd):
+    text = message(capfd, run(tmp_path, *reward_file(tmp_path, "return math.nan")))
+    assert "row 0" in text
+    assert "nan, not a finite" in text
+
+
+def test_a_reward_function_that_raises(tmp_path, capfd):
+    text = message(capfd, run(tmp_path, *reward_file(tmp_path, "raise KeyError('no such answer')")))
+    assert "KeyError: 'no such answer'" in text.splitlines()[0]
+    assert 'reward.py", line 4' in text, "where in the user's file"
+
+
+def test_a_reward_function_that_sleeps(tmp_path, capfd):
+    slow = reward_file(tmp_path, "time.sleep(30)")
+    start = time.monotonic()
+    text = message(capfd, run(tmp_path, *slow, "reward_model.timeout_s=0.2"))
+    assert "no answer within 0.2 s" in text
+    assert "reward_model.timeout_s" in text
+    assert time.monotonic() - start < 20
+
+
+def test_a_failing_reward_may_count_as_zero(tmp_path):
+    fails = reward_file(tmp_path, "raise KeyError('no such answer')")
+    assert run(tmp_path, *fails, "reward_model.on_error=zero") == 0
+    for line in step_lines(tmp_path):
+        assert line["reward/num_errors"] == 16
+        assert line["critic/score/mean"] == 0
+
+
+def test_dropped_samples_count_nowhere(tmp_path):
+    """Samples of two characters raise, the others get 1: if the dropped ones counted as 0, these would be above it."""
+    some = reward_file(tmp_path, "return 1 if len(solution_str) != 2 else {}['odd']")
+    assert run(tmp_path, *some, "reward_model.on_error=drop", "actor_rollout_ref.rollout.n=8") == 0
+    for line in step_lines(tmp_path):
+        assert 0 < line["reward/num_errors"] < 32
+        assert line["critic/score/min"] == line["critic/score/max"] == 1
+        highest = line["critic/advantages/max"]
+        assert highest < 1e-3 or highest == pytest.approx(1, abs=1e-3), "0, or the plain reward of one left alone"
+
+
+def test_a_step_whose_samples_are_all_dropped(tmp_path, capfd):
+    fails = reward_file(tmp_path, "raise KeyError('no such answer')")
+    text = message(capfd, run(tmp_path, *fails, "reward_model.on_error=drop"))
+    assert "All 16 samples of this step were dropped" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.max_stepz=3", "trainer.max_steps"),
+        ("algorithm.adv_estimator=gprp", "Unknown advantage estimator (algorithm.adv_estimator) 'gprp'. Nearest"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "Nearest known: vanilla"),
+        ("reward_model.reward_manager=naiv", "Nearest known: naive"),
+        ("actor_rollout_ref.rollout.name=embeded", "Nearest known: embedded"),
+        ("actor_rollout_ref.actor.loss_extra=[{name: nothing}]", "Unknown extra loss term 'nothing'"),
+        ("trainer.logger=consol", "Nearest known: console"),
+        ("actor_rollout_ref.model.path=./no_such_folder", "Expected a model folder at './no_such_folder', found none"),
+        ("actor_rollout_ref.model.external_lib=no_such_module", "Cannot import 'no_such_module'"),
+        ("custom_reward_function.path=no_such_file.py", "found none at 'no_such_file.py'"),
+    ],
+)  # fmt: skip
+def test_a_name_that_does_not_exist(tmp_path, capfd, override, expected):
+    text = message(capfd, run(tmp_path, override))
+    assert expected in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_model_folder_without_tokenizer(tmp_path, capfd):
+    tiny_model("qwen2").save_pretrained(tmp_path / "model")
+    capfd.readouterr()  # the progress bar of writing
+    text = message(capfd, run(tmp_path, f"actor_rollout_ref.model.path={tmp_path / 'model'}"))
+    assert "tokenizer" in text
+    assert str(tmp_path / "model") in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_model_folder_without_weights(tmp_path, capfd):
+    model = tiny_model("qwen2")
+    model.config.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    text = message(capfd, run(tmp_path, f"actor_rollout_ref.model.path={tmp_path / 'model'}"))
+    assert "weights" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds(tmp_path, capfd):
+    tiny_model("qwen2", vocab_size=64).save_pretrained(tmp_path / "model")
+    capfd.readouterr()  # the progress bar of writing
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    text = message(capfd, run(tmp_path, f"actor_rollout_ref.model.path={tmp_path / 'model'}"))
+    assert "The model embeds 64 tokens" in text
+
+
+def test_several_launched_ranks(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    text = message(capfd, run(tmp_path))
+    assert "trains in one process" in text
+    assert "WORLD_SIZE=2" in text
+
+
+def test_a_gpu_that_is_not_there(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "trainer.device=cuda needs a GPU" in message(capfd, run(tmp_path, "trainer.device=cuda"))
+
+
+def test_a_data_set_without_validation_split(tmp_path, capfd):
+    path = write_lines(tmp_path / "train.jsonl", toy_rows())
+    base = [*on_files(path)[1:], "data.train_batch_size=4", f"data.dataset_name={path}"]
+    base = [override for override in base if not override.startswith("data.train_files")]
+    text = message(capfd, run(tmp_path, "trainer.test_freq=1", base=base))
+    assert "has no validation split" in text
+
+
+def test_updates_that_are_never_finite_stop_the_run_and_leave_the_weights(tmp_path, capfd):
+    library = tmp_path / "broken_term.py"
+    library.write_text(
+        "from verl.algorithms.policy_losses import extra_losses\n\n\n"
+        "@extra_losses.register('broken')\n"
+        "def broken(inputs, columns):\n"
+        "    return (inputs.log_probs * float('nan')).sum()\n"
+    )
+    broken = [f"actor_rollout_ref.model.external_lib={library}", "actor_rollout_ref.actor.loss_extra=[{name: broken}]"]
+    limit = ["trainer.max_nonfinite_steps=2", "trainer.max_steps=5", "trainer.save_freq=1"]
+    text = message(capfd, run(tmp_path, *broken, *limit))
+    assert "2 steps in a row had a non-finite loss or gradient" in text
+    (line,) = step_lines(tmp_path)
+    assert line["actor/skipped_updates"] == 1
+    assert run(tmp_path / "still", "actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=1") == 0
+    assert same_bits(weights(tmp_path, 1), weights(tmp_path / "still", 1))

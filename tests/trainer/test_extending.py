@@ -1,0 +1,182 @@
+"""A new algorithm is a page of the user's own: a subclass of the trainer, or a file that registers what is new."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.runs import command_line, run, same_bits, step_lines, weights
+from verl.config import load_config
+from verl.trainer import PPOTrainer, RayPPOTrainer
+from verl.workers import ActorRolloutWorker
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> PPOTrainer:
+    trainer = kind(load_config(command_line(folder, *overrides)), **parts)
+    trainer.init_workers()
+    trainer.fit()
+    return trainer
+
+
+def calls_of(patch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """Grows by the number of rows with every call of a method of the actor's worker."""
+    calls: list[int] = []
+    original = getattr(ActorRolloutWorker, name)
+
+    def counted(self, batch, *args, **kwargs):
+        calls.append(len(batch))
+        return original(self, batch, *args, **kwargs)
+
+    counted.__dict__.update(original.__dict__)  # what @register noted
+    patch.setattr(ActorRolloutWorker, name, counted)
+    return calls
+
+
+def test_the_whole_batch_as_one_update_needs_no_old_log_probs(tmp_path, monkeypatch):
+    calls = calls_of(monkeypatch, "compute_log_prob")
+    train(PPOTrainer, tmp_path)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "algorithm.use_kl_in_reward=True",
+    ],
+)
+def test_several_updates_or_a_kl_reward_need_them(tmp_path, monkeypatch, override):
+    calls = calls_of(monkeypatch, "compute_log_prob")
+    train(PPOTrainer, tmp_path, override)
+    assert calls == [16, 16]
+
+
+class OwnAdvantages(PPOTrainer):
+    """Whatever stands in the batch may be read: the likelier the sample, the less it counts."""
+
+    def estimate_advantages(self, batch):
+        batch = super().estimate_advantages(batch)
+        batch.batch["advantages"] = batch.batch["advantages"] * (1 - batch.batch["old_log_probs"].exp())
+        return batch
+
+
+def test_an_own_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch):
+    calls = calls_of(monkeypatch, "compute_log_prob")
+    train(OwnAdvantages, tmp_path / "own", "trainer.save_freq=2")
+    assert calls == [16, 16]
+    train(PPOTrainer, tmp_path / "ours", "trainer.save_freq=2")
+    assert not same_bits(weights(tmp_path / "own", 2), weights(tmp_path / "ours", 2))
+
+
+class DynamicSampling(RayPPOTrainer):
+    """Prompts whose samples all have one score teach nothing: they are left out before the update."""
+
+    def fit(self):
+        self.kept = []
+        self.load_checkpoint()
+        for prompts in self.train_loader:
+            self.global_step += 1
+            batch = self.score(self.generate(prompts))
+            scores = batch.batch["token_level_scores"].sum(-1).reshape(len(prompts), -1)
+            rows = torch.repeat_interleave(scores.std(dim=1) > 0, scores.shape[1])
+            batch = self.evaluate_policies(batch.select_idxs(rows))
+            assert "old_log_probs" in batch.batch.keys()
+            batch = self.estimate_advantages(batch)
+            self.update(batch)
+            self.sync_weights()
+            self.kept.append((len(batch), np.unique(batch.non_tensor_batch["uid"]).size))
+            self.tracker.log(self.metrics, self.global_step)
+        self.tracker.finish()
+
+
+def test_an_own_fit_composes_the_phases(tmp_path):
+    trainer = train(DynamicSampling, tmp_path)
+    assert len(trainer.kept) == 2  # batches of four out of ten prompts: one epoch
+    assert all(rows == 4 * prompts for rows, prompts in trainer.kept)
+    assert sum(rows for rows, _ in trainer.kept) < 32, "some prompts of the toy set have no spread"
+    assert all(line["actor/grad_norm"] > 0 for line in step_lines(tmp_path))
+
+
+LIBRARY = '''
+import torch
+from verl.algorithms.advantages import advantage_estimators
+from verl.algorithms.policy_losses import PolicyLossOutput, extra_losses, policy_losses
+from verl.rewards.manager import NaiveRewardManager
+from verl.rewards.registry import reward_managers
+
+
+@advantage_estimators.register("plain_score")
+def plain_score(inputs):
+    """The score itself, where the policy before the update was not yet sure of the token."""
+    unsure = inputs.columns["old_log_probs"] < -1e-6
+    advantages = inputs.token_level_rewards.sum(-1, keepdim=True) * inputs.response_mask * unsure
+    return advantages, advantages
+
+
+@policy_losses.register("reinforce")
+def reinforce(inputs, **settings):
+    losses = -inputs.advantages * inputs.log_probs
+    return PolicyLossOutput((losses * inputs.weights).sum(), {"own_share": (inputs.advantages > 0).float()})
+
+
+@extra_losses.register("pull_to_old")
+def pull_to_old(inputs, columns):
+    return ((inputs.log_probs - columns["old_log_probs"]).square() * inputs.weights).sum()
+
+
+@reward_managers.register("half")
+class Half(NaiveRewardManager):
+    def score(self, samples, data):
+        result = super().score(samples, data)
+        result.scores = [score / 2 for score in result.scores]
+        return result
+'''
+
+
+def test_a_users_file_registers_what_the_configuration_names(tmp_path):
+    library = tmp_path / "my_parts.py"
+    library.write_text(LIBRARY)
+    own = [
+        f"actor_rollout_ref.model.external_lib={library}",
+        "algorithm.adv_estimator=plain_score",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
+        "reward_model.reward_manager=half",
+        "trainer.save_freq=2",
+    ]
+    pull = "actor_rollout_ref.actor.loss_extra=[{name: pull_to_old, coef: 100.0}]"
+    assert run(tmp_path / "without", *own) == 0
+    assert run(tmp_path / "with", *own, pull, "actor_rollout_ref.actor.ppo_epochs=2") == 0
+    assert run(tmp_path / "without_2", *own, "actor_rollout_ref.actor.ppo_epochs=2") == 0
+    for line in step_lines(tmp_path / "without"):
+        assert line["critic/score/max"] == 0.5
+        assert 0 < line["actor/own_share"] < 1
+    # At the first update the term is 0; it holds back the second.
+    assert not same_bits(weights(tmp_path / "with", 2), weights(tmp_path / "without_2", 2))
+
+
+def test_parts_may_be_given_instead_of_named(tmp_path):
+    """What a notebook does: own data and an own reward function, without a file."""
+
+    class Sums:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, row):
+            ids = [3 + row, 5, 7]
+            return {"raw_prompt_ids": ids, "raw_prompt": [], "data_source": "sums", "reward_model": {}, "index": row}
+
+    def reward(data, return_dict=False):
+        """The longer the better."""
+        mask = data.batch["response_mask"]
+        scores = torch.zeros(mask.shape)
+        scores[torch.arange(len(mask)), mask.sum(-1) - 1] = mask.sum(-1).float()
+        extra = {"uid": [0] * len(mask), "tokens": mask.sum(-1).tolist(), "nothing": [float("nan")] * len(mask)}
+        return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
+
+    train(PPOTrainer, tmp_path, train_dataset=Sums(), reward_fn=reward, val_reward_fn=reward)
+    for line in step_lines(tmp_path):
+        assert line["critic/score/mean"] == line["response_length/mean"] == line["reward/tokens/mean"]
+        assert "reward/nothing/mean" not in line
+        assert line["critic/advantages/max"] > 0, "the reward's field `uid` must not replace the prompts' own"

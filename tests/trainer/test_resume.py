@@ -1,0 +1,251 @@
+"""A run killed at any moment, started again, ends with the bits of a run never killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import verl.checkpoint.manager
+import verl.engine.base
+import verl.workers.actor
+from tests.trainer.runs import command_line, metric_lines, run, run_in_child, same_bits, weights, without_times
+from verl.engine.base import TrainEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+LAST = 4
+VALIDATION = Path(__file__).parent / "two_prompts.jsonl"
+REWARD = Path(__file__).parent / "fine_reward.py"
+# A checkpoint in the midst of an epoch (three batches), and everything that has a state: schedule, adaptive KL, the
+# order of rows in an update, sampled validation.
+COMMAND = [
+    f"trainer.max_steps={LAST}",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+    f"data.val_files={VALIDATION}",
+    f"custom_reward_function.path={REWARD}",
+    "data.train_batch_size=3",
+    "data.val_batch_size=1",
+    "data.validation_shuffle=True",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "actor_rollout_ref.actor.shuffle=True",
+    "actor_rollout_ref.actor.optim.warmup_style=cosine",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=1",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.05",
+    "algorithm.kl_ctrl.horizon=100",
+    "algorithm.kl_ctrl.target_kl=0.01",
+]
+ALGORITHMS = {
+    "grpo": [],
+    "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.ppo_mini_batch_size=3"],
+}
+
+Patch = pytest.MonkeyPatch
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_call(patch: Patch, owner: Any, name: str, number: int) -> None:
+    """Kill this process in the `number`th call of a function, after it has done its work."""
+    original, calls = getattr(owner, name), 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(*args, **kwargs)
+        if calls == number:
+            die()
+        return result
+
+    patch.setattr(owner, name, wrapped)
+
+
+def in_rollout(patch: Patch, algorithm: str) -> None:
+    """Of step 3, its tokens drawn: two batches of validation follow the second step."""
+    die_at_call(patch, verl.workers.actor, "assemble", 2 + 2 + 1)
+
+
+def in_update(patch: Patch, algorithm: str) -> None:
+    """Of step 3, between two mini-batches of the actor; the critic has made its one."""
+    updates = {"grpo": 3, "ppo": 4}[algorithm]
+    die_at_call(patch, TrainEngine, "step", 2 * updates + updates - 1)
+
+
+def in_weights(patch: Patch, algorithm: str) -> None:
+    """The second checkpoint has its actor and nothing else."""
+    roles = {"grpo": 1, "ppo": 2}[algorithm]
+    die_at_call(patch, verl.engine.base, "save_state", roles + 1)
+
+
+def in_manifest(patch: Patch, algorithm: str) -> None:
+    """The second checkpoint is whole, but has not its name yet."""
+    die_at_call(patch, verl.checkpoint.manager, "write_manifest", 2)
+
+
+def before_latest(patch: Patch, algorithm: str) -> None:
+    """The second checkpoint has its name, but the file that names the newest still says the first: each checkpoint
+    brings its folder to the disk, then that file, then its new name."""
+    die_at_call(patch, verl.checkpoint.manager, "sync", 3 + 1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a run of an algorithm that nothing happened to, made once."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(algorithm: str) -> Path:
+        if algorithm not in folders:
+            folders[algorithm] = tmp_path_factory.mktemp(algorithm)
+            assert run(folders[algorithm], *COMMAND, *ALGORITHMS[algorithm]) == 0
+        return folders[algorithm]
+
+    return folder_of
+
+
+def assert_same_end(folder: Path, whole: Path, algorithm: str) -> None:
+    lines = metric_lines(folder)
+    assert [line["step"] for line in lines] == list(range(1, LAST + 1))
+    assert without_times(lines) == without_times(metric_lines(whole))
+    for role in ("actor", "critic") if algorithm == "ppo" else ("actor",):
+        assert same_bits(weights(folder, LAST, role), weights(whole, LAST, role))
+        moments, expected = (
+            torch.load(place / f"global_step_{LAST}" / role / "optim.pt")["moments"] for place in (folder, whole)
+        )
+        assert all(same_bits(moments[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "moment"),
+    [
+        *(("grpo", moment) for moment in (in_rollout, in_update, in_weights, in_manifest, before_latest)),
+        *(("ppo", moment) for moment in (in_rollout, in_update, in_weights)),
+    ],
+)
+def test_a_killed_run_ends_with_the_same_bits(tmp_path, undisturbed, capfd, algorithm, moment):
+    command = [*COMMAND, *ALGORITHMS[algorithm]]
+    with pytest.MonkeyPatch.context() as patch:
+        moment(patch, algorithm)
+        status = run_in_child(lambda: run(tmp_path, *command))
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    last_line = 4 if moment in (in_weights, in_manifest, before_latest) else 2
+    assert [line["step"] for line in metric_lines(tmp_path)] == list(range(1, last_line + 1))
+    capfd.readouterr()
+
+    assert run(tmp_path, *command) == 0
+    saved = 4 if moment is before_latest else 2
+    assert f"global_step_{saved}: step {saved} of {LAST}" in capfd.readouterr().out
+    assert_same_end(tmp_path, undisturbed(algorithm), algorithm)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
+    with pytest.MonkeyPatch.context() as patch:
+        in_update(patch, "grpo")
+        assert os.WIFSIGNALED(run_in_child(lambda: run(tmp_path, *COMMAND)))
+    again = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *command_line(tmp_path, *COMMAND)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "global_step_2: step 2 of" in again.stdout
+    assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (truncate, "actor/huggingface/model.safetensors"),
+        (flip_a_bit, "actor/optim.pt"),
+        (Path.unlink, "critic/huggingface/value_head.safetensors"),
+        (flip_a_bit, "trainer/state.pt"),
+        (truncate, "manifest.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path, undisturbed, capfd, damage, file):
+    shutil.copytree(undisturbed("ppo"), tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / f"global_step_{LAST}" / file)
+    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 0
+    out = capfd.readouterr().out
+    told = next(line for line in out.splitlines() if "Checkpoint passed over" in line)
+    assert f"global_step_{LAST}" in told
+    assert file in told
+    assert f"global_step_2: step 2 of {LAST}" in out
+    assert_same_end(tmp_path, undisturbed("ppo"), "ppo")
+
+
+def test_no_sound_checkpoint_at_all_stops_instead_of_starting_over(tmp_path, undisturbed, capfd):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    for folder in tmp_path.glob("global_step_*"):
+        truncate(folder / "actor" / "optim.pt")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert run(tmp_path, *COMMAND) == 1
+    assert "CheckpointError: None of the 2 checkpoints" in capfd.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed, capfd):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert run(tmp_path, *COMMAND) == 0
+    assert "Training completed" in capfd.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_mode_disable_starts_afresh(tmp_path, undisturbed):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    shorter = [
+        override for override in COMMAND if override.partition("=")[0] not in ("trainer.max_steps", "trainer.save_freq")
+    ]
+    assert run(tmp_path, *shorter, "trainer.resume_mode=disable", "trainer.max_steps=1") == 0
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1]
+
+
+def test_resume_path_takes_the_checkpoint_it_names(tmp_path, undisturbed):
+    named = undisturbed("grpo") / "global_step_2"
+    assert run(tmp_path, *COMMAND, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}") == 0
+    assert same_bits(weights(tmp_path, LAST), weights(undisturbed("grpo"), LAST))
+
+
+def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    expected = metric_lines(tmp_path)[-1]
+    assert run(tmp_path, *COMMAND, "trainer.val_only=True") == 0
+    line = metric_lines(tmp_path)[-1]
+    assert line["step"] == LAST
+    scores = {name: value for name, value in line.items() if name.startswith("val-core/")}
+    assert scores
+    assert scores.items() <= expected.items()
+
+
+def test_old_checkpoints_go(tmp_path):
+    kept = ["trainer.max_actor_ckpt_to_keep=1", "trainer.save_freq=1"]
+    assert run(tmp_path, *kept) == 0
+    assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_2"]

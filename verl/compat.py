@@ -1,0 +1,79 @@
+"""Old import paths of verl 0.5, and where their names live here: the one table.
+
+`import verl.trainer.ppo.ray_trainer` finds no such file; the finder in `verl/__init__.py` then asks this table and
+gives a module whose names are looked up here on first use, with a DeprecationWarning that tells the new path.
+"""
+
+import importlib
+import importlib.util
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_CORE = "verl.algorithms.compat_signatures"
+
+# old module -> {name: new module}, or {name: (new module, new name)}
+OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
+    "verl.trainer.ppo": {},
+    "verl.trainer.ppo.ray_trainer": {"RayPPOTrainer": "verl.trainer.ppo_trainer"},
+    "verl.trainer.ppo.core_algos": {
+        "agg_loss": "verl.algorithms.masked",
+        "compute_entropy_loss": _CORE,
+        "compute_gae_advantage_return": _CORE,
+        "compute_grpo_outcome_advantage": _CORE,
+        "compute_policy_loss": _CORE,
+        "compute_value_loss": _CORE,
+        "kl_penalty": "verl.algorithms.kl",
+        "AdaptiveKLController": "verl.algorithms.kl",
+        "FixedKLController": "verl.algorithms.kl",
+        "get_kl_controller": "verl.algorithms.kl",
+    },
+    "verl.utils.import_utils": {"load_extern_type": "verl.utils.imports"},
+    "verl.utils.reward_score": {"default_compute_score": "verl.rewards.rules"},
+    "verl.workers.reward_manager": {
+        "NaiveRewardManager": "verl.rewards.manager",
+        "REWARD_MANAGER_REGISTRY": ("verl.rewards.registry", "reward_managers"),
+    },
+    "verl.single_controller.base": {"Worker": "verl.single_controller"},
+    "verl.single_controller.base.decorator": {
+        "Dispatch": "verl.single_controller",
+        "Execute": "verl.single_controller",
+        "register": "verl.single_controller",
+    },
+}
+
+
+class _OldModule(ModuleType):
+    """Looks its names up in the table."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = OLD_PATHS[self.__name__]
+        if name not in names:
+            known = ", ".join(sorted(names)) or "only submodules"
+            raise AttributeError(
+                f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
+            )
+        entry = names[name]
+        module, new_name = entry if isinstance(entry, tuple) else (entry, name)
+        warnings.warn(
+            f"{self.__name__}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=2
+        )  # fmt: skip
+        return getattr(importlib.import_module(module), new_name)
+
+
+class _OldModuleLoader:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = _OldModule(spec.name)
+        module.__path__ = []  # submodules are looked up in the table as well
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: names are looked up on use."""
+
+
+def find_old_module(name: str) -> ModuleSpec | None:
+    """The spec of a module that is only in the table; None for any other."""
+    if name not in OLD_PATHS:
+        return None
+    return importlib.util.spec_from_loader(name, _OldModuleLoader(), is_package=True)  # pyright: ignore[reportArgumentType]

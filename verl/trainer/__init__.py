@@ -1,0 +1,18 @@
+"""Entry points and the trainer; public names load on first use."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from verl.trainer.ppo_trainer import RayPPOTrainer as RayPPOTrainer
+
+_PUBLIC = {"PPOTrainer": "verl.trainer.ppo_trainer", "RayPPOTrainer": "verl.trainer.ppo_trainer"}
+
+__all__ = ["PPOTrainer", "RayPPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'verl.trainer' has no attribute '{name}'")

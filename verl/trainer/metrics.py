@@ -1,0 +1,77 @@
+"""The numbers of a step, under the names that verl's users plot."""
+
+from collections.abc import Mapping
+
+import torch
+
+from verl.protocol import DataProto
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """mean, max and min of a 1-D tensor; nothing when it is empty."""
+    if values.numel() == 0:
+        return {}
+    values = values.float()
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def data_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of one batch of trajectories."""
+    columns = batch.batch
+    mask = columns["response_mask"].bool()
+    counted = mask.any(-1)  # a sample whose reward was dropped has no token left and no score
+    prompt_width = columns["prompts"].shape[1]
+    prompt_length = columns["attention_mask"][:, :prompt_width].sum(-1)
+    response_attention = columns["attention_mask"][:, prompt_width:]
+    response_length = response_attention.sum(-1)
+    metrics = {
+        **_spread("critic/score", columns["token_level_scores"].sum(-1)[counted]),
+        **_spread("critic/rewards", columns["token_level_rewards"].sum(-1)[counted]),
+        **_spread("critic/advantages", columns["advantages"][mask]),
+        **_spread("critic/returns", columns["returns"][mask]),
+        **_spread("response_length", response_length),
+        **_spread("prompt_length", prompt_length),
+        # A response that fills its whole width was most likely cut off.
+        "response_length/clip_ratio": (response_length == response_attention.shape[1]).float().mean().item(),
+        "prompt_length/clip_ratio": (prompt_length == prompt_width).float().mean().item(),
+    }
+    if "values" in columns.keys():
+        values, returns = columns["values"][mask], columns["returns"][mask]
+        metrics.update(_spread("critic/values", values))
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
+    return metrics
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 when the returns do not vary."""
+    if returns.numel() == 0:
+        return 0.0
+    variance = returns.var(unbiased=False)
+    if variance < 1e-12:
+        return 0.0
+    return (1.0 - (returns - values).var(unbiased=False) / variance).item()
+
+
+# Phases whose cost scales with the response tokens; all others work on prompts and responses.
+_RESPONSE_PHASES = ("gen",)
+# What the tokens of the batch are no measure of.
+_NOT_PER_TOKEN = ("step", "testing")
+
+
+def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> dict[str, float]:
+    """Seconds per phase, milliseconds per token and tokens per second per device."""
+    num_response_tokens = int(batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum())
+    num_total_tokens = int(batch.batch["attention_mask"].sum())
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    for name, value in seconds.items():
+        tokens = num_response_tokens if name in _RESPONSE_PHASES else num_total_tokens
+        if name not in _NOT_PER_TOKEN and tokens > 0:
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * value / tokens
+    metrics["perf/total_num_tokens"] = num_total_tokens
+    metrics["perf/time_per_step"] = seconds["step"]
+    metrics["perf/throughput"] = num_total_tokens / (seconds["step"] * num_devices)
+    return metrics

@@ -1,0 +1,351 @@
+"""The trainer: one sentence of six phases, said again for every batch of prompts."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.kl import apply_kl_penalty, get_kl_controller, kl_penalty
+from verl.checkpoint.manager import CheckpointManager
+from verl.config import TrainConfig
+from verl.config.load import config_to_dict
+from verl.protocol import DataProto
+from verl.rollout.types import SamplingParams
+from verl.single_controller import WorkerGroup
+from verl.tracking import Tracker
+from verl.tracking.samples import write_samples
+from verl.trainer import setup
+from verl.trainer.metrics import data_metrics, timing_metrics
+from verl.trainer.validation import validation_metrics
+from verl.utils.devices import describe_device, memory_metrics, visible_device
+from verl.utils.errors import NonFiniteError
+from verl.utils.logging import logger
+from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
+from verl.utils.timing import PhaseTimer
+from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker
+
+Result = TypeVar("Result")
+
+
+class PPOTrainer:
+    """Trains a causal LM on prompts and a reward: PPO with a critic, or GRPO and its kin without one.
+
+    The step is composed of the public methods `generate`, `score`, `evaluate_policies`, `estimate_advantages`, `update`
+    and `sync_weights`; a new algorithm overrides the one that differs, or `step`, or `fit`.
+
+    Args:
+        config: the whole configuration, already validated.
+        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the config names.
+    """
+
+    # A subclass that reads `old_log_probs` before the update sets this: the pass is never skipped then.
+    reads_old_log_probs = False
+
+    actor_rollout_wg: Any
+    critic_wg: Any
+    ref_policy_wg: Any
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        tokenizer: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        val_reward_fn: Callable[..., Any] | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+    ) -> None:
+        setup.refuse_several_ranks()
+        self.config = config
+        self.device = visible_device(config.trainer.device)
+        seed_everything(config.trainer.seed)
+        setup.load_user_code(config)
+        setup.check_names(config)
+        self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.tokenizer = tokenizer or setup.build_tokenizer(config)
+        self.reward_fn = reward_fn or setup.build_reward(config, self.tokenizer, num_examine=0)
+        self.val_reward_fn = val_reward_fn or setup.build_reward(config, self.tokenizer, num_examine=1)
+        self.train_loader, self.val_loader = setup.build_loaders(config, self.tokenizer, train_dataset, val_dataset)
+        self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
+        self.total_steps = setup.count_steps(config, len(self.train_loader))
+        self.checkpoints = CheckpointManager(
+            Path(config.trainer.default_local_dir), max_to_keep=setup.checkpoints_to_keep(config)
+        )
+        self.global_step = 0
+        self.skipped_in_a_row = 0
+        self.metrics: dict[str, float] = {}
+        self.timer = PhaseTimer()
+
+    # ---------------------------------------------------------------- set-up
+
+    def init_workers(self) -> None:
+        """Load the models: actor with its rollout engine, and critic and reference where the algorithm needs them."""
+        logger.info("Device: %s", describe_device(self.device))
+        # Before the models: a missing tracker package is told in seconds.
+        self.tracker = Tracker(
+            self.config.trainer.logger,
+            project_name=self.config.trainer.project_name,
+            experiment_name=self.config.trainer.experiment_name,
+            config=config_to_dict(self.config),
+            folder=Path(self.config.trainer.default_local_dir),
+            total_steps=self.total_steps,
+            log_interval=self.config.trainer.log_interval,
+        )
+        roles = self.config.actor_rollout_ref
+        self.actor_rollout_wg = WorkerGroup(
+            ActorRolloutWorker(roles, total_steps=self.total_steps, device=self.device, tokenizer=self.tokenizer)
+        )
+        self.critic_wg = self.ref_policy_wg = None
+        if self.config.needs_critic:
+            self.critic_wg = WorkerGroup(
+                CriticWorker(
+                    self.config.critic,
+                    max_length=self.config.data.max_prompt_length + self.config.data.max_response_length,
+                    total_steps=self.total_steps,
+                    device=self.device,
+                    tokenizer=self.tokenizer,
+                )
+            )
+        if self.config.needs_reference:
+            self.ref_policy_wg = WorkerGroup(ReferenceWorker(roles, device=self.device))
+
+    # ---------------------------------------------------------------- the run
+
+    def fit(self) -> None:
+        """Train to the last step, validating and saving on the way; resumes where a killed run was saved."""
+        started = time.perf_counter()
+        trainer = self.config.trainer
+        try:
+            self.load_checkpoint()
+            if trainer.val_only:
+                self.tracker.log(self.validate(), self.global_step)
+                return
+            if self.global_step == 0 and trainer.val_before_train and self.val_loader is not None:
+                self.tracker.log(self.validate(), 0)
+            while self.global_step < self.total_steps:
+                for prompts in self.train_loader:
+                    self.run_step(prompts)
+                    if self.global_step >= self.total_steps:
+                        break
+        finally:
+            self.tracker.finish()
+        print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
+
+    def run_step(self, prompts: DataProto) -> None:
+        """One step with everything around it: timing, validation, checkpoint and log."""
+        self.global_step += 1
+        self.metrics, self.timer = {}, PhaseTimer()
+        batch = self.timed("step", self.step, prompts)
+        self.guard_against_skipped_steps()
+        self.metrics.update(data_metrics(batch))
+        self.write_rollouts(batch)
+        last = self.global_step >= self.total_steps
+        if self.val_loader is not None and self._is_due(self.config.trainer.test_freq, last):
+            self.metrics.update(self.timed("testing", self.validate))
+        self.metrics.update(timing_metrics(batch, self.timer.seconds, num_devices=1))
+        self.metrics.update(memory_metrics(self.device))
+        self.metrics["training/global_step"] = self.global_step
+        self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
+        # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
+        self.tracker.log(self.metrics, self.global_step)
+        if self._is_due(self.config.trainer.save_freq, last):
+            self.save_checkpoint()
+
+    def step(self, prompts: DataProto) -> DataProto:
+        """The sentence."""
+        batch = self.timed("gen", self.generate, prompts)
+        batch = self.timed("reward", self.score, batch)
+        batch = self.evaluate_policies(batch)
+        batch = self.timed("adv", self.estimate_advantages, batch)
+        self.update(batch)
+        self.timed("sync_weights", self.sync_weights)
+        return batch
+
+    # ---------------------------------------------------------------- the phases
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share its `uid`."""
+        rollout = self.config.actor_rollout_ref.rollout
+        batch = self._generate(prompts, rollout.n, setup.sampling_params(rollout), rollout.seed, self.global_step)
+        self.metrics.update(batch.meta_info.pop("metrics", {}))
+        return batch
+
+    def _generate(self, prompts: DataProto, n: int, params: SamplingParams, seed: int, step: int) -> DataProto:
+        count = len(prompts)
+        prompts.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in range(count)], dtype=object)
+        prompts.non_tensor_batch["prompt_row"] = np.arange(count, dtype=object)
+        generated = self.actor_rollout_wg.generate_sequences(prompts, n=n, params=params, seed=seed, step=step)
+        return prompts.repeat(n, interleave=True).union(generated)
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Adds `token_level_scores` and whatever else the reward tells of a sample."""
+        result = self.reward_fn(batch, return_dict=True)
+        setup.record_scores(batch, result)
+        self.metrics.update(setup.reward_metrics(result))
+        return batch
+
+    def evaluate_policies(self, batch: DataProto) -> DataProto:
+        """Adds old and reference log-probs and values, where something reads them."""
+        if self.needs_old_log_probs():
+            answer = self.timed("old_log_prob", self.actor_rollout_wg.compute_log_prob, batch)
+            self.metrics.update(answer.meta_info.pop("metrics"))
+            batch = batch.union(answer)
+        if self.ref_policy_wg is not None:
+            batch = batch.union(self.timed("ref", self.ref_policy_wg.compute_ref_log_prob, batch))
+        if self.critic_wg is not None:
+            batch = batch.union(self.timed("values", self.critic_wg.compute_values, batch))
+        return batch
+
+    def needs_old_log_probs(self) -> bool:
+        """False when the whole batch is one update: the old policy is then the current one, whose log-probs the update
+        computes anyway. True wherever a user's own code stands between the rollout and that update and may read them.
+        """
+        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, data.train_batch_size)
+        reads_before = self.reads_old_log_probs or self.config.algorithm.use_kl_in_reward
+        phases = ("fit", "run_step", "step", "estimate_advantages", "update")
+        phase_replaced = any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in phases)
+        return reads_before or phase_replaced or not setup.is_our_own(self.estimator) or not one_update
+
+    def estimate_advantages(self, batch: DataProto) -> DataProto:
+        """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
+        columns, algorithm = batch.batch, self.config.algorithm
+        mask = columns["response_mask"]
+        columns["token_level_rewards"] = columns["token_level_scores"]
+        if algorithm.use_kl_in_reward:
+            kl = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], algorithm.kl_penalty)
+            columns["token_level_rewards"] = apply_kl_penalty(
+                columns["token_level_scores"], kl, mask, self.kl_controller.value
+            )
+            mean_kl = ((kl * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
+            self.metrics.update({"actor/reward_kl_penalty": mean_kl})
+            self.metrics.update({"actor/reward_kl_penalty_coeff": self.kl_controller.value})
+            self.kl_controller.update(current_kl=mean_kl, n_steps=len(batch))
+        columns["advantages"], columns["returns"] = self.estimator(
+            AdvantageInputs(
+                token_level_rewards=columns["token_level_rewards"],
+                response_mask=mask,
+                group=setup.group_numbers(batch),
+                values=columns.get("values", None),
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+                columns=dict(columns.items()),
+            )
+        )
+        return batch
+
+    def update(self, batch: DataProto) -> None:
+        """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the actor."""
+        if self.critic_wg is not None:
+            self.metrics.update(self.timed("update_critic", self.critic_wg.update_critic, batch))
+        if self.global_step > self.config.trainer.critic_warmup:
+            self.metrics.update(self.timed("update_actor", self.actor_rollout_wg.update_actor, batch))
+
+    def sync_weights(self) -> None:
+        """Training layout to rollout layout."""
+        self.actor_rollout_wg.sync_weights()
+
+    # ---------------------------------------------------------------- around the phases
+
+    def validate(self) -> dict[str, float]:
+        """Scores of the whole validation set, per data source; samples go to `validation_data_dir` and the trackers."""
+        assert self.val_loader is not None
+        self.val_loader.load_state_dict(self.first_val_batch)
+        rollout = self.config.actor_rollout_ref.rollout
+        rows: list[dict[str, Any]] = []
+        for number, prompts in enumerate(self.val_loader):
+            # A seed of its own and a step that counts batches: the same rows meet the same noise at every validation.
+            batch = self._generate(
+                prompts, rollout.val_kwargs.n, setup.validation_params(rollout), rollout.seed + 1, number
+            )
+            result = self.val_reward_fn(batch, return_dict=True)
+            batch.batch["token_level_scores"] = result["reward_tensor"]
+            rows += setup.sample_rows(batch, self.tokenizer, result["reward_extra_info"], self.config)
+        if self.config.trainer.validation_data_dir:
+            write_samples(Path(self.config.trainer.validation_data_dir), self.global_step, rows)
+        if self.config.trainer.log_val_generations > 0:
+            self.tracker.log_generations(rows[: self.config.trainer.log_val_generations], self.global_step)
+        return validation_metrics(
+            [row["data_source"] for row in rows],
+            [row["uid"] for row in rows],
+            [row["score"] for row in rows],
+            [row.get("pred") for row in rows],
+        )
+
+    def write_rollouts(self, batch: DataProto) -> None:
+        """The batch as readable JSON lines, where `rollout_data_dir` asks for them."""
+        if self.config.trainer.rollout_data_dir:
+            extra = {name: batch.non_tensor_batch[name] for name in batch.meta_info.get("reward_fields", ())}
+            rows = setup.sample_rows(batch, self.tokenizer, extra, self.config)
+            write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
+
+    def guard_against_skipped_steps(self) -> None:
+        """Stop after `trainer.max_nonfinite_steps` steps in a row whose update was skipped."""
+        skipped = self.metrics.get("actor/skipped_updates", 0) + self.metrics.get("critic/skipped_updates", 0)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        limit = self.config.trainer.max_nonfinite_steps
+        if self.skipped_in_a_row >= limit:
+            raise NonFiniteError(
+                f"{limit} steps in a row had a non-finite loss or gradient and were skipped; the last is step "
+                f"{self.global_step}. Lower the learning rate, or look at the samples named above "
+                "(trainer.max_nonfinite_steps sets how many are tolerated)."
+            )
+
+    def save_checkpoint(self) -> None:
+        """Everything that a resumed run needs to end with the same bits."""
+        writers: dict[str, Callable[[Path], None]] = {
+            "actor": self.actor_rollout_wg.save_checkpoint,
+            "trainer": lambda folder: torch.save(self.state_dict(), folder / "state.pt"),
+        }
+        if self.critic_wg is not None:
+            writers["critic"] = self.critic_wg.save_checkpoint
+        self.checkpoints.save(self.global_step, writers)
+
+    def load_checkpoint(self) -> None:
+        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path` names."""
+        trainer = self.config.trainer
+        folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
+        if folder is not None:
+            self.actor_rollout_wg.load_checkpoint(folder / "actor")
+            if self.critic_wg is not None:
+                self.critic_wg.load_checkpoint(folder / "critic")
+            self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
+            logger.info("Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps)
+        self.tracker.rewind(self.global_step if folder is not None else -1)
+        self.sync_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The driver's own part of a checkpoint."""
+        return {
+            "global_step": self.global_step,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "kl_controller": self.kl_controller.state_dict(),
+            "train_loader": self.train_loader.state_dict(),
+            "rng": rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self.global_step = state["global_step"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.train_loader.load_state_dict(state["train_loader"])
+        restore_rng_state(state["rng"])
+
+    def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
+        """Run one phase under its name in `timing_s/*`."""
+        with self.timer.phase(name):
+            return phase(*args)
+
+    def _is_due(self, every: int, last: bool) -> bool:
+        return every > 0 and (last or self.global_step % every == 0)
+
+
+# The name under which users' recipes subclass it.
+RayPPOTrainer = PPOTrainer

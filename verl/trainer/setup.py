@@ -1,0 +1,216 @@
+"""From configuration to the parts a trainer is made of."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.advantages import advantage_estimators
+from verl.algorithms.group_advantages import group_ids
+from verl.algorithms.policy_losses import extra_losses, policy_losses
+from verl.config import RolloutConfig, TrainConfig
+from verl.data import RLDataLoader
+from verl.data.build import build_dataset, build_sampler
+from verl.models.load import load_tokenizer
+from verl.protocol import DataProto
+from verl.rewards.custom import load_reward_function
+from verl.rewards.manager import reward_managers
+from verl.rollout import rollout_engines
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import ConfigError, RewardError
+from verl.utils.imports import load_module
+from verl.utils.logging import say_once
+
+
+def refuse_several_ranks() -> None:
+    """One process drives and computes here: each of several would train, and save, as if it were alone."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1":
+        raise ConfigError(
+            f"This version trains in one process, but WORLD_SIZE={launched} says that several were launched. "
+            "Start it with `python -m verl.trainer.main_ppo` instead of torchrun (or unset WORLD_SIZE)."
+        )
+
+
+def load_user_code(config: TrainConfig) -> None:
+    """Import `model.external_lib` (a module or a .py file), whose decorators may register anything."""
+    for name in {config.actor_rollout_ref.model.external_lib, config.critic.model.external_lib}:
+        if name is not None:
+            load_module(name)
+
+
+def check_names(config: TrainConfig) -> None:
+    """Everything that is looked up by name exists: told before a weight is loaded."""
+    actor = config.actor_rollout_ref.actor
+    advantage_estimators.get(config.algorithm.adv_estimator)
+    policy_losses.get(actor.policy_loss.loss_mode)
+    for term in actor.loss_extra:
+        extra_losses.get(term.name)
+    reward_managers.get(config.reward_model.reward_manager)
+    rollout_engines.get(config.actor_rollout_ref.rollout.name)
+
+
+def is_our_own(function: Callable[..., Any]) -> bool:
+    """Whether a registered function comes with this package, so that we know what it reads."""
+    return getattr(function, "__module__", "").startswith("verl.")
+
+
+def build_tokenizer(config: TrainConfig) -> Any:
+    """The actor's tokenizer, which reads the prompts and decodes the responses."""
+    model = config.actor_rollout_ref.model
+    path = config.data.tokenizer or model.path
+    assert path is not None, "the configuration was checked"
+    return load_tokenizer(
+        path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+    )
+
+
+def build_loaders(
+    config: TrainConfig, tokenizer: Any, train_dataset: Any = None, val_dataset: Any = None
+) -> tuple[RLDataLoader, RLDataLoader | None]:
+    """Training batches, reshuffled every epoch, and validation batches, where there is a validation set."""
+    data = config.data
+    train = train_dataset if train_dataset is not None else build_dataset(config, tokenizer, split="train")
+    assert train is not None, "without training data build_dataset raises"
+    val = val_dataset if val_dataset is not None else build_dataset(config, tokenizer, split="val")
+    train_loader = RLDataLoader(
+        train,
+        data.train_batch_size,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        drop_last=True,
+        sampler=build_sampler(data, train),
+    )
+    if val is None:
+        if config.trainer.val_only or config.trainer.test_freq > 0:
+            raise ConfigError(
+                f"trainer.val_only={config.trainer.val_only} and trainer.test_freq={config.trainer.test_freq} ask for "
+                f"validation, but '{data.dataset_name}' has no validation split. Set data.val_files."
+            )
+        return train_loader, None
+    val_batch_size = min(data.val_batch_size or len(val), len(val))
+    return train_loader, RLDataLoader(
+        val, val_batch_size, shuffle=data.validation_shuffle, seed=data.seed, drop_last=False
+    )
+
+
+def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
+    """The reward manager the config names, with the user's function where one is given."""
+    manager = reward_managers.get(config.reward_model.reward_manager)
+    return manager(
+        tokenizer,
+        num_examine=num_examine,
+        compute_score=load_reward_function(config.custom_reward_function),
+        reward_fn_key=config.data.reward_fn_key,
+        timeout_s=config.reward_model.timeout_s,
+        on_error=config.reward_model.on_error,
+    )
+
+
+def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
+    """Training steps of the run: those asked for, or all epochs over the data."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    assert config.trainer.total_epochs is not None, "the configuration was checked"
+    return steps_an_epoch * config.trainer.total_epochs
+
+
+def checkpoints_to_keep(config: TrainConfig) -> int | None:
+    """A checkpoint without one of its parts cannot resume, so the larger of the two limits holds for both."""
+    limits = (config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep)
+    if not config.needs_critic:
+        return limits[0]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def sampling_params(rollout: RolloutConfig) -> SamplingParams:
+    """How training samples are drawn."""
+    return _params(rollout, rollout, rollout.min_p)
+
+
+def validation_params(rollout: RolloutConfig) -> SamplingParams:
+    """How validation samples are drawn (`rollout.val_kwargs`)."""
+    return _params(rollout, rollout.val_kwargs, 0.0)
+
+
+def _params(rollout: RolloutConfig, draw: Any, min_p: float) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        temperature=draw.temperature if draw.do_sample else 0.0,
+        top_k=draw.top_k,
+        top_p=draw.top_p,
+        min_p=min_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
+    """Write what a reward manager returned into the batch: the scores, the extra fields as object columns.
+
+    A dropped sample loses its response mask, and with it every part in the update. An extra field never replaces a
+    column that is there already, such as `uid`: it stays out.
+    """
+    batch.batch["token_level_scores"] = result["reward_tensor"]
+    kept = batch.meta_info["reward_fields"] = list[str]()
+    for name, values in result["reward_extra_info"].items():
+        if name in batch.non_tensor_batch or name in batch.batch.keys():
+            say_once(f"The reward's field '{name}' has the name of a column and is not kept.", logging.WARNING)
+            continue
+        batch.non_tensor_batch[name] = np.array([*values, None], dtype=object)[:-1]
+        kept.append(name)
+    dropped = list(result.get("dropped", ()))
+    if len(dropped) == len(batch):
+        raise RewardError(
+            f"All {len(batch)} samples of this step were dropped: no reward could be had for any. Mend the reward "
+            "function (the warning above names the first failure), or set reward_model.on_error=zero or stop."
+        )
+    batch.batch["response_mask"][dropped] = 0
+
+
+def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
+    """How many rewards failed, and the mean of every extra field that is numeric, over the samples that have it."""
+    metrics: dict[str, float] = dict(result.get("metrics", {}))
+    for name, values in result["reward_extra_info"].items():
+        if all(isinstance(value, (int, float, np.number, np.bool_)) for value in values):
+            numbers = [float(value) for value in values if not math.isnan(value)]
+            if numbers:
+                metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
+    return metrics
+
+
+def group_numbers(batch: DataProto) -> torch.Tensor:
+    """(B,) int64: which prompt a row answers. A dropped row stands alone, so that it shifts nobody's baseline."""
+    group = group_ids(batch.non_tensor_batch["uid"])
+    dropped = ~batch.batch["response_mask"].bool().any(-1)
+    return torch.where(dropped, len(group) + torch.arange(len(group)), group)
+
+
+def sample_rows(batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig) -> list[dict]:
+    """One readable dict per trajectory: prompt, response, score and what the reward told."""
+    columns, source_key = batch.batch, config.data.reward_fn_key
+    width = columns["prompts"].shape[1]
+    mask = columns["attention_mask"].bool()
+    scores = columns["token_level_scores"].sum(-1).tolist()
+    unknown = np.full(len(batch), "unknown", dtype=object)
+    sources = batch.non_tensor_batch.get(source_key, unknown)
+    rows = []
+    for i in range(len(batch)):
+        rows.append(
+            {
+                "uid": batch.non_tensor_batch["uid"][i],
+                "data_source": sources[i],
+                "input": tokenizer.decode(columns["prompts"][i][mask[i, :width]]),
+                "output": tokenizer.decode(columns["responses"][i][mask[i, width:]]),
+                "score": scores[i],
+            }
+        )
+        rows[-1].update({name: values[i] for name, values in extra.items() if name not in rows[-1]})
+    return rows

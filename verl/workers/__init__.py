@@ -1,0 +1,7 @@
+"""SPMD roles: thin, each a model, an engine and the calls a driver makes on it."""
+
+from verl.workers.actor import ActorRolloutWorker
+from verl.workers.critic import CriticWorker
+from verl.workers.reference import ReferenceWorker
+
+__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker"]

@@ -1,0 +1,145 @@
+"""The actor: samples responses, tells log-probs, learns; one set of weights, one rollout engine beside it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.algorithms.importance import mismatch_metrics
+from verl.config import ActorRolloutRefConfig, log_prob_micro_batch, update_micro_batch
+from verl.engine.base import TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.models.load import check_vocabulary, load_causal_lm
+from verl.models.packed import PackedCausalLM
+from verl.protocol import DataProto
+from verl.rollout import assemble, create_rollout_engine
+from verl.rollout.types import Request, SamplingParams
+from verl.single_controller import Dispatch, Worker, register
+from verl.workers.losses import PolicyObjective
+from verl.workers.updates import run_updates
+
+
+class ActorRolloutWorker(Worker):
+    """Trains and generates with the same weights.
+
+    Args:
+        config: the `actor_rollout_ref` section.
+        total_steps: training steps of the run, for the learning-rate schedule.
+        tokenizer: for stop strings and the padding token.
+    """
+
+    def __init__(
+        self, config: ActorRolloutRefConfig, *, total_steps: int, device: torch.device, tokenizer: Any
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        model_config, actor = config.model, config.actor
+        assert model_config.path is not None
+        model = load_causal_lm(
+            model_config.path,
+            dtype=model_config.dtype or torch.float32,
+            trust_remote_code=model_config.trust_remote_code,
+            override_config=model_config.override_config,
+            max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
+        )
+        check_vocabulary(model, tokenizer)
+        self.objective = PolicyObjective(actor)
+        self.engine = TrainEngine(
+            PackedCausalLM(model),
+            optim=actor.optim,
+            fsdp=actor.fsdp_config,
+            grad_clip=actor.grad_clip,
+            device=device,
+            total_steps=total_steps,
+            gradient_checkpointing=model_config.enable_gradient_checkpointing,
+        )
+        self.rollout = create_rollout_engine(config.rollout, model=model, tokenizer=tokenizer, device=device)
+        self.rollout_is_asleep = False
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(
+        self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int, step: int
+    ) -> DataProto:
+        """n responses to each of B prompts: the columns of phase "generate", B * n rows, samples of a prompt together.
+
+        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the whole batch: sample
+        ids, and with them the noise, do not depend on how the batch is dealt to the ranks.
+        """
+        prompt_ids = [tuple(int(token) for token in ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        first_row = int(prompts.non_tensor_batch["prompt_row"][0])
+        requests = [
+            Request(prompt_ids=ids, sample_ids=tuple(range((first_row + row) * n, (first_row + row + 1) * n)))
+            for row, ids in enumerate(prompt_ids)
+        ]
+        if self.rollout_is_asleep:
+            self.sync_weights()
+        completions = list(self.rollout.generate(requests, params, seed=seed, step=step))
+        if self.config.rollout.free_cache_engine:
+            self.rollout.sleep()
+            self.rollout_is_asleep = True
+        columns = assemble(
+            [ids for ids in prompt_ids for _ in range(n)],
+            [replace(completion, sample_id=completion.sample_id - first_row * n) for completion in completions],
+            prompt_length=self.config.rollout.prompt_length,
+            response_length=self.config.rollout.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        # What a clock says goes to perf/: all other metrics are the same in every run of one seed.
+        metrics = {
+            f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}": value
+            for name, value in self.rollout.statistics().items()
+        }
+        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` (B, R) of the current weights."""
+        budget = TokenBudget(*log_prob_micro_batch(self.config.rollout))
+        answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature, entropy=True)
+        columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
+        metrics: dict[str, float] = {}
+        if "rollout_log_probs" in batch.batch.keys():
+            mask = batch.batch["response_mask"]
+            metrics = mismatch_metrics(batch.batch["rollout_log_probs"], answer["log_probs"], mask)
+        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """Every mini-batch of every epoch: forward, backward, step.
+
+        Mini-batches are made of whole prompts, in their order; with `shuffle` of single rows in a drawn order.
+        """
+        actor = self.config.actor
+        metrics = run_updates(
+            self.engine,
+            batch,
+            self.objective,
+            name="actor",
+            mini_batch_rows=(actor.ppo_mini_batch_size or len(batch)) * self.config.rollout.n,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            loss_agg_mode=actor.loss_agg_mode,
+            budget=TokenBudget(*update_micro_batch(actor)),
+            temperature=self.config.rollout.temperature,
+            entropy=True,
+        )
+        return {**metrics, **self.objective.take_mismatch()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self) -> None:
+        """Hand the trainer's weights to the rollout engine."""
+        if self.rollout_is_asleep:
+            self.rollout.wake()
+            self.rollout_is_asleep = False
+        self.rollout.update_weights(self.engine.parameters_for_rollout())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Weights in Hugging Face format with the tokenizer, optimizer and schedule."""
+        self.engine.save(folder, tokenizer=self.tokenizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Undo `save_checkpoint`."""
+        self.engine.load(folder)
