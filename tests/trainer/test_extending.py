@@ -1,5 +1,7 @@
 """A new algorithm is a page of the user's own: a subclass of the trainer, or a file that registers what is new."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from verl.workers import ActorRolloutWorker
 pytestmark = pytest.mark.timeout(60)
 
 
-def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> PPOTrainer:
+def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> Any:
     trainer = kind(load_config(command_line(folder, *overrides)), **parts)
     trainer.init_workers()
     trainer.fit()

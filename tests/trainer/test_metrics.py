@@ -123,6 +123,10 @@ def test_no_majority_without_answers():
     assert "val-core/a/reward/maj@2" not in validation_metrics(["a"] * 2, [0, 0], [1.0, 0.0], [None, None])
 
 
+def test_anything_may_be_an_answer():
+    assert [setup.vote(answer) for answer in (None, math.nan, [1, 2], 3, "x")] == [None, None, "[1, 2]", "3", "x"]
+
+
 def test_a_response_without_answer_does_not_vote():
     answers = [None, None, "x", None, None, None]
     metrics = validation_metrics(["a"] * 6, [0, 0, 0, 1, 1, 1], [0.0, 0.0, 1.0, 0.0, 0.0, 0.75], answers)

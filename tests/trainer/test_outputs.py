@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -67,7 +68,8 @@ def test_validation_leaves_the_numbers_of_the_step_alone(tmp_path):
 def test_a_checkpoint_is_a_hugging_face_folder(tmp_path):
     assert run(tmp_path, "trainer.save_freq=2") == 0
     folder = tmp_path / "global_step_2" / "actor" / "huggingface"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "2 + 5 = ?"}], add_generation_prompt=True, return_tensors="pt"
     )

@@ -275,7 +275,7 @@ class PPOTrainer:
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],
             [row["score"] for row in rows],
-            [row.get("pred") for row in rows],
+            [setup.vote(row.get("pred")) for row in rows],
         )
 
     def write_rollouts(self, batch: DataProto) -> None:

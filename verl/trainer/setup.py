@@ -186,6 +186,12 @@ def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
     return metrics
 
 
+def vote(answer: Any) -> str | None:
+    """What an extracted answer counts as in a majority: anything may be one, also a list; None and NaN are none."""
+    is_nan = isinstance(answer, float) and math.isnan(answer)
+    return None if answer is None or is_nan else str(answer)
+
+
 def group_numbers(batch: DataProto) -> torch.Tensor:
     """(B,) int64: which prompt a row answers. A dropped row stands alone, so that it shifts nobody's baseline."""
     group = group_ids(batch.non_tensor_batch["uid"])

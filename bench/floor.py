@@ -1,0 +1,106 @@
+"""The least time that a GRPO step can take on this machine.
+
+Operations at its best matrix speed, cache reads at its best memory speed. Element-wise work, sampling and Python count
+nothing here, so no program reaches it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+REPEATS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was measured here, with as many threads as the run has."""
+
+    gflops: float  # fp32 matrix products, 10^9 operations a second
+    gb_per_s: float  # copying, bytes read and written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What of a model decides how long a token takes. Parameters of linear layers; a multiply-add is two operations."""
+
+    body: int  # parameters of all linear layers but the head
+    head: int
+    attention: int  # operations for each pair of a query and a key, all layers
+    cache_bytes: int  # keys and values of one token, all layers, fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step: P prompts of `prompt` tokens, `samples` responses of `new` tokens each."""
+
+    prompts: int
+    prompt: float
+    samples: int
+    new: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+
+def measure_machine(cache_bytes: int) -> Machine:
+    """Best of several matrix products of 1,024 x 1,024, and of several copies of `cache_bytes` bytes."""
+    one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    source = torch.ones(max(1, cache_bytes // 4))
+    target = torch.empty_like(source)
+    return Machine(
+        gflops=2 * 1024**3 / _best(lambda: torch.mm(one, other)) / 1e9,
+        gb_per_s=8 * source.numel() / _best(lambda: target.copy_(source)) / 1e9,
+    )
+
+
+def _best(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def read_shape(folder: Path) -> Shape:
+    """Counted on a model without memory, of the configuration in `folder`."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    head = linear.pop("lm_head").weight.numel()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(
+        body=sum(part.weight.numel() for part in linear.values()),
+        head=head,
+        attention=4 * config.num_attention_heads * width * config.num_hidden_layers,
+        cache_bytes=8 * config.num_key_value_heads * width * config.num_hidden_layers,
+    )
+
+
+def cached_bytes(shape: Shape, work: Work) -> int:
+    """The key-value cache halfway through the responses."""
+    return int(work.rows * (work.prompt + work.new / 2) * shape.cache_bytes)
+
+
+def rollout_floor(machine: Machine, shape: Shape, work: Work) -> float:
+    """Prompts once, then a forward pass for every token, reading all keys and values before it."""
+    mean_context = work.prompt + work.new / 2
+    tokens = work.prompts * work.prompt + work.rows * (work.new - 1)  # the last token drawn is not fed back
+    operations = 2 * shape.body * tokens + 2 * shape.head * work.rows * work.new
+    operations += shape.attention * mean_context * work.rows * work.new
+    read = cached_bytes(shape, work) * work.new
+    return operations / machine.gflops / 1e9 + read / machine.gb_per_s / 1e9
+
+
+def update_floor(machine: Machine, shape: Shape, work: Work) -> float:
+    """Forward and backward, three times the operations of a forward pass, over prompts and responses."""
+    length = work.prompt + work.new
+    forward = 2 * shape.body * work.rows * length + 2 * shape.head * work.rows * work.new
+    forward += shape.attention * work.rows * length * length / 2
+    return 3 * forward / machine.gflops / 1e9
