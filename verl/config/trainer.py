@@ -18,6 +18,7 @@ class TrainerConfig:
     device: str | None = setting(
         None, "cpu or cuda; null: the first visible GPU, else the CPU", choices=("auto", "cpu", "cuda")
     )
+    num_threads: int | None = setting(None, "CPU threads that torch computes with; null: one a core", above=0)
     nnodes: int = setting(1, "machines", planned=_ONE_PROCESS)
     n_gpus_per_node: int | None = setting(
         None, "ranks a machine; null: those launched", planned=_ONE_PROCESS, also=(1,)

@@ -6,13 +6,13 @@ import sys
 from verl.config.load import load_config
 from verl.utils.errors import VerlError
 from verl.utils.logging import configure_logging
-from verl.utils.openmp import wait_passively
+from verl.utils.openmp import limit_spinning
 
 
 def main(argv: list[str] | None = None) -> int:
     """Load the configuration, train, and return the exit code; what a user can cause is one line, no traceback."""
     configure_logging()
-    wait_passively()
+    limit_spinning()
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         # Imported once the configuration is checked: a typo is told in half a second, not after torch has loaded.

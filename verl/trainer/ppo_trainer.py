@@ -61,6 +61,8 @@ class PPOTrainer:
     ) -> None:
         setup.refuse_several_ranks()
         self.config = config
+        if config.trainer.num_threads is not None:
+            torch.set_num_threads(config.trainer.num_threads)
         self.device = visible_device(config.trainer.device)
         seed_everything(config.trainer.seed)
         setup.load_user_code(config)
