@@ -1,7 +1,7 @@
 """The actor: samples responses, tells log-probs, learns; one set of weights, one rollout engine beside it."""
 
+import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,18 +9,20 @@ import torch
 from verl.algorithms.importance import mismatch_metrics
 from verl.config import ActorRolloutRefConfig, log_prob_micro_batch, update_micro_batch
 from verl.engine.base import TrainEngine
+from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.microbatch import TokenBudget
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.types import Request, SamplingParams
-from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller import Dispatch, register
 from verl.workers.losses import PolicyObjective
+from verl.workers.trained import TrainedWorker
 from verl.workers.updates import run_updates
 
 
-class ActorRolloutWorker(Worker):
+class ActorRolloutWorker(TrainedWorker):
     """Trains and generates with the same weights.
 
     Args:
@@ -54,6 +56,7 @@ class ActorRolloutWorker(Worker):
             total_steps=total_steps,
             gradient_checkpointing=model_config.enable_gradient_checkpointing,
         )
+        self.flops = FlopsModel.from_model(model)
         self.rollout = create_rollout_engine(config.rollout, model=model, tokenizer=tokenizer, device=device)
         self.rollout_is_asleep = False
 
@@ -111,6 +114,7 @@ class ActorRolloutWorker(Worker):
         Mini-batches are made of whole prompts, in their order; with `shuffle` of single rows in a drawn order.
         """
         actor = self.config.actor
+        started = time.perf_counter()
         metrics = run_updates(
             self.engine,
             batch,
@@ -120,10 +124,14 @@ class ActorRolloutWorker(Worker):
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
             loss_agg_mode=actor.loss_agg_mode,
-            budget=TokenBudget(*update_micro_batch(actor)),
+            budget=TokenBudget(*update_micro_batch(actor), key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
             temperature=self.config.rollout.temperature,
             entropy=True,
         )
+        flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
+        share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
+        if share is not None:
+            metrics["perf/mfu/actor"] = share
         return {**metrics, **self.objective.take_mismatch()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -133,13 +141,3 @@ class ActorRolloutWorker(Worker):
             self.rollout.wake()
             self.rollout_is_asleep = False
         self.rollout.update_weights(self.engine.parameters_for_rollout())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Weights in Hugging Face format with the tokenizer, optimizer and schedule."""
-        self.engine.save(folder, tokenizer=self.tokenizer)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Undo `save_checkpoint`."""
-        self.engine.load(folder)

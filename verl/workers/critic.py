@@ -1,6 +1,5 @@
 """The critic: tells the value before each response token, and learns it."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from verl.engine.microbatch import TokenBudget
 from verl.models.load import load_critic
 from verl.models.packed import PackedValueModel
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller import Dispatch, register
 from verl.workers.losses import ValueObjective
+from verl.workers.trained import TrainedWorker
 from verl.workers.updates import run_updates
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainedWorker):
     """A language model's body under a value head.
 
     Args:
@@ -67,15 +67,5 @@ class CriticWorker(Worker):
             epochs=config.ppo_epochs,
             shuffle=config.shuffle,
             loss_agg_mode=config.loss_agg_mode,
-            budget=TokenBudget(*update_micro_batch(config)),
+            budget=TokenBudget(*update_micro_batch(config), key="critic.ppo_max_token_len_per_gpu"),
         )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Body and value head, optimizer and schedule."""
-        self.engine.save(folder, tokenizer=self.tokenizer)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: Path) -> None:
-        """Undo `save_checkpoint`."""
-        self.engine.load(folder)
