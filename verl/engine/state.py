@@ -94,7 +94,8 @@ def _read_weights(folder: Path, hf_model: Any) -> dict[str, torch.Tensor]:
     transformer = transformer_of(hf_model)
     # Through transformers, which knows how the names and stacks of a file map to those of a module.
     loader: Any = type(transformer).from_pretrained
-    loaded, report = loader(folder, dtype=transformer.dtype, output_loading_info=True)
+    with quiet_transformers():
+        loaded, report = loader(folder, dtype=transformer.dtype, output_loading_info=True)
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
         raise CheckpointError(f"{folder} lacks weights of this model, or has them in another shape: {wrong[:3]}.")

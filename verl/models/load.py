@@ -1,5 +1,6 @@
 """Loading tokenizers, policies and critics from a folder or the hub."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import errors as hub
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -69,6 +72,7 @@ def load_tokenizer(
         load_module(external_lib)
     source = resolve_path(path)
     _need_files(source, _TOKENIZER_FILES, "a tokenizer", "tokenizer.json and tokenizer_config.json")
+    _need_hub(source, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, padding_side="left")
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -150,6 +154,7 @@ def _load(
     source = resolve_path(path)
     _need_files(source, ("config.json",), "a configuration", "config.json")
     _need_files(source, _WEIGHT_FILES, "weights", "model.safetensors")
+    _need_hub(source, "configuration")
     config = _load_config(source, trust_remote_code, override_config or {})
     refuse_unpackable(config, max_length)
     try:
@@ -223,10 +228,32 @@ def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -
     """For a local folder: at least one file of these patterns. transformers' own messages speak of the hub then."""
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
-        raise ModelError(f"The folder '{source}' has no {what.split(' ', 1)[-1]}: expected {usual}. Copy them there, "
-                         "or save them with save_pretrained.")  # fmt: skip
+        inner = folder / "huggingface"
+        if inner.is_dir():  # a role's folder of a checkpoint
+            way_out = f"Give its folder '{inner}'."
+        else:
+            way_out = "Copy them there, or save them with save_pretrained."
+        raise ModelError(f"The folder '{source}' has no {what.split(' ', 1)[-1]}: expected {usual}. {way_out}")
     if not folder.is_dir() and folder.is_absolute():
         raise ModelError(f"Expected {what} in '{source}', but the folder does not exist.")
+
+
+def _need_hub(source: str, what: str) -> None:
+    """ModelError where a hub id is not in the cache and there is no network: the hub's client would retry for a minute."""
+    if Path(source).is_dir() or HF_HUB_OFFLINE or try_to_load_from_cache(source, "config.json") is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    except Exception as error:  # noqa: BLE001  (what is not the network is told by the loading itself)
+        if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in _causes(error)):
+            raise _unreachable(source, what) from error
+
+
+def _unreachable(source: str, what: str) -> ModelError:
+    return ModelError(
+        f"There is no folder '{source}' here, and the hub cannot be reached for its {what}. Where there is a "
+        f"network, run: hf download {source} --local-dir <folder>; then give that folder as the model path."
+    )
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -254,10 +281,7 @@ def _explained(source: str, what: str, error: Exception) -> ModelError:
             "name; for a private one log in: hf auth login"
         )
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
-        return ModelError(
-            f"There is no folder '{source}' here, and the hub cannot be reached for its {what}. Where there is a "
-            f"network, run: hf download {source} --local-dir <folder>; then give that folder as the model path."
-        )
+        return _unreachable(source, what)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelError(
         f"Cannot load the {what} from '{source}': {first_line.rstrip('.')}. If the model brings its own code, set "

@@ -42,10 +42,14 @@ def default_compute_score(
 def find_rule(data_source: Any) -> Rule:
     """The rule of a data source, or a RewardError that names the known ones and the way to one's own."""
     if not isinstance(data_source, str) or data_source not in reward_rules:
-        known = list(reward_rules)
+        known = ", ".join(sorted(reward_rules))
+        if data_source is None:
+            fact = "The rows have no data_source, which picks the reward rule"
+        else:
+            near = nearest_names(str(data_source), list(reward_rules))
+            fact = f"No reward rule for data_source {data_source!r}" + (f". Nearest: {near}" if near != known else "")
         raise RewardError(
-            f"No reward rule for data_source {data_source!r}. Nearest: {nearest_names(str(data_source), known)}; known "
-            f"are {', '.join(sorted(known))} (* stands for any ending). Name your own function with "
+            f"{fact}. Known: {known} (* stands for any ending). Name your own function with "
             "custom_reward_function.path, or register a rule with verl.rewards.registry.reward_rules."
         )
     return reward_rules.get(data_source)

@@ -3,8 +3,8 @@
 import os
 import sys
 
-from verl.config.load import load_config
-from verl.utils.errors import VerlError
+from verl.utils.errors import MissingDependencyError, VerlError
+from verl.utils.imports import missing_package
 from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
 
@@ -14,19 +14,35 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging()
     limit_spinning()
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv)
-        # Imported once the configuration is checked: a typo is told in half a second, not after torch has loaded.
-        from verl.trainer.ppo_trainer import PPOTrainer
-
-        trainer = PPOTrainer(config)
-        trainer.init_workers()
-        trainer.fit()
+        train(sys.argv[1:] if argv is None else argv)
     except VerlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("VERL_TRACEBACK"):
+        return _told(error)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
             raise
-        return 1
+        return _told(MissingDependencyError(missing))
     return 0
+
+
+def train(argv: list[str]) -> None:
+    """The whole job. Imports stand where they are needed: a typo in a key is told in half a second, not after torch has
+    loaded, and a package that is not installed by name."""
+    from verl.config.load import load_config
+
+    config = load_config(argv)
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+    trainer = PPOTrainer(config)
+    trainer.init_workers()
+    trainer.fit()
+
+
+def _told(error: VerlError) -> int:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    if os.environ.get("VERL_TRACEBACK"):
+        raise error
+    return 1
 
 
 if __name__ == "__main__":

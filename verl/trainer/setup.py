@@ -66,7 +66,7 @@ def build_tokenizer(config: TrainConfig) -> Any:
     assert path is not None, "the configuration was checked"
     return load_tokenizer(
         path,
-        trust_remote_code=model.trust_remote_code,
+        trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
     )
 

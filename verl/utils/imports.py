@@ -59,3 +59,16 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
             f"'{file_path}' has no '{type_name}'. Nearest names in it: {nearest_names(type_name, public)}."
         )
     return getattr(module, type_name)
+
+
+# Packages that are installed under another name than they are imported by.
+_INSTALLED_AS = {"hydra": "hydra-core", "math_verify": "math-verify"}
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """What to say of an import that failed because a package is not installed (after `pip install --no-deps`, say);
+    None if the module that was not found is one of ours."""
+    name = (error.name or "").split(".")[0]
+    if not name or name == "verl":
+        return None
+    return f"The package '{name}' is not installed. Install it: pip install {_INSTALLED_AS.get(name, name)}"

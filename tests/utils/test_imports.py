@@ -1,0 +1,58 @@
+"""A package that is missing is named, with the command that installs it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl.utils.errors import ConfigError, MissingDependencyError
+from verl.utils.imports import load_extern_type, load_module, require
+
+
+@pytest.mark.parametrize(
+    ("module", "command"), [("hydra", "pip install hydra-core"), ("tensordict", "pip install tensordict")]
+)
+def test_a_missing_dependency_is_one_line_with_its_install_command(module, command):
+    script = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from verl.trainer.main_ppo import main\n"
+        "sys.exit(main(['data.dataset_name=toy', 'data.train_batch_size=4']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert command in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_optional_package_is_asked_for_by_name():
+    with pytest.raises(MissingDependencyError, match="The tracker needs the package 'no_such_package'.*pip install it"):
+        require("no_such_package", "The tracker", "pip install it")
+    assert require("json", "Nothing", "nothing").dumps([]) == "[]"
+
+
+def test_a_users_file_is_loaded_once_and_never_shadows_another(tmp_path):
+    for folder, value in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(f"value = {value}\nmade = object()\n")
+    one, other = tmp_path / "a" / "reward.py", tmp_path / "b" / "reward.py"
+    assert (load_extern_type(str(one), "value"), load_extern_type(str(other), "value")) == (1, 2)
+    assert load_module(str(one)).made is load_module(str(one)).made
+
+
+def test_a_wrong_file_or_name_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="found none"):
+        load_module(str(tmp_path / "missing.py"))
+    with pytest.raises(ConfigError, match="no_such_module"):
+        load_module("no_such_module")
+    (tmp_path / "mine.py").write_text("def compute_score(): ...\n")
+    with pytest.raises(ConfigError, match="has no 'compute_scores'.*compute_score"):
+        load_extern_type(str(tmp_path / "mine.py"), "compute_scores")
+
+
+def test_a_users_file_that_fails_is_loaded_anew(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load_module(str(file))
+    file.write_text("value = 3\n")
+    assert load_module(str(file)).value == 3
