@@ -16,6 +16,11 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 8,
     "data.max_prompt_length": 64,
     "data.max_response_length": 16,
+    # Sampled, as in training: what the packaged model says most often is that it has no idea.
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    "actor_rollout_ref.rollout.val_kwargs.n": 8,
+    "trainer.test_freq": 10,
     "trainer.project_name": "toy",
     "trainer.experiment_name": "toy",
     "trainer.total_training_steps": 10,

@@ -34,7 +34,7 @@ class ConsoleBackend(TrackerBackend):
             f"{name.removeprefix('val-core/')}: {value:.4f}" for name, value in metrics.items() if _is_score(name)
         ]
         if scores:
-            print(f"{head} Validation: {' | '.join(scores)}", flush=True)
+            print(f"Validation after step {step}: {' | '.join(scores)}", flush=True)
 
     def log_generations(self, rows: Rows, step: int) -> None:
         for row in rows[:_FEW_ROWS]:
