@@ -117,6 +117,16 @@ def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own)
     assert loader.state_dict()["fingerprint"] is None
 
 
+def test_a_users_dataset_may_be_a_subclass_of_ours(tokenizer, parquet, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from verl.data.rl_dataset import RLDataset\n\n\nclass Mine(RLDataset):\n    pass\n")
+    config = make_config(train_files=[parquet(make_rows(3))])
+    config.data.custom_cls.path, config.data.custom_cls.name = str(file), "Mine"
+    dataset = build_dataset(config, tokenizer, split="train")
+    assert isinstance(dataset, RLDataset)
+    assert len(dataset) == 3
+
+
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [

@@ -68,7 +68,9 @@ class DataConfig:
     image_key: str = setting("images", "column of images", no_effect=_TEXT_ONLY)
     video_key: str = setting("videos", "column of videos", no_effect=_TEXT_ONLY)
     return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_TEXT_ONLY)
-    trust_remote_code: bool = setting(False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)")
+    trust_remote_code: bool = setting(
+        False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"
+    )
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     datagen: DataGenConfig = field(default_factory=DataGenConfig)

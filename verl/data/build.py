@@ -24,7 +24,7 @@ def build_dataset(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, 
         return None
     if data.custom_cls.path is None:
         return RLDataset(files, tokenizer, data, split=split)
-    return _custom_dataset(data, files, tokenizer)
+    return _custom_dataset(data, files, tokenizer, split)
 
 
 def data_files(data: DataConfig, split: str) -> Any:
@@ -54,11 +54,14 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
     return made
 
 
-def _custom_dataset(data: DataConfig, files: Any, tokenizer: "PreTrainedTokenizerBase") -> MapDataset:
+def _custom_dataset(data: DataConfig, files: Any, tokenizer: "PreTrainedTokenizerBase", split: str) -> MapDataset:
     kind = load_extern_type(str(data.custom_cls.path), str(data.custom_cls.name))
     arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
-    if "processor" in inspect.signature(kind).parameters:
+    accepted = inspect.signature(kind).parameters
+    if "processor" in accepted:
         arguments["processor"] = None  # of images: text-only here
+    if "split" in accepted:
+        arguments["split"] = split
     made = kind(**arguments)
     _require_methods(made, ("__len__", "__getitem__"), "data.custom_cls")
     if len(made) == 0:

@@ -37,10 +37,10 @@ class RLDataset(Dataset):
     """
 
     def __init__(
-        self, files: Any, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, *, split: str = "train"
+        self, data_files: Any, tokenizer: "PreTrainedTokenizerBase", config: DataConfig, *, split: str = "train"
     ) -> None:
-        """`files`: a path or a list of paths; `split` ("train" or "val") picks from folders of several splits."""
-        self.files = as_file_list(files)
+        """`data_files`: a path or a list of paths; `split` ("train" or "val") picks from folders of several splits."""
+        self.files = as_file_list(data_files)
         self.tokenizer = tokenizer
         self.config = config
         self._sources = [open_rows(file, split) for file in self.files]

@@ -239,12 +239,14 @@ def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -
 
 
 def _need_hub(source: str, what: str) -> None:
-    """ModelError where a hub id is not in the cache and there is no network: the hub's client would retry for a minute."""
+    """ModelError for a hub id that is not cached, without a network: the hub's own client would retry for a minute."""
     if Path(source).is_dir() or HF_HUB_OFFLINE or try_to_load_from_cache(source, "config.json") is not None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(source, "config.json"))
-    except Exception as error:  # noqa: BLE001  (what is not the network is told by the loading itself)
+    except Exception as error:
+        # Every release of the hub's client raises errors of another library; what is not the network is told by the
+        # loading itself.
         if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in _causes(error)):
             raise _unreachable(source, what) from error
 
