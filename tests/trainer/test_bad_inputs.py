@@ -10,6 +10,7 @@ import pytest
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.trainer.runs import TOY, run, same_bits, step_lines, weights, write_lines
 from verl.data.toy import toy_files
+from verl.models.load import resolve_path
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -86,7 +87,13 @@ def test_a_prompt_longer_than_allowed(tmp_path, capfd):
 
 def test_a_data_source_without_a_rule(tmp_path, capfd):
     path = write_lines(tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()])
-    text = message(capfd, run(tmp_path, base=on_files(path)))
+    # Told before a weight is loaded: the model's folder has none.
+    config = Path(resolve_path("toy"))
+    for file in config.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    status = run(tmp_path, f"actor_rollout_ref.model.path={tmp_path}", base=on_files(path))
+    text = message(capfd, status)
     assert "No reward rule for data_source 'tey'. Nearest: toy" in text
 
 

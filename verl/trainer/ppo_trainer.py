@@ -73,6 +73,8 @@ class PPOTrainer:
         self.reward_fn = reward_fn or setup.build_reward(config, self.tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or setup.build_reward(config, self.tokenizer, num_examine=1)
         self.train_loader, self.val_loader = setup.build_loaders(config, self.tokenizer, train_dataset, val_dataset)
+        if reward_fn is None:
+            setup.check_reward(config, self.train_loader)
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.checkpoints = CheckpointManager(

@@ -19,6 +19,7 @@ from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.custom import load_reward_function
 from verl.rewards.manager import reward_managers
+from verl.rewards.rules import find_rule
 from verl.rollout import rollout_engines
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
@@ -111,6 +112,12 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
         timeout_s=config.reward_model.timeout_s,
         on_error=config.reward_model.on_error,
     )
+
+
+def check_reward(config: TrainConfig, train_loader: RLDataLoader) -> None:
+    """Where rules give the score, the first row's data source has one: told before a weight is loaded."""
+    if config.custom_reward_function.path is None and config.reward_model.reward_manager == "naive":
+        find_rule(train_loader.dataset[0].get(config.data.reward_fn_key))
 
 
 def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
