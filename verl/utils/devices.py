@@ -29,12 +29,6 @@ def describe_device(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads)"
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that wall-clock timings mean what they say."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Peak memory of the accelerator since the last call, in GB as verl's users plot it; 0 where there is none."""
     if device.type != "cuda":
