@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 ifeq ($(shell uname -s),Linux)
   ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
     TORCH := --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+    # Comes with the CUDA builds of torch; here its interpreter runs the tests of our CUDA kernels.
+    TRITON := triton==3.6.0
   endif
 endif
 TORCH ?= 'torch>=2.11'
@@ -23,7 +25,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q -e '.[dev]' $(TRITON)
 	touch $@
 
 check: install

@@ -58,7 +58,8 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(family):
         truth = forward_log_probs(exact, prompt, completion.token_ids)
         ours.append((torch.tensor(completion.log_probs) - truth).abs().mean())
         theirs.append((forward_log_probs(model, prompt, completion.token_ids) - truth).abs().mean())
-    assert torch.stack(ours).mean() <= 1.3 * torch.stack(theirs).mean() + 0.01
+    # The median: where bf16 tips a router of experts the other way, one sample is off by much, in theirs as in ours.
+    assert torch.stack(ours).median() <= 1.3 * torch.stack(theirs).median() + 0.01
 
 
 def test_preemption_changes_nothing():
@@ -75,17 +76,87 @@ def test_the_noise_is_that_of_the_cpu():
     torch.testing.assert_close(gumbel_noise(keys.cuda(), 5000).cpu(), gumbel_noise(keys, 5000), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+def test_graphs_draw_what_eager_steps_draw(family):
+    model = on_cuda(talkative_model(family))
+    graphs, eager = (cuda_engine(model, dtype="float32", enforce_eager=flag) for flag in (False, True))
+    for params in ({"temperature": 0}, {}, {"top_p": 0.8, "top_k": 20, "temperature": 1.4}):
+        drawn = run(graphs, PROMPTS, n=5, **params)
+        assert tokens_of(drawn) == tokens_of(run(eager, PROMPTS, n=5, **params))
+
+
+def test_many_samples_of_long_prompts_see_all_of_them():
+    model = on_cuda(talkative_model("qwen2"))
+    engine = cuda_engine(model, dtype="float32", prompt_length=128)
+    prompts = [[5 + (7 * i) % 90 for i in range(100)], [9 + (11 * i) % 80 for i in range(49)], [7, 11, 13]]
+    sampled = run(engine, prompts, n=18)
+    for completion in sampled:
+        expected = forward_log_probs(model, prompts[completion.sample_id // 18], completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-4)
+
+
+def test_graphs_outlive_sleep_and_new_weights():
+    model, other = (on_cuda(talkative_model("qwen2", seed=seed)) for seed in (0, 1))
+    engine = cuda_engine(model, dtype="float32")
+    first = tokens_of(run(engine, PROMPTS, n=2))
+    graphs = dict(engine.runner._graphs)
+    assert graphs
+    engine.sleep()
+    engine.wake()
+    engine.update_weights(other.named_parameters())
+    changed = tokens_of(run(engine, PROMPTS, n=2))
+    assert changed == tokens_of(run(cuda_engine(other, dtype="float32"), PROMPTS, n=2)) != first
+    engine.update_weights(model.named_parameters())
+    assert tokens_of(run(engine, PROMPTS, n=2)) == first
+    assert engine.runner._graphs.items() >= graphs.items()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])
+def test_a_second_turn_finds_the_keys_of_the_first(family):
+    model = on_cuda(talkative_model(family))
+    engine = cuda_engine(model, dtype="float32")
+    first = run(engine, PROMPTS, n=2, ignore_eos=True)
+    turns = [[*PROMPTS[c.sample_id // 2], *c.token_ids, 7, 9] for c in first]
+    again = run(engine, turns, max_new_tokens=8)
+    assert engine.statistics()["cached_tokens"] >= 16 * len(turns)
+    assert tokens_of(again) == tokens_of(run(cuda_engine(model, dtype="float32"), turns, max_new_tokens=8))
+
+
+def test_late_stops_and_refills_lose_no_token():
+    model = on_cuda(talkative_model("qwen2"))
+    wide = run(cuda_engine(model, dtype="float32"), PROMPTS, n=12)
+    assert any(completion.finish_reason == "stop" for completion in wide)
+    narrow = run(cuda_engine(model, dtype="float32", max_num_seqs=5), PROMPTS, n=12)
+    assert tokens_of(narrow) == tokens_of(wide)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gpt2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_gives_the_same_bits_in_every_batch(family, dtype):
+    model = on_cuda(talkative_model(family))
+    crowd = run(cuda_engine(model, dtype=dtype, deterministic=True), PROMPTS, n=24)
+    few = run(cuda_engine(model, dtype=dtype, deterministic=True, max_num_seqs=3), PROMPTS, n=24)
+    tight = cuda_engine(model, dtype=dtype, deterministic=True, num_pages=9)
+    preempted = run(tight, PROMPTS, n=24)
+    assert tight.statistics()["preemptions"] > 0
+    assert crowd == few == preempted
+
+
 def test_sleep_gives_the_memory_back():
     model = talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     parameters = dict(model.named_parameters())
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0]
     engine = cuda_engine(model, gpu_memory_utilization=0.02)
     first = tokens_of(run(engine, PROMPTS, n=2))
-    awake = torch.cuda.memory_allocated() - before
+    awake = free - torch.cuda.mem_get_info()[0]
     engine.sleep()
     gc.collect()
-    assert torch.cuda.memory_allocated() - before < 0.05 * awake
+    torch.cuda.empty_cache()
+    kept = free - torch.cuda.mem_get_info()[0]
+    held = engine.runner.page_bytes * engine.statistics()["num_pages"] + sum(p.nbytes for p in parameters.values())
+    assert awake >= held
+    assert kept <= awake - held, "graphs and kernels stay, pages and weights do not"
     with pytest.raises(EngineAsleepError):
         run(engine, PROMPTS)
     engine.wake()

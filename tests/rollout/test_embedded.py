@@ -123,6 +123,49 @@ def test_samples_admitted_late_still_share_the_prefill():
     assert engine.statistics()["prefill_tokens"] == sum(map(len, PROMPTS))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])
+def test_a_second_turn_finds_the_keys_of_the_first(family):
+    model = talkative_model(family)
+    engine = make_engine(model, page_size=4)
+    first = run(engine, PROMPTS, n=2)
+    assert engine.statistics()["cached_tokens"] == 0
+    turns = [[*PROMPTS[c.sample_id // 2], *c.token_ids, 7, 9] for c in first]
+    again = run(engine, turns, max_new_tokens=8)
+    found = engine.statistics()["cached_tokens"]
+    assert found >= sum(len(turn) - 8 for turn in turns)
+    assert found + engine.statistics()["prefill_tokens"] == sum(map(len, turns))
+    fresh = run(make_engine(model, page_size=4), turns, max_new_tokens=8)
+    assert tokens_of(again) == tokens_of(fresh)
+    for one, other in zip(again, fresh):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def test_the_keys_of_other_weights_are_not_found():
+    model, other = talkative_model("qwen2"), talkative_model("qwen2", seed=1)
+    engine = make_engine(model, page_size=4)
+
+    def cached() -> float:
+        run(engine, PROMPTS)
+        return engine.statistics()["cached_tokens"]
+
+    assert cached() == 0
+    assert cached() > 0
+    engine.update_weights(model.named_parameters())
+    assert cached() == 0
+    with torch.no_grad():
+        for parameter, new in zip(model.parameters(), other.parameters()):
+            parameter.copy_(new)
+    assert cached() == 0
+    engine.forget_prefixes()
+    assert cached() == 0
+    assert cached() > 0
+    engine.sleep()
+    engine.wake()
+    assert cached() == 0
+    engine = make_engine(model, page_size=4, enable_prefix_caching=False)
+    assert cached() == cached() == 0
+
+
 def test_all_pages_come_back_and_the_books_are_right_all_along():
     engine = make_engine(talkative_model("qwen2"), num_pages=9, max_num_seqs=5)
     settings = SamplingParams(max_new_tokens=20)
@@ -192,6 +235,22 @@ def test_sleep_and_wake():
         engine.update_weights(model.named_parameters())
     engine.wake()
     assert tokens_of(run(engine, PROMPTS)) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_gives_the_same_bits_in_every_batch(family):
+    model = talkative_model(family)
+    crowd = run(make_engine(model, deterministic=True), PROMPTS, n=4)
+    assert worst_log_prob_error(model, crowd, 4, 1.0) <= 1e-4
+    few = run(make_engine(model, deterministic=True, max_num_seqs=3), PROMPTS, n=4)
+    tight = make_engine(model, deterministic=True, num_pages=7)
+    preempted = run(tight, PROMPTS, n=4)
+    assert tight.statistics()["preemptions"] > 0
+    alone = Request(prompt_ids=tuple(PROMPTS[1]), sample_ids=(6,))
+    engine = make_engine(model, deterministic=True)
+    [completion] = engine.generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)
+    assert crowd == few == preempted
+    assert completion == crowd[6]
 
 
 def test_a_diverged_model_is_an_error():

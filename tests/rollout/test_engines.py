@@ -182,6 +182,11 @@ def test_engines_of_other_projects_say_what_is_missing(name, monkeypatch):
         make_engine(talkative_model("qwen2"), name)
 
 
+def test_only_the_embedded_engine_is_deterministic():
+    with pytest.raises(ConfigError, match="needs the engine 'embedded'"):
+        make_engine(talkative_model("qwen2"), "hf", deterministic=True)
+
+
 def test_an_unknown_engine_is_an_error():
     with pytest.raises(ConfigError, match="Unknown rollout engine .* 'embeded'"):
         make_engine(talkative_model("qwen2"), "embeded")

@@ -30,6 +30,49 @@ def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
     assert pages.num_free == num_pages
 
 
+@given(
+    st.integers(2, 8),
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=20),
+)
+def test_pages_are_found_by_what_they_hold(num_pages, sequences):
+    """Sequences come, reuse what they find, write the rest, register, and stay or go."""
+    pages = PageAllocator(num_pages)
+    holders: list[list[int]] = []
+    contents: dict[int, list[int]] = {}  # page -> all tokens up to its end
+    for tokens, stays in sequences:
+        needed = -(-len(tokens) // 2)
+        if not pages.can_allocate(needed):
+            pages.free(holders.pop(0)) if holders else None
+            continue
+        found = pages.find(tokens, 2)
+        for number, page in enumerate(found):
+            assert contents[page] == tokens[: 2 * number + 2]
+        held = [*pages.share(found), *pages.allocate(needed - len(found))]
+        for number in range(len(found), needed):
+            contents[held[number]] = tokens[: 2 * number + 2]
+        pages.register(tokens, held, 2)
+        if stays:
+            holders.append(held)
+        else:
+            pages.free(held)
+            assert pages.find(tokens, 2)[: len(found)] == found
+        pages.check_integrity(holders)
+    pages.forget()
+    pages.check_integrity(holders)
+    assert pages.find([0, 0], 2) == pages.find([1, 0], 2) == []
+
+
+def test_the_page_let_go_of_first_is_forgotten_first():
+    pages = PageAllocator(3)
+    for token in (1, 2, 3):
+        held = pages.allocate(1)
+        pages.register([token], held, 1)
+        pages.free(held)
+    pages.free(pages.share(pages.find([1], 1)))
+    pages.allocate(1)
+    assert [len(pages.find([token], 1)) for token in (1, 2, 3)] == [1, 0, 1]
+
+
 def test_a_shared_page_is_free_after_its_last_holder():
     pages = PageAllocator(2)
     first = pages.allocate(1)

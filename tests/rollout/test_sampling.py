@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout import sampling
-from verl.rollout.sampling import gumbel_noise, noise_integers, row_keys, sample, sample_keys
+from verl.rollout.sampling import (
+    gumbel_noise,
+    negative_exponential_noise,
+    noise_integers,
+    row_keys,
+    sample,
+    sample_keys,
+)
 from verl.rollout.types import SamplingParams
 
 
@@ -158,3 +165,13 @@ def test_a_draw_of_128_rows_is_fast():
         sample(logits, params, keys)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 5e-3
+
+
+def test_the_rarest_noise_still_draws_the_only_token_kept():
+    keys = torch.from_numpy(row_keys(sample_keys(0, 0, np.array([43172])), np.zeros(1, np.int64)))
+    assert negative_exponential_noise(keys, 64)[0, 58] == -22.0
+    logits = torch.zeros(1, 64)
+    logits[0, 58] = 5.0
+    tokens, log_probs = sample(logits, SamplingParams(max_new_tokens=1, top_k=1), keys)
+    assert tokens.tolist() == [58]
+    assert log_probs[0] == pytest.approx(float(logits.log_softmax(-1)[0, 58]), abs=1e-6)

@@ -1,23 +1,75 @@
 """The scheduler without a model: whatever the sizes, every sample ends once, with its own tokens, on its own pages."""
 
+from collections import deque
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.scheduler import Group, Sample, Scheduler
+from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
 from verl.rollout.types import Completion
 
 PAGE = 4
 
 
-def drive(prompts: list[int], n: int, limits: list[int], spare: int, max_num_seqs: int, budget: int) -> Scheduler:
-    """Run samples that draw token (100 * sample id + position) and write (token -> page slot) into a fake cache.
+class FakeDevice:
+    """A device that keeps tokens and tables of its own, and a cache of the tokens written to each page slot.
 
-    A fake cache holds, for each page slot, the token that was last written there; before each draw every running
-    sample must find its prompt and its own tokens in its pages.
+    Sample i draws token 100 * i + position. Before each draw the row must find its prompt and its own tokens in its
+    pages, and no page that it writes to may be another's.
     """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.cache = np.zeros((scheduler.pages.num_pages, PAGE), np.int64)
+        self.table = np.zeros_like(scheduler.table)
+        self.texts: dict[int, list[int]] = {}  # by slot
+
+    def start(self, admission: Admission) -> np.ndarray:
+        for prefill in admission.prefills:
+            for place, token in enumerate(prefill.token_ids):
+                self.cache[prefill.pages[place // PAGE], place % PAGE] = token
+            if prefill.group is not None:
+                prefill.group.hidden = torch.zeros(1)
+        for slot in admission.slots:
+            group = self.scheduler.group_of(slot)
+            assert slot in admission.resumed or group.hidden is not None
+            count = self.scheduler.drawn[slot]
+            self.texts[slot] = [*group.prompt, *self.scheduler.token_ids[slot, :count].tolist()]
+        return self.draw(np.array(admission.slots))
+
+    def decode(self, slots: np.ndarray) -> np.ndarray:
+        for slot in slots.tolist():
+            place = len(self.texts[slot]) - 1
+            assert place == self.scheduler.cached[slot]
+            self.show()
+            page = self.table[slot, place // PAGE]
+            assert self.scheduler.pages.references[page] == 1, "a shared page was written to"
+            self.cache[page, place % PAGE] = self.texts[slot][-1]
+            assert self.cache[self.table[slot]].flatten()[: place + 1].tolist() == self.texts[slot]
+        return self.draw(slots)
+
+    def show(self) -> None:
+        changed = self.scheduler.take_changed()
+        self.table[changed] = self.scheduler.table[changed]
+
+    def draw(self, slots: np.ndarray) -> np.ndarray:
+        self.show()
+        tokens = []
+        for slot in slots.tolist():
+            position = len(self.texts[slot]) - len(self.scheduler.group_of(slot).prompt)
+            tokens.append(100 * self.scheduler.sample_id_of(slot) + position)
+            self.texts[slot].append(tokens[-1])
+        return np.array(tokens)
+
+
+def drive(
+    prompts: list[int], n: int, limits: list[int], spare: int, max_num_seqs: int, budget: int,
+    stop: int = 99, lag: int = 0, refill: int = 1, redraw: bool = False,
+) -> Scheduler:  # fmt: skip
+    """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag` draws late."""
     groups = [Group(prompt=tuple(range(-length, 0)), unstarted=n) for length in prompts]
     samples = [
         Sample(sample_id=i * n + j, group=group, limit=limits[(i * n + j) % len(limits)], key=np.uint64(0))
@@ -26,49 +78,48 @@ def drive(prompts: list[int], n: int, limits: list[int], spare: int, max_num_seq
     ]
     need = max(-(-(len(s.group.prompt) + s.limit - 1) // PAGE) for s in samples)
     pages = PageAllocator(need + spare)
-    scheduler = Scheduler(samples, pages, page_size=PAGE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    cache = np.zeros((pages.num_pages, PAGE), np.int64)
+    scheduler = Scheduler(
+        samples, pages, page_size=PAGE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, refill=refill,
+        redraw=redraw,
+    )  # fmt: skip
+    device = FakeDevice(scheduler)
     expected = {sample.sample_id: sample for sample in samples}
     done: list[Completion] = []
+    flight: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
     while scheduler.has_work:
+        slots = np.empty(0, np.int64)
         admission = scheduler.admit()
         if admission is not None:
+            sizes = [len(prefill.token_ids) for prefill in admission.prefills]
+            assert sum(sizes) <= budget or len(sizes) == 1
             slots = np.array(admission.slots)
-            tokens = [len(prefill.token_ids) for prefill in admission.prefills]
-            assert sum(tokens) <= budget or len(tokens) == 1
-            for prefill in admission.prefills:
-                for place, token in enumerate(prefill.token_ids):
-                    cache[prefill.pages[place // PAGE], place % PAGE] = token
-                if prefill.group is not None:
-                    prefill.group.hidden = torch.zeros(1)
-            for slot in admission.slots:
-                assert slot in admission.resumed or scheduler.group_of(slot).hidden is not None
+            flight.append((slots, scheduler.epoch[slots], device.start(admission)))
+            scheduler.launch(slots, feeds=False)
+            scheduler.release_started_prompts()
         else:
-            for source, target in scheduler.prepare_decode():
-                cache[target] = cache[source]
-            slots = scheduler.running
-            for slot in slots:
-                place = scheduler.cached[slot]
-                page = scheduler.table[slot, place // PAGE]
-                assert pages.references[page] == 1, "a shared page was written to"
-                cache[page, place % PAGE] = scheduler.token_ids[slot, scheduler.drawn[slot] - 1]
-                scheduler.cached[slot] += 1
+            copies, complete = scheduler.prepare_decode(may_preempt=not flight)
+            for source, target in copies:
+                device.cache[target] = device.cache[source]
+            slots = scheduler.unfinished if complete else slots
+            if slots.size:
+                flight.append((slots, scheduler.epoch[slots], device.decode(slots)))
+                scheduler.launch(slots, feeds=True)
         assert len(scheduler.running) <= max_num_seqs
         scheduler.check_integrity()
-        ids = np.array([scheduler.sample_id_of(slot) for slot in slots])
-        for slot in scheduler.running:
-            prompt = list(scheduler.group_of(slot).prompt)
-            text = [*prompt, *scheduler.token_ids[slot, : scheduler.drawn[slot]]]
-            found = cache[scheduler.table[slot]].flatten()[: scheduler.cached[slot]].tolist()
-            assert found == text[: scheduler.cached[slot]]
-        counts = scheduler.record(slots, 100 * ids + scheduler.drawn[slots], -ids.astype(np.float32))
-        ended = slots[counts >= scheduler.limits[slots]]
-        done += scheduler.finish(ended.tolist(), set())
-        scheduler.release_started_prompts()
+        if slots.size and len(flight) <= lag:
+            continue
+        slots, epochs, tokens = flight.popleft()
+        current = scheduler.epoch[slots] == epochs
+        slots, tokens = slots[current], tokens[current]
+        counts = scheduler.record(slots, tokens, -(tokens // 100).astype(np.float32))
+        stopped = counts >= stop
+        ended = stopped | (counts >= scheduler.limits[slots])
+        done += scheduler.finish(slots[ended].tolist(), set(slots[stopped].tolist()))
     for completion in done:
-        limit = expected.pop(completion.sample_id).limit
-        assert completion.token_ids == [100 * completion.sample_id + place for place in range(limit)]
-        assert completion.log_probs == [-completion.sample_id] * limit
+        count = min(expected.pop(completion.sample_id).limit, stop)
+        assert completion.token_ids == [100 * completion.sample_id + place for place in range(count)]
+        assert completion.log_probs == [-completion.sample_id] * count
+        assert completion.finish_reason == ("stop" if count == stop else "length")
     assert not expected
     pages.check_integrity([])
     return scheduler
@@ -82,9 +133,15 @@ def drive(prompts: list[int], n: int, limits: list[int], spare: int, max_num_seq
     spare=st.integers(0, 12),
     max_num_seqs=st.integers(1, 9),
     budget=st.integers(1, 30),
+    stop=st.integers(1, 12),
+    lag=st.integers(0, 2),
+    refill=st.integers(1, 4),
+    redraw=st.booleans(),
 )
-def test_every_sample_ends_once_with_its_own_tokens(prompts, n, limits, spare, max_num_seqs, budget):
-    drive(prompts, n, limits, spare, max_num_seqs, budget)
+def test_every_sample_ends_once_with_its_own_tokens(
+    prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw
+):  # fmt: skip
+    drive(prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw)
 
 
 def test_the_same_calls_give_the_same_order():

@@ -64,17 +64,19 @@ class RolloutConfig:
     )
     page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
     num_pages: int | None = setting(None, "pages of the key-value cache; null: what the memory allows", above=0)
+    enable_prefix_caching: bool = setting(
+        True, "keep the pages of prompts and responses for later prompts that begin with them, while weights last"
+    )
     max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
     max_num_batched_tokens: int = setting(8192, "prompt tokens taken in one prefill step", above=0)
     enable_chunked_prefill: bool = setting(
         True, "split long prompts over prefill steps", no_effect="the scheduler decides"
     )
-    enforce_eager: bool = setting(True, "no CUDA graphs", no_effect="decoding runs eagerly in this version")
+    enforce_eager: bool = setting(False, "on CUDA, decode without CUDA graphs")
     free_cache_engine: bool = setting(True, "give the engine's memory back while training")
     deterministic: bool = setting(
-        False, "same tokens in every batch composition",
-        planned="batch-invariant kernels are not built; on one device the same batch gives the same tokens already",
-    )  # fmt: skip
+        False, "the same tokens, to the last bit of their log-probs, whatever else is in the batch; slower"
+    )
     tensor_model_parallel_size: int = setting(1, "ranks that share the engine", planned="the engine uses one device")
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"

@@ -29,7 +29,7 @@ from verl.utils.errors import ModelError
 IMPLEMENTATION = "verl_packed"
 _SLOT = "verl_packing"
 # From torch 2.12 on, fewer key heads than query heads must be announced; 2.11 counts them itself.
-_VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 # Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in one block.
 _LINEAR_COST = 64
 # Work of a padded block over the work of its real tokens.
@@ -229,19 +229,19 @@ def packed_attention(
             f"Attention '{IMPLEMENTATION}' was called outside a packed forward. Run the model through PackedCausalLM "
             "or PackedValueModel (and enable checkpointing by apply_checkpointing), or inside attention_switched."
         )
-    _refuse_unsupported(module, attention_mask, dropout, asked)
+    refuse_unsupported(module, attention_mask, dropout, asked)
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     if slot.seen is not None:
         slot.seen.append(facts)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attend = _varlen_attention if _varlen_can(q, v, facts) else _block_attention
+    attend = _varlen_attention if varlen_can(q, v, facts) else block_attention
     return attend(q, k, v, layout, facts)[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
 
 
-def _refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]) -> None:
+def refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]) -> None:
     problems = {
         "an attention mask": mask is not None,
         "a position bias": asked.get("position_bias") is not None,
@@ -256,7 +256,7 @@ def _refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, 
         )
 
 
-def _varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
+def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     plain = facts.cap is None and facts.sinks is None
     head_dim = q.shape[-1]
     fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] == head_dim
@@ -268,7 +268,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
     longest = max(layout.lengths)
     # A window that covers every sequence is plain causal attention, which has the faster kernel.
     left = -1 if facts.window is None or facts.window >= longest else facts.window - 1
-    grouped: dict[str, Any] = _VARLEN_GQA if q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
     ends = layout.cu_seqlens
     out = varlen_attn(
         q, k, v, ends, ends, longest, longest, scale=facts.scale, window_size=(left, 0), **grouped
@@ -277,7 +277,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
     return out
 
 
-def _block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
     """(N, Hq, D), (N, Hk, D), (N, Hk, Dv) -> (N, Hq, Dv), block by block."""
     outputs = []
     for index, rows, length in layout.blocks:

@@ -35,6 +35,11 @@ class RolloutEngine(Protocol):
         """Make `generate` possible again."""
         ...
 
+    def forget_prefixes(self) -> None:
+        """Keep nothing of earlier prompts. A resumed run starts without them, and draws what this one draws only if
+        this one does, too."""
+        ...
+
     def statistics(self) -> dict[str, float]:
         """Counters of the last `generate`: prefill_tokens, decode_steps, preemptions, peak_pages ..."""
         ...

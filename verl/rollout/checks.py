@@ -55,12 +55,19 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
                 f"Request {number} has token ids {min(prompt)}..{max(prompt)}, the model knows 0..{vocabulary - 1}. "
                 "Use the tokenizer that belongs to the model."
             )
+        limits = request.limits
+        if limits is not None and (len(limits) != len(request.sample_ids) or min(limits, default=1) < 1):
+            raise RolloutError(
+                f"Request {number} has {len(request.sample_ids)} samples and the limits {limits}; each sample needs "
+                "one of at least 1."
+            )
         for sample_id in request.sample_ids:
             if sample_id in seen:
                 raise RolloutError(f"Sample id {sample_id} was asked for twice in one call; ids must be unique.")
             seen.add(sample_id)
 
 
-def response_limit(request: Request, params: SamplingParams, max_model_len: int) -> int:
-    """How many tokens a sample of `request` may draw."""
-    return min(params.max_new_tokens, max_model_len - len(request.prompt_ids))
+def response_limits(request: Request, params: SamplingParams, max_model_len: int) -> list[int]:
+    """How many tokens each sample of `request` may draw."""
+    most = min(params.max_new_tokens, max_model_len - len(request.prompt_ids))
+    return [min(most, limit) for limit in request.limits or [most] * len(request.sample_ids)]

@@ -19,11 +19,12 @@ from transformers import (
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.base import rollout_engines
-from verl.rollout.checks import response_limit
+from verl.rollout.checks import response_limits
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.sampling import row_keys, sample, sample_keys
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, SamplingParams
+from verl.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class HFEngine(LocalEngine):
     """
 
     def __init__(self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> None:
+        if config.deterministic:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.deterministic=true needs the engine 'embedded'; 'hf' computes in padded "
+                "batches, whose results depend on one another. Set actor_rollout_ref.rollout.name=embedded."
+            )
         super().__init__(model=model, tokenizer=tokenizer, config=config, device=device, attention="eager")
         # Whatever the model ships (top-p, repetition penalty ...) would be applied before our draw.
         self.twin.module.generation_config = GenerationConfig()
@@ -54,9 +60,9 @@ class HFEngine(LocalEngine):
         ids = [sample_id for request in requests for sample_id in request.sample_ids]
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         rows = [
-            _Row(sample_id, request.prompt_ids, response_limit(request, params, self.max_model_len), next(keys))
+            _Row(sample_id, request.prompt_ids, limit, next(keys))
             for request in requests
-            for sample_id in request.sample_ids
+            for sample_id, limit in zip(request.sample_ids, response_limits(request, params, self.max_model_len))
         ]
         return self._run(rows, params, rule)
 

@@ -51,6 +51,9 @@ class LocalEngine:
         self._asleep = False
         self.twin.restore()
 
+    def forget_prefixes(self) -> None:
+        """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says so."""
+
     def statistics(self) -> dict[str, float]:
         """Counters of the last `generate`; the engine's class says which."""
         return dict(self._statistics)

@@ -38,11 +38,13 @@ def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
-    # Two finaliser rounds over (column hash, key); the second half of the key enters between them, so that rows
-    # whose first halves collide still differ.
-    bits = _column_hashes(vocabulary, keys.device) ^ keys[:, :1]
+    # Two finaliser rounds over column hash ^ key; the second half of the key enters between them, so that rows whose
+    # first halves collide still differ. A shift spreads over an exclusive or, so the first one of the (b, V) integers
+    # is done for each column and each row.
+    first, second = keys[:, :1].clone(), keys[:, 1:]
+    bits = _shifted_column_hashes(vocabulary, keys.device) ^ _xor_shift_(first, 16, torch.empty_like(first))
+    torch.add(second, bits, alpha=_MULTIPLY_1, out=bits)
     shifted = torch.empty_like(bits)
-    _xor_shift_(bits, 16, shifted).mul_(_MULTIPLY_1).add_(keys[:, 1:])
     _xor_shift_(bits, 13, shifted).mul_(_MULTIPLY_2)
     return _xor_shift_(bits, 16, shifted).bitwise_and_(0x7FFFFFFF)
 
@@ -53,8 +55,11 @@ def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Ten
     log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform near 1 would round
     one draw in 2**25 to E = 0, which then wins against any weight.
     """
-    uniform = noise_integers(keys, vocabulary).to(torch.float32).add_(0.5).mul_(-(2.0**-31))
-    return uniform.log1p_()
+    uniform = noise_integers(keys, vocabulary).to(torch.float32)
+    # -(n + 1/2) / 2**31 in one pass: multiplying by a power of two rounds nothing.
+    torch.add(torch.tensor(-(2.0**-32)), uniform, alpha=-(2.0**-31), out=uniform)
+    # The last integers round to a uniform of 1: without a bound, E would be infinite and even a sole token could lose.
+    return uniform.log1p_().clamp_(min=-22.0)
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -83,21 +88,27 @@ def sample(
 def _sample_chunk(
     logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if params.temperature == 0:
-        shifted = logits.float()
-        largest, tokens = shifted.max(dim=-1)
-        return tokens, -(shifted - largest[:, None]).exp_().sum(dim=-1).log_()
-    assert keys is not None
-    scaled = logits.float() if params.temperature == 1 else logits.float() / params.temperature
-    shifted = scaled - scaled.amax(dim=-1, keepdim=True)
-    weights = shifted.exp()
+    # Every pass over (b, V) counts: at a small model they are a quarter of a decode step on CPU.
+    scaled = logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
+    largest = scaled.amax(dim=-1, keepdim=True)
+    weights = (scaled - largest).exp_()
     log_total = weights.sum(dim=-1).log_()
+    if params.temperature == 0:
+        return _argmin(scaled.neg()), log_total.neg_()
+    assert keys is not None
     if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
         weights.masked_fill_(weights < smallest_kept_weight(weights, params), 0.0)
     # An exponential race: argmin of E / weight is a draw in proportion to weight, and the Gumbel-max draw, for one
     # logarithm a token instead of three. The noise is -E, so the most negative ratio wins; weight 0 never does.
-    tokens = weights.div_(negative_exponential_noise(keys, logits.shape[1])).argmin(dim=-1)
-    return tokens, shifted.gather(1, tokens[:, None])[:, 0] - log_total
+    tokens = _argmin(weights.div_(negative_exponential_noise(keys, logits.shape[1])))
+    return tokens, (scaled.gather(1, tokens[:, None]) - largest)[:, 0] - log_total
+
+
+def _argmin(values: torch.Tensor) -> torch.Tensor:
+    """`argmin` over the last dimension. On CPU numpy's is vectorised, and ten times as fast as torch's."""
+    if values.device.type != "cpu":
+        return values.argmin(dim=-1)
+    return torch.from_numpy(values.numpy().argmin(axis=-1))
 
 
 def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -154,7 +165,14 @@ def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.
 
 
 @functools.lru_cache(maxsize=8)
-def _column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
+def column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
     """(1, V) int32, one hash a token id."""
     hashes = _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()
     return torch.from_numpy(hashes)[None].to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _shifted_column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
+    """`column_hashes` after the first shift of a round."""
+    hashes = column_hashes(vocabulary, device).clone()
+    return _xor_shift_(hashes, 16, torch.empty_like(hashes))

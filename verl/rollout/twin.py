@@ -1,7 +1,7 @@
 """A second module object of the trainer's model class, whose weights an engine reads."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,11 @@ from transformers import PreTrainedModel
 
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import nearest_names
+from verl.utils.reserved_memory import ReservedMemory
+
+# Linear layers that transformers' modules apply to one input.
+_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ALIGNMENT = 256  # bytes; the widest loads of matrix kernels need 16, and memory moves in lines of 128
 
 _DTYPES = {
     "float32": torch.float32,
@@ -39,7 +44,8 @@ class ModelTwin:
 
     It is built on meta, so nothing that the trainer hangs on its module (checkpointing, compile, hooks, train mode)
     reaches it. On CPU a parameter whose dtype agrees is the trainer's own: an optimizer step is seen at once and
-    nothing is copied. Every other parameter is a copy at an address that lives until `release`.
+    nothing is copied. Every other parameter is a copy at an address of its own, which on CUDA outlives `release` and
+    `restore`; there the weights that several linear layers apply to one input lie behind one another (see `stacked`).
     """
 
     def __init__(self, model: PreTrainedModel, *, attention: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,22 +55,35 @@ class ModelTwin:
         self._parameters = dict(model.named_parameters())
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
+        self._num_updates = 0
         self.module = _meta_copy(model, attention)
+        self._memory: ReservedMemory | None = None
+        self._offsets: dict[str, int] = {}
+        if device.type == "cuda":
+            self._offsets, num_bytes = self._lay_out()
+            self._memory = ReservedMemory(num_bytes, device)
+            self._memory.grow(num_bytes)
         self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
         for name, parameter in self._parameters.items():
             if self._can_alias(parameter):
                 self._aliased.add(name)
                 self._place(name, parameter)
             else:
-                self._place(name, self._new_copy(parameter))
+                self._place(name, self._new_copy(name, parameter))
                 self._fill_at_start(name, parameter)
         _share_other_tensors(model, self.module, device)
         self.module.eval()
+
+    @property
+    def version(self) -> object:
+        """Differs whenever the weights do: the number of updates, and what autograd counts of changes in place."""
+        return self._num_updates, sum(self._parameters[name]._version for name in self._aliased)
 
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of another shape; the
         weights count as incomplete then, until an update succeeds."""
         self.ready = False
+        self._num_updates += 1
         missing = set(self._parameters)
         tied = {place: name for name, places in self._places.items() for place in places}
         for given, tensor in named_tensors:
@@ -91,17 +110,43 @@ class ModelTwin:
         self.ready = True
 
     def release(self) -> None:
-        """Drop the copies; aliased parameters cost nothing and stay."""
-        for name in self._parameters:
-            if name not in self._aliased:
-                self._place(name, torch.empty(0, dtype=self.dtype, device=self.device))
-                self.ready = False
+        """Give the memory of copies on CUDA back. Their addresses stay, and nothing may read them until `restore`."""
+        if self._memory is not None:
+            self._memory.release()
+            self.ready = False
 
     def restore(self) -> None:
-        """Allocate what `release` dropped. `update` has to fill it."""
-        for name, parameter in self._parameters.items():
-            if name not in self._aliased and self._placed(name).numel() != parameter.numel():
-                self._place(name, self._new_copy(parameter))
+        """Memory for what `release` gave back. `update` has to fill it."""
+        if self._memory is not None:
+            self._memory.grow(self._memory.num_bytes)
+
+    def stacked(self, linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight (sum of N, K) and bias (sum of N,) of linear layers with one input: one matrix over their memory."""
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        return self._joined(weights), self._joined(biases) if biases else None
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        first, rows = parts[0], 0
+        for part in parts:
+            assert part.data_ptr() == first.data_ptr() + rows * first.stride(0) * first.itemsize, "not stacked"
+            rows += part.shape[0]
+        assert self._memory is not None
+        offset = next(self._offsets[name] for name in self._parameters if self._placed(name) is first)
+        return self._memory.tensor(offset, (rows, *first.shape[1:]), first.dtype)
+
+    def _lay_out(self) -> tuple[dict[str, int], int]:
+        """Where each parameter starts, and how many bytes all take."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for names in _stacks(self.module, list(self._parameters)):
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            for name in names:
+                offsets[name] = end
+                parameter = self._parameters[name]
+                end += parameter.numel() * self._dtype_of(parameter).itemsize
+        return offsets, end
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         source = self._parameters[name]
@@ -112,7 +157,7 @@ class ModelTwin:
         if name in self._aliased:
             # Other memory than the trainer's: writing through the alias would change the trainer's weights.
             self._aliased.discard(name)
-            self._place(name, self._new_copy(source))
+            self._place(name, self._new_copy(name, source))
         with torch.no_grad():
             self._placed(name).copy_(tensor)
 
@@ -124,7 +169,9 @@ class ModelTwin:
     def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
-    def _new_copy(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _new_copy(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        if self._memory is not None:
+            return self._memory.tensor(self._offsets[name], parameter.shape, self._dtype_of(parameter))
         return torch.empty(parameter.shape, dtype=self._dtype_of(parameter), device=self.device)
 
     def _fill_at_start(self, name: str, parameter: torch.Tensor) -> None:
@@ -151,6 +198,21 @@ def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places[first_name[id(parameter)]].append(name)
     return places
+
+
+def _stacks(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """`names` of parameters, those that belong behind one another together."""
+    stacks: list[list[str]] = []
+    for path, owner in module.named_modules():
+        for siblings in _ONE_INPUT:
+            linears = [getattr(owner, sibling, None) for sibling in siblings]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                for kind in ("weight", "bias"):
+                    stack = [f"{path}.{sibling}.{kind}" for sibling in siblings]
+                    if all(name in names for name in stack):
+                        stacks.append(stack)
+    stacked = {name for stack in stacks for name in stack}
+    return [*stacks, *([name] for name in names if name not in stacked)]
 
 
 def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:

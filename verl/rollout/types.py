@@ -22,10 +22,12 @@ class SamplingParams:
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and the samples wanted from it. `sample_ids` are unique within one `generate` call and, with the
-    seed and the step, fix the noise of every sample."""
+    seed and the step, fix the noise of every sample. `limits` are the most tokens that each sample may draw, where that
+    is less than `SamplingParams.max_new_tokens`."""
 
     prompt_ids: tuple[int, ...]
     sample_ids: tuple[int, ...]
+    limits: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,7 @@ class ActorRolloutWorker(TrainedWorker):
         ]
         if self.rollout_is_asleep:
             self.sync_weights()
+        self.rollout.forget_prefixes()
         completions = list(self.rollout.generate(requests, params, seed=seed, step=step))
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()

@@ -7,14 +7,15 @@ module of that engine's model, so engines in one process never see each other's 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from verl.models.attention import Facts, Layout, layer_facts, packed_attention, prepare
+from verl.models.attention import Facts, Layout, layer_facts, packed_attention, prepare, refuse_unsupported
+from verl.rollout.embedded import invariant
 
 IMPLEMENTATION = "verl_paged"
 _PAGING = "verl_paging"
@@ -23,11 +24,12 @@ GATHER_TOKENS = 1 << 18
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps a token: `heads` keys of size `key_dim` and values of size `value_dim`."""
+    """What one layer keeps a token, `heads` keys of `key_dim` and values of `value_dim` numbers, and how it attends."""
 
     heads: int
     key_dim: int
     value_dim: int
+    facts: Facts
 
 
 class LayerPages(NamedTuple):
@@ -40,6 +42,14 @@ class LayerPages(NamedTuple):
     values: Tensor
 
 
+class Step(Protocol):
+    """What the layers of a model do with their queries, keys and values at the moment."""
+
+    def attend(self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+        """Store k (Hk, N, D) and v (Hk, N, Dv), then q (N, Hq, D) -> (N, Hq, Dv)."""
+        ...
+
+
 @dataclass(frozen=True)
 class PrefillStep:
     """N packed tokens of whole sequences, none of which has a page filled yet."""
@@ -49,10 +59,12 @@ class PrefillStep:
     offsets: Tensor  # (N,)
     _write_index: dict[int, Tensor] = field(default_factory=dict)
 
-    def write_index(self, heads: int, page_size: int) -> Tensor:
+    def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
+        """Write k (Hk, N, D) and v (Hk, N, Dv) to their pages."""
+        heads, page_size = k.shape[0], pages.keys.shape[2]
         if heads not in self._write_index:
             self._write_index[heads] = _token_index(self.pages, self.offsets, heads, page_size)
-        return self._write_index[heads]
+        _store(pages, k, v, self._write_index[heads])
 
 
 class RowChunk(NamedTuple):
@@ -74,11 +86,18 @@ class DecodeStep:
     page_size: int
     _kept: dict[Any, Tensor] = field(default_factory=dict)
 
-    def write_index(self, heads: int) -> Tensor:
-        key = ("write", heads)
+    def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
+        """Write k (Hk, b, D) and v (Hk, b, Dv) to their pages."""
+        key = ("write", k.shape[0])
         if key not in self._kept:
-            self._kept[key] = _token_index(self.pages, self.offsets, heads, self.page_size)
-        return self._kept[key]
+            self._kept[key] = _token_index(self.pages, self.offsets, k.shape[0], self.page_size)
+        _store(pages, k, v, self._kept[key])
+
+    def attend(self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+        """See `Step.attend`."""
+        self.store(pages, k, v)
+        parts = [_attend(q[chunk.rows], pages, paging, self, number, facts) for number, chunk in enumerate(self.chunks)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def gather_index(self, number: int, heads: int) -> Tensor:
         """Rows of a cache viewed as (num_pages * Hk, page_size * D) that make up chunk `number`: (rows, Hk, width)."""
@@ -133,15 +152,16 @@ def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[R
 class Paging:
     """The pages of one engine, and the step that its model computes at the moment."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
         self.packing = prepare(model)
+        self.invariant = invariant  # whether a row's bits must not depend on the rows beside it
         for module in model.modules():
             setattr(module, _PAGING, self)
             if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation(IMPLEMENTATION)
         self.layers: dict[nn.Module, LayerPages] = {}
         self.seen: dict[nn.Module, LayerShape] | None = None  # a dict while the model's layers are being counted
-        self.step: PrefillStep | DecodeStep | None = None
+        self.step: PrefillStep | Step | None = None
         self._workspaces: dict[str, Tensor] = {}
 
     def workspace(self, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -152,13 +172,34 @@ class Paging:
             kept = self._workspaces[name] = like.new_empty(count)
         return kept[:count].view(shape)
 
+    def prefill_attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **asked: Any,
+    ) -> tuple[Tensor, None]:
+        """`packed_attention`, sequence by sequence where the bits of a row matter."""
+        if not self.invariant:
+            return packed_attention(module, query, key, value, mask, scaling, dropout, **asked)
+        refuse_unsupported(module, mask, dropout, asked)
+        layout = self.packing.layout
+        assert layout is not None
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        facts = layer_facts(module, query.shape[-1], scaling, asked)
+        return invariant.prefill_attention(q, k, v, layout, facts)[None], None
+
     def release(self) -> None:
         """Forget the pages of all layers, and the memory they are gathered into."""
         self.layers.clear()
         self._workspaces.clear()
 
     @contextmanager
-    def computing(self, step: PrefillStep | DecodeStep) -> Iterator[None]:
+    def computing(self, step: PrefillStep | Step) -> Iterator[None]:
         """A context in which the model's layers compute `step`."""
         self.step = step
         try:
@@ -197,17 +238,14 @@ def paged_attention(
     assert step is not None, "the engine's module was called outside a step"
     if isinstance(step, PrefillStep):
         if paging.seen is not None:
-            paging.seen[module] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+            facts = layer_facts(module, query.shape[-1], scaling, asked)
+            paging.seen[module] = LayerShape(key.shape[1], key.shape[3], value.shape[3], facts)
         else:
-            pages = paging.layers[module]
-            _write(pages, key, value, step.write_index(key.shape[1], pages.keys.shape[2]))
-        return packed_attention(module, query, key, value, attention_mask, scaling, dropout, **asked)
-    pages = paging.layers[module]
-    _write(pages, key, value, step.write_index(key.shape[1]))
+            step.store(paging.layers[module], key[0], value[0])
+        return paging.prefill_attention(module, query, key, value, attention_mask, scaling, dropout, **asked)
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     q = query[0].transpose(0, 1)
-    parts = [_attend(q[chunk.rows], pages, paging, step, number, facts) for number, chunk in enumerate(step.chunks)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+    return step.attend(paging, paging.layers[module], q, key[0], value[0], facts)[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -219,9 +257,9 @@ def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> 
     return (((pages * heads)[:, None] + head) * page_size + offsets[:, None]).flatten()
 
 
-def _write(pages: LayerPages, key: Tensor, value: Tensor, index: Tensor) -> None:
-    for cache, new in zip(pages, (key, value)):
-        cache.view(-1, cache.shape[-1]).index_copy_(0, index, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
+    for cache, new in zip(pages, (k, v)):
+        cache.view(-1, cache.shape[-1]).index_copy_(0, index, new.transpose(0, 1).reshape(-1, new.shape[-1]))
 
 
 def _attend(q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts) -> Tensor:

@@ -1,21 +1,23 @@
 """The embedded engine: continuous batching over a paged cache, through the Hugging Face module itself."""
 
+import importlib
 import os
 import time
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.base import rollout_engines
-from verl.rollout.checks import response_limit
+from verl.rollout.checks import response_limits
 from verl.rollout.embedded.attention import IMPLEMENTATION
+from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
-from verl.rollout.embedded.runner import ModelRunner
+from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.sampling import sample_keys
@@ -23,24 +25,29 @@ from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.devices import GIB
 from verl.utils.errors import EngineAsleepError, RolloutError
+from verl.utils.imports import require
 from verl.utils.logging import logger
 
 # Share of a CPU machine's memory that the cache may take when num_pages is not given.
 CPU_MEMORY_SHARE = 0.25
 PROGRESS_EVERY_S = 10.0
+_COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens", "copied_pages")
 
 
 class EmbeddedEngine(LocalEngine):
     """A `RolloutEngine` inside the trainer's process. One `generate` at a time.
 
-    Statistics: prefill_tokens, decode_steps, generated_tokens, preemptions, copied_pages, peak_pages, num_pages,
-    generate_s, tokens_per_s.
+    Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps, generated_tokens,
+    preemptions, copied_pages, peak_pages, num_pages, capture_s (graphs captured since the engine was made), generate_s,
+    tokens_per_s.
     """
 
     def __init__(self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> None:
         super().__init__(model=model, tokenizer=tokenizer, config=config, device=device, attention=IMPLEMENTATION)
-        self.runner = ModelRunner(self.twin.module, page_size=config.page_size, device=device, dtype=self.twin.dtype)
+        self.runner = self._make_runner()
         self._scheduler: Scheduler | None = None
+        self._pages = PageAllocator(0)
+        self._pages_version: object = None  # of the weights that the keys in the pages were computed with
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
@@ -55,10 +62,14 @@ class EmbeddedEngine(LocalEngine):
         self._provide_pages(requests, samples)
         scheduler = Scheduler(
             samples,
-            PageAllocator(self.runner.num_pages),
+            self._fresh_pages(),
             page_size=self.config.page_size,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
+            refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),
+            # The keys of a token are not the same bits when they are computed beside others, or after the prompt.
+            prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
+            redraw=self.config.deterministic,
         )
         return self._run(scheduler, params, rule)
 
@@ -67,12 +78,37 @@ class EmbeddedEngine(LocalEngine):
         `wake`, which knows how much it needs."""
         self._refuse_while_busy()
         self.runner.release()
+        self._pages = PageAllocator(0)
         super().sleep()
+
+    def forget_prefixes(self) -> None:
+        """See `RolloutEngine.forget_prefixes`."""
+        self._refuse_while_busy()
+        self._pages.forget()
 
     def check_integrity(self) -> None:
         """Assert that the pages' books are right, during a `generate`; outside of one no page is in use."""
         if self._scheduler is not None:
             self._scheduler.check_integrity()
+
+    def _make_runner(self) -> ModelRunner:
+        settings: dict[str, Any] = {
+            "page_size": self.config.page_size,
+            "max_model_len": self.max_model_len,
+            "deterministic": self.config.deterministic,
+            "device": self.device,
+            "dtype": self.twin.dtype,
+        }
+        if self.device.type == "cpu":
+            return HostRunner(self.twin.module, **settings)
+        require("triton", "Generation on a GPU", "pip install triton")
+        cuda = importlib.import_module("verl.rollout.embedded.cuda_runner")  # triton exists beside CUDA only
+        return cuda.CudaRunner(
+            self.twin,
+            **settings,
+            max_num_seqs=self.config.max_num_seqs,
+            enforce_eager=self.config.enforce_eager,
+        )
 
     def _refuse_while_busy(self) -> None:
         if self._scheduler is not None:
@@ -81,15 +117,19 @@ class EmbeddedEngine(LocalEngine):
     def _samples(self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int) -> list[Sample]:
         ids = [sample_id for request in requests for sample_id in request.sample_ids]
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
-        samples = []
+        groups = []
         for request in requests:
             group = Group(prompt=tuple(request.prompt_ids), unstarted=len(request.sample_ids))
-            limit = response_limit(request, params, self.max_model_len)
-            samples += [
-                Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
-                for sample_id in request.sample_ids
-            ]
-        return samples
+            limits = response_limits(request, params, self.max_model_len)
+            groups.append(
+                [
+                    Sample(sample_id=sample_id, group=group, limit=limit, key=next(keys))
+                    for sample_id, limit in zip(request.sample_ids, limits)
+                ]
+            )
+        # Longest first: what starts last should not run longest, alone, while the device idles.
+        groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
+        return [sample for samples in groups for sample in samples]
 
     def _provide_pages(self, requests: Sequence[Request], samples: Sequence[Sample]) -> None:
         """Allocate the cache, or a larger one where this call can use it."""
@@ -121,56 +161,93 @@ class EmbeddedEngine(LocalEngine):
         # One page more a sequence, for prompts whose samples have not all started.
         return min(int(share // self.runner.page_bytes), self.config.max_num_seqs * (longest + 1))
 
+    def _fresh_pages(self) -> PageAllocator:
+        """The books of the pages, without the keys of other weights than the present ones."""
+        self._pages.grow(self.runner.num_pages)
+        if self._pages_version != self.twin.version:
+            self._pages.forget()
+            self._pages_version = self.twin.version
+        self._pages.reset_peak()
+        return self._pages
+
     def _run(self, scheduler: Scheduler, params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
         # Asked again: the iterator may be started long after it was made.
         self._refuse_while_busy()
         if self.runner.num_pages < scheduler.pages.num_pages:
             raise EngineAsleepError("The engine slept after this generate() was called; call generate() again.")
         self._scheduler = scheduler
-        total = len(scheduler.waiting)
-        progress = _Progress(total)
-        counts = dict.fromkeys(("prefill_tokens", "decode_steps", "generated_tokens", "copied_pages"), 0)
+        progress = _Progress(len(scheduler.waiting))
+        counts = Counter[str]()
+        flight: deque[Draws] = deque()
         try:
+            self.runner.begin(params)
             while scheduler.has_work:
-                admission = scheduler.admit()
-                if admission is not None:
-                    slots = np.array(admission.slots, np.int64)
-                    hidden = self._prefill(scheduler, admission)
-                    counts["prefill_tokens"] += sum(len(prefill.token_ids) for prefill in admission.prefills)
-                else:
-                    copies = scheduler.prepare_decode()
-                    slots = scheduler.running
-                    hidden = self._decode(scheduler, copies)
-                    counts["decode_steps"] += 1
-                    counts["copied_pages"] += len(copies)
-                counts["generated_tokens"] += len(slots)
-                completions = self._advance(scheduler, slots, hidden, params, rule)
-                scheduler.release_started_prompts()
-                progress.note(scheduler, len(completions), counts["generated_tokens"])
-                yield from completions
+                draws = self._launch(scheduler, counts, drained=not flight)
+                if draws is not None:
+                    flight.append(draws)
+                # Tokens are looked at while the device computes the step after theirs.
+                if draws is None or len(flight) > self.runner.lag:
+                    completions = self._collect(scheduler, flight.popleft(), counts, rule)
+                    progress.note(scheduler, len(completions), counts["generated_tokens"])
+                    yield from completions
+        except BaseException:
+            # Pages are registered before their keys are computed, which may not have come to pass.
+            self._pages.forget()
+            raise
         finally:
             scheduler.abandon()
             self._scheduler = None
-            seconds = progress.seconds
             self._statistics = {
-                **{name: float(count) for name, count in counts.items()},
+                **{name: float(counts[name]) for name in _COUNTS},
                 "preemptions": float(scheduler.preemptions),
                 "peak_pages": float(scheduler.pages.peak),
                 "num_pages": float(scheduler.pages.num_pages),
-                "generate_s": seconds,
-                "tokens_per_s": counts["generated_tokens"] / seconds,
+                "generate_s": progress.seconds,
+                "capture_s": self.runner.capture_s,
+                "tokens_per_s": counts["generated_tokens"] / progress.seconds,
             }
+
+    def _launch(self, scheduler: Scheduler, counts: Counter[str], *, drained: bool) -> Draws | None:
+        """Start samples, or let the running ones draw once more; None where what is in flight must come back first."""
+        admission = scheduler.admit()
+        if admission is not None:
+            slots = np.array(admission.slots, np.int64)
+            draws = self.runner.start(scheduler, slots, self._prefill(scheduler, admission))
+            scheduler.launch(slots, feeds=False)
+            scheduler.release_started_prompts()
+            for prefill in admission.prefills:
+                counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
+                counts["cached_tokens"] += prefill.cached
+            return draws
+        copies, complete = scheduler.prepare_decode(may_preempt=drained)
+        if copies:
+            self.runner.copy_pages(copies)
+            counts["copied_pages"] += len(copies)
+        slots = scheduler.unfinished
+        if not complete or slots.size == 0:
+            return None
+        draws = self.runner.decode(scheduler, slots)
+        scheduler.launch(slots, feeds=True)
+        counts["decode_steps"] += 1
+        return draws
 
     def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
         """Compute what the admission needs; gives the hidden state (b, H) each admitted slot draws from."""
-        prefills = admission.prefills
-        if prefills:
-            states = self.runner.prefill(
-                [prefill.token_ids for prefill in prefills], [prefill.pages for prefill in prefills]
-            )
-            for prefill, state in zip(prefills, states):
-                if prefill.group is not None:
-                    prefill.group.hidden = state
+        states: dict[int, torch.Tensor] = {}  # by number of the prefill
+        for cached in (False, True):
+            numbers = [n for n, prefill in enumerate(admission.prefills) if (prefill.cached > 0) == cached]
+            if not numbers:
+                continue
+            prefills = [admission.prefills[n] for n in numbers]
+            sequences, pages = [p.token_ids for p in prefills], [p.pages for p in prefills]
+            if cached:
+                hidden = self.runner.extend(sequences, pages, [p.cached for p in prefills])
+            else:
+                hidden = self.runner.prefill(sequences, pages)
+            states.update(zip(numbers, hidden))
+        for number, prefill in enumerate(admission.prefills):
+            if prefill.group is not None:
+                prefill.group.hidden = states[number]
         rows = []
         for slot in admission.slots:
             if slot in admission.resumed:
@@ -179,35 +256,21 @@ class EmbeddedEngine(LocalEngine):
                 rows.append(scheduler.group_of(slot).hidden)
         return torch.stack(rows)
 
-    def _decode(self, scheduler: Scheduler, copies: list[tuple[int, int]]) -> torch.Tensor:
-        if copies:
-            self.runner.copy_pages(copies)
-        slots = scheduler.running
-        positions = scheduler.cached[slots]
-        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
-        width = int(positions.max()) // self.config.page_size + 1
-        hidden = self.runner.decode(last, positions, scheduler.table[slots, :width])
-        scheduler.cached[slots] = positions + 1
-        return hidden
-
-    def _advance(
-        self,
-        scheduler: Scheduler,
-        slots: NDArray[np.int64],
-        hidden: torch.Tensor,
-        params: SamplingParams,
-        rule: StopRule,
-    ) -> list[Completion]:
-        """Draw one token for each of `slots` and end those that are done."""
-        tokens, log_probs = self.runner.draw(hidden, params, scheduler.keys[slots], scheduler.drawn[slots])
+    def _collect(self, scheduler: Scheduler, draws: Draws, counts: Counter[str], rule: StopRule) -> list[Completion]:
+        """Note the tokens that came back and end the samples that are done."""
+        tokens, log_probs = draws.result()
+        # A sample that ended at the draw before left this slot, and the device has drawn once more for it.
+        current = scheduler.epoch[draws.slots] == draws.epochs
+        slots, tokens, log_probs = draws.slots[current], tokens[current], log_probs[current]
+        counts["generated_tokens"] += len(slots)
         if not np.isfinite(log_probs).all():
             raise not_finite(scheduler.sample_id_of(int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])))
-        counts = scheduler.record(slots, tokens, log_probs)
+        drawn = scheduler.record(slots, tokens, log_probs)
         stopped = rule.ends(tokens)
         if rule.strings:
             for row in np.flatnonzero(~stopped).tolist():
-                stopped[row] = rule.completes_string(scheduler.token_ids[slots[row], : counts[row]])
-        done = stopped | (counts >= scheduler.limits[slots])
+                stopped[row] = rule.completes_string(scheduler.token_ids[slots[row], : drawn[row]])
+        done = stopped | (drawn >= scheduler.limits[slots])
         if not done.any():
             return []
         return scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))

@@ -1,5 +1,6 @@
-"""Which page of the key-value cache belongs to whom."""
+"""Which page of the key-value cache belongs to whom, and what the pages that nobody holds still remember."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -9,49 +10,105 @@ from numpy.typing import NDArray
 class PageAllocator:
     """Pages 0..num_pages-1 with reference counts: a page is free when nobody holds it, shared when several do.
 
-    The order in which pages are handed out depends on the calls alone, so a run can be repeated.
+    A full page may be registered under the tokens it holds and those before it. It can be found by them until it is
+    handed out again, which happens to the page that was let go of longest ago when no other is free. The order in which
+    pages are handed out depends on the calls alone, so a run can be repeated.
     """
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.references: NDArray[np.int32] = np.zeros(num_pages, np.int32)
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.num_pages = 0
+        self.references: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._free: list[int] = []
+        # Registered pages: (key of the page before, tokens) -> (page, its own key). Keys are never used twice, so what
+        # follows a page that was handed out again cannot be found any more.
+        self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # of registered pages
+        self._idle: OrderedDict[int, None] = OrderedDict()  # registered pages that nobody holds, oldest first
+        self._last_key = 0
         self.peak = 0  # most pages in use at once since `reset_peak`
+        self.grow(num_pages)
+
+    def grow(self, num_pages: int) -> None:
+        """Have `num_pages` pages, at least as many as there are; those there are stay as they are."""
+        assert num_pages >= self.num_pages
+        self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
+        self.references = np.append(self.references, np.zeros(num_pages - self.num_pages, np.int32))
+        self.num_pages = num_pages
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
+        return count <= self.num_free
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages, each held once. Ask `can_allocate` first."""
-        assert self.can_allocate(count), f"asked for {count} pages with {len(self._free)} free"
-        pages = [self._free.pop() for _ in range(count)]
+        assert self.can_allocate(count), f"asked for {count} pages with {self.num_free} free"
+        pages = [self._free.pop() if self._free else self._take_oldest() for _ in range(count)]
         self.references[pages] = 1
-        self.peak = max(self.peak, self.num_pages - len(self._free))
+        self._note_peak()
         return pages
 
     def share(self, pages: Sequence[int]) -> list[int]:
-        """Hold `pages` (all in use, each once) one time more."""
-        assert all(self.references[page] > 0 for page in pages), "shared a page that nobody holds"
+        """Hold `pages` (all in use or registered, each once) one time more."""
+        for page in pages:
+            if self.references[page] == 0:
+                assert page in self._idle, "shared a page that nobody holds"
+                del self._idle[page]
         self.references[list(pages)] += 1
+        self._note_peak()
         return list(pages)
 
     def free(self, pages: Sequence[int]) -> None:
         """Let go of `pages`, one hold each; a page whose last hold this was is free."""
-        for page in pages:
+        # Backwards: without its first page the rest of a sequence cannot be found, so the first is forgotten last.
+        for page in reversed(pages):
             assert self.references[page] > 0, f"page {page} was freed twice"
             self.references[page] -= 1
             if self.references[page] == 0:
-                self._free.append(page)
+                if page in self._names:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
         return bool(self.references[page] > 1)
 
+    def register(self, token_ids: Sequence[int], pages: Sequence[int], page_size: int) -> None:
+        """Let the full pages among `pages`, which hold the keys of `token_ids`, be found by `find`."""
+        key = 0
+        for number, page in enumerate(pages[: len(token_ids) // page_size]):
+            name = (key, tuple(token_ids[number * page_size : (number + 1) * page_size]))
+            if name not in self._registered:
+                if page in self._names:
+                    return  # registered behind other pages than these
+                self._last_key += 1
+                self._registered[name] = (page, self._last_key)
+                self._names[page] = name
+            key = self._registered[name][1]
+
+    def find(self, token_ids: Sequence[int], page_size: int) -> list[int]:
+        """Registered pages with the keys of as many leading tokens as possible; they may be shared at once."""
+        pages: list[int] = []
+        key = 0
+        for start in range(0, len(token_ids) - page_size + 1, page_size):
+            found = self._registered.get((key, tuple(token_ids[start : start + page_size])))
+            if found is None:
+                break
+            pages.append(found[0])
+            key = found[1]
+        return pages
+
+    def forget(self) -> None:
+        """Unregister all pages: their keys were computed with other weights."""
+        self._registered.clear()
+        self._names.clear()
+        self._free.extend(reversed(self._idle))
+        self._idle.clear()
+
     def reset_peak(self) -> None:
-        self.peak = self.num_pages - len(self._free)
+        self.peak = self.num_pages - self.num_free
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Every page is either free or held exactly as often as `holders` (one list of pages each) say."""
@@ -60,5 +117,16 @@ class PageAllocator:
             for page in pages:
                 expected[page] += 1
         assert np.array_equal(expected, self.references), "reference counts differ from the holders' lists"
-        assert len(set(self._free)) == len(self._free), "a page is free twice"
-        assert sorted(self._free) == np.flatnonzero(expected == 0).tolist(), "free list differs from the counts"
+        free = [*self._free, *self._idle]
+        assert len(set(free)) == len(free), "a page is free twice"
+        assert sorted(free) == np.flatnonzero(expected == 0).tolist(), "free list differs from the counts"
+        assert {page: name for name, (page, _) in self._registered.items()} == self._names, "names of pages are lost"
+        assert self._idle.keys() <= self._names.keys(), "a page without a name waits to be found"
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self.num_pages - self.num_free)
+
+    def _take_oldest(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._registered[self._names.pop(page)]
+        return page

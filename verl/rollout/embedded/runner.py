@@ -1,7 +1,8 @@
 """Runs the engine's module: packed prefill, batched decode, logits of the rows that need them, the draw."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,53 +12,95 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import Layout
 from verl.models.logprobs import head_logits, head_of
-from verl.rollout.embedded.attention import DecodeStep, LayerPages, LayerShape, Paging, PrefillStep, plan_chunks
-from verl.rollout.sampling import row_keys, sample
+from verl.rollout.embedded.attention import LayerPages, LayerShape, Paging, PrefillStep, Step
+from verl.rollout.embedded.fused import FusedDecoder, can_fuse
+from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
+from verl.rollout.embedded.invariant import make_invariant, refuse_variant_operations
+from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.types import SamplingParams
+from verl.utils.logging import logger
 
-# Logits of so many (row, token) pairs are alive at once: 256 MiB in fp32.
-CHUNK_LOGITS = 1 << 26
+
+class Draws(NamedTuple):
+    """One draw for each of `slots`, launched in `epochs`. `result` gives the tokens (b,) and their log-probs (b,), and
+    waits for them where the device still computes."""
+
+    slots: NDArray[np.int64]
+    epochs: NDArray[np.int64]
+    result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
+
+
+# Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
+Body = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 class ModelRunner:
-    """A model with paged attention, and the pages of its layers.
+    """A model with paged attention, and the pages of its layers. A subclass for each kind of device.
 
-    Everything that comes in is host memory (lists and numpy arrays), so that the scheduler never waits for the device;
-    what `draw` gives back is host memory too, which is the one synchronisation of a step.
+    Everything that comes in is host memory (lists and numpy arrays); what is drawn comes back as `Draws`, of which
+    `lag` may be on their way while the next step is launched.
     """
 
-    def __init__(self, module: PreTrainedModel, *, page_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    lag = 0
+    refill_share = 0.0  # of the slots that must be free before more samples are admitted to a running batch
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        page_size: int,
+        max_model_len: int,
+        deterministic: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.module = module
+        self.max_model_len = max_model_len
         self.page_size = page_size
         self.device = device
         self.dtype = dtype
-        self.paging = Paging(module)
+        self.deterministic = deterministic
+        if deterministic:
+            make_invariant(module, device)
+        self.paging = Paging(module, invariant=deterministic)
         self.head = head_of(module)
         self.num_pages = 0
-        self._layers: list[nn.Module] = []
-        self._shapes: list[LayerShape] = []
+        self.capture_s = 0.0
+        self._body: Body | None = None  # made at the first `begin`, which comes when the weights are there
+        self._shapes: dict[nn.Module, LayerShape] = {}
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers. Needs the model's weights the first time."""
-        numbers = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in self._layer_shapes())
+        numbers = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in self.layer_shapes().values())
         return numbers * self.page_size * self.dtype.itemsize
+
+    def layer_shapes(self) -> dict[nn.Module, LayerShape]:
+        """The shape of every layer's cache, read off a prefill of one token: configs name head sizes in many ways."""
+        if not self._shapes:
+            audit = refuse_variant_operations(self.module.config.model_type) if self.deterministic else nullcontext()
+            with self.paging.counting() as seen, audit:
+                self.prefill([[0]], [[0]])
+            self._shapes = dict(seen)
+        return self._shapes
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
-        """Make a cache of `num_pages` pages; what an earlier one held is lost."""
-        self.release()
-        self._layer_shapes()
-        for module, shape in zip(self._layers, self._shapes):
+        """Make the cache `num_pages` long, at least as long as it is; what it holds stays."""
+        for module, shape in self.layer_shapes().items():
             # Zeros: a masked position has weight 0, and 0 times the NaN of fresh memory would be NaN.
             keys, values = (
                 torch.zeros(num_pages, shape.heads, self.page_size, dim, dtype=self.dtype, device=self.device)
                 for dim in (shape.key_dim, shape.value_dim)
             )
+            if module in self.paging.layers:
+                for new, old in zip((keys, values), self.paging.layers[module]):
+                    new[: self.num_pages] = old
             self.paging.layers[module] = LayerPages(keys, values)
         self.num_pages = num_pages
 
     def release(self) -> None:
+        """Give the cache's memory back."""
         self.paging.release()
         self.num_pages = 0
 
@@ -72,83 +115,86 @@ class ModelRunner:
             [np.repeat(np.asarray(mine, np.int64), size)[:length] for mine, length in zip(pages, lengths)]
         )
         ends = np.cumsum([0, *lengths])
-        step = PrefillStep(
-            layout=Layout(tuple(lengths), self._to_device(ends.astype(np.int32))),
-            pages=self._to_device(owners),
-            offsets=self._to_device(positions % size),
-        )
-        return self._hidden(ids, positions, step).index_select(0, self._to_device(ends[1:] - 1))
+        layout = Layout(tuple(lengths), self.to_device(ends.astype(np.int32)))
+        step = self._prefill_step(layout, self.to_device(owners), self.to_device(positions % size))
+        states = self._prefill_hidden(self.to_device(ids), self.to_device(positions), step)
+        return states.index_select(0, self.to_device(ends[1:] - 1))
 
     @torch.inference_mode()
-    def decode(
-        self, token_ids: NDArray[np.int64], positions: NDArray[np.int64], table: NDArray[np.int64]
+    def extend(
+        self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], cached: Sequence[int]
     ) -> torch.Tensor:
-        """One new token a row: token_ids (b,) stand at positions (b,); table (b, W) lists each row's pages in order.
-
-        Writes the tokens' keys and values and gives the hidden states (b, H) that predict what comes next.
-        """
+        """`prefill` of sequences whose first `cached` tokens have their keys in the pages: each of the others is a row
+        of one decode step."""
         size = self.page_size
-        number = positions // size
-        step = DecodeStep(
-            pages=self._to_device(table[np.arange(len(table)), number]),
-            offsets=self._to_device(positions % size),
-            positions=self._to_device(positions),
-            longest=int(positions.max()) + 1,
-            chunks=plan_chunks(self._to_device(table), (number + 1).tolist(), size),
-            page_size=size,
-        )
-        return self._hidden(token_ids, positions, step)
+        counts = [len(sequence) - start for sequence, start in zip(sequences, cached)]
+        ids = np.concatenate([np.asarray(sequence[start:], np.int64) for sequence, start in zip(sequences, cached)])
+        positions = np.concatenate([np.arange(start, start + count) for start, count in zip(cached, counts)])
+        table = np.zeros((len(sequences), max(map(len, pages))), np.int64)
+        for row, mine in enumerate(pages):
+            table[row, : len(mine)] = mine
+        step = self._rows_step(positions, np.repeat(table, counts, axis=0), size)
+        assert self._body is not None
+        states = self._body(self.to_device(ids), self.to_device(positions), step)
+        return states.index_select(0, self.to_device(np.cumsum(counts) - 1))
 
-    @torch.inference_mode()
-    def draw(
-        self, hidden: torch.Tensor, params: SamplingParams, keys: NDArray[np.uint64], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens (b,) and their log-probs (b,) from hidden states (b, H), samples' keys (b,) and response positions."""
-        noise_keys = None if params.temperature == 0 else self._to_device(row_keys(keys, positions))
-        linear: Any = self.module.get_output_embeddings()
-        rows = max(1, CHUNK_LOGITS // linear.weight.shape[0])
-        tokens, log_probs = [], []
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            logits = head_logits(hidden[part], linear.weight, linear.bias, self.head)
-            drawn = sample(logits, params, None if noise_keys is None else noise_keys[part])
-            tokens.append(drawn[0])
-            log_probs.append(drawn[1])
-        if len(tokens) == 1:
-            return tokens[0].cpu().numpy(), log_probs[0].cpu().numpy()
-        return torch.cat(tokens).cpu().numpy(), torch.cat(log_probs).cpu().numpy()
+    def begin(self, params: SamplingParams) -> None:
+        """Draw by `params` from now on."""
+        raise NotImplementedError
+
+    def make_body(self, fused: Callable[..., FusedDecoder]) -> Body:
+        """The way of a decode step through the layers."""
+        if can_fuse(self.module):
+            return fused(self.module, self.paging, self.layer_shapes(), max_positions=self.max_model_len)
+        logger.info(f"rollout: '{self.module.config.model_type}' decodes through its module's own layers")
+        return self.hidden
+
+    def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
+        """The first draw (or the first after a pre-emption) of `slots` (b,), from hidden states (b, H)."""
+        raise NotImplementedError
+
+    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
+        """Feed the last token of each of `slots` (b,), whose page is ready for it, and draw the next."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy page a to page b for each pair (a, b); all are read before any is written."""
-        source, target = (self._to_device(np.array(pages, np.int64)) for pages in zip(*pairs))
+        source, target = (self.to_device(np.array(pages, np.int64)) for pages in zip(*pairs))
         for layer in self.paging.layers.values():
             for cache in layer:
                 cache.index_copy_(0, target, cache.index_select(0, source))
 
-    def _hidden(
-        self, ids: NDArray[np.int64], positions: NDArray[np.int64], step: PrefillStep | DecodeStep
-    ) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | Step) -> torch.Tensor:
+        """Token ids (N,) at positions (N,) -> hidden states (N, H), through the module's own layers."""
         with self.paging.computing(step):
             output = self.module.base_model(
-                input_ids=self._to_device(ids)[None],
-                position_ids=self._to_device(positions)[None],
+                input_ids=ids[None],
+                position_ids=positions[None],
                 attention_mask=None,
                 past_key_values=None,
                 use_cache=False,
             )
         return output.last_hidden_state[0]
 
-    def _layer_shapes(self) -> list[LayerShape]:
-        """The shape of every layer's cache, read off a prefill of one token: configs name head sizes in many ways."""
-        if not self._shapes:
-            with self.paging.counting() as seen:
-                self.prefill([[0]], [[0]])
-            self._layers = list(seen)
-            self._shapes = list(seen.values())
-        return self._shapes
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(b, H) -> (b, V) in fp32 or float64."""
+        linear: Any = self.module.get_output_embeddings()
+        if self.deterministic:
+            return invariant_head_logits(hidden, linear.weight, linear.bias, self.head)
+        return head_logits(hidden, linear.weight, linear.bias, self.head)
 
-    def _to_device(self, array: NDArray) -> torch.Tensor:
+    def _prefill_hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep) -> torch.Tensor:
+        return self.hidden(ids, positions, step)
+
+    def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> Step:
+        """A step of one token a row, at positions (b,) of sequences whose pages table (b, W) lists."""
+        raise NotImplementedError
+
+    def _prefill_step(self, layout: Layout, pages: torch.Tensor, offsets: torch.Tensor) -> PrefillStep:
+        return PrefillStep(layout, pages, offsets)
+
+    def to_device(self, array: NDArray) -> torch.Tensor:
+        """`array` on the device, in memory of its own there."""
         tensor = torch.from_numpy(array)
-        # Pageable memory: the copy is done with the array when this returns, so the caller may reuse it.
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

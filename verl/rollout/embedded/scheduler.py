@@ -37,10 +37,12 @@ class Sample:
 
 @dataclass(slots=True)
 class Prefill:
-    """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens."""
+    """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens. The keys of its first
+    `cached` tokens are in its pages already."""
 
     token_ids: list[int]
     pages: list[int]
+    cached: int
     group: Group | None
 
 
@@ -55,9 +57,13 @@ class Admission:
 
 
 class Scheduler:
-    """Admission in order of request and sample; pre-emption of the latest admitted, which waits at the front.
+    """Admission in order of request and sample; pre-emption of the latest admitted, which waits at the front. With
+    `redraw` it begins anew, otherwise with the tokens it has drawn.
 
     A running sample owns a slot: one row of the arrays below. `running` lists the slots in order of admission.
+
+    The device may be some draws ahead of what is known here: `launched` counts the draws asked for, `drawn` those whose
+    tokens have come back. A slot's `epoch` changes when its sample leaves: tokens that come back late belong to nobody.
     """
 
     def __init__(
@@ -68,22 +74,31 @@ class Scheduler:
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        refill: int = 1,
+        prefix_caching: bool = False,
+        redraw: bool = False,
     ) -> None:
         self.waiting = deque(samples)
         self.pages = pages
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.refill = refill
+        self.prefix_caching = prefix_caching
+        self.redraw = redraw
         slots = min(max_num_seqs, len(self.waiting))
         longest = max((sample.limit for sample in self.waiting), default=1)
         longest_sequence = max((len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1)
         self.running: NDArray[np.int64] = np.empty(0, np.int64)
         self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
-        self.cached = np.zeros(slots, np.int64)  # tokens whose keys are in the pages
+        self.cached = np.zeros(slots, np.int64)  # tokens whose keys are in the pages, or will be by what is launched
+        self.launched = np.zeros(slots, np.int64)
         self.drawn = np.zeros(slots, np.int64)
+        self.epoch = np.zeros(slots, np.int64)
         self.limits = np.zeros(slots, np.int64)
         self.keys = np.zeros(slots, np.uint64)
         self.token_ids = np.zeros((slots, longest), np.int64)
         self.log_probs = np.zeros((slots, longest), np.float32)
+        self._changed: set[int] = set()  # slots whose row of `table` is not what `take_changed` last gave
         self._samples: list[Sample | None] = [None] * slots
         self._held: list[list[int]] = [[] for _ in range(slots)]
         self._free_slots = list(range(slots))
@@ -95,7 +110,12 @@ class Scheduler:
         return bool(self.waiting) or self.running.size > 0
 
     def admit(self) -> Admission | None:
-        """Start as many waiting samples as slots, pages and the token budget of a prefill allow."""
+        """Start as many waiting samples as slots, pages and the token budget of a prefill allow.
+
+        While others run, nobody starts before `refill` can start at once: a prefill has a price of its own.
+        """
+        if self.running.size and len(self._free_slots) < min(self.refill, len(self.waiting)):
+            return None
         admission = Admission([], [], {})
         budget = self.max_num_batched_tokens
         while self.waiting and self._free_slots:
@@ -106,29 +126,42 @@ class Scheduler:
             if sample.token_ids or group.pages is None:
                 token_ids = [*group.prompt, *sample.token_ids]
                 needed = -(-len(token_ids) // self.page_size)
+                found = self._find(token_ids)
+                uncached = len(token_ids) - len(found) * self.page_size
                 # A sequence longer than the whole budget is computed alone.
-                if admission.prefills and len(token_ids) > budget:
+                if admission.prefills and uncached > budget:
                     break
                 if not self._make_room(needed, spare, idle=not admission.slots and not self.running.size):
                     break
-                budget -= len(token_ids)
-                pages = self.pages.allocate(needed)
-                admission.prefills.append(Prefill(token_ids, pages, None if sample.token_ids else group))
+                budget -= uncached
+                pages = [*self.pages.share(found), *self.pages.allocate(needed - len(found))]
+                cached = len(token_ids) - uncached
+                admission.prefills.append(Prefill(token_ids, pages, cached, None if sample.token_ids else group))
                 if not sample.token_ids:
                     group.pages = pages
                     self._prompts.append(group)
             elif not self.pages.can_allocate(spare):
                 break
             self._start(self.waiting.popleft(), admission)
+        if self.prefix_caching:
+            for prefill in admission.prefills:
+                self.pages.register(prefill.token_ids, prefill.pages, self.page_size)
         return admission if admission.slots else None
 
-    def prepare_decode(self) -> list[tuple[int, int]]:
-        """Give every running sample a page of its own for its next token, pre-empting the latest if need be.
+    @property
+    def unfinished(self) -> NDArray[np.int64]:
+        """Running slots with draws left to launch."""
+        return self.running[self.launched[self.running] < self.limits[self.running]]
+
+    def prepare_decode(self, *, may_preempt: bool = True) -> tuple[list[tuple[int, int]], bool]:
+        """Give every unfinished slot a page of its own for its next token, pre-empting the latest if need be.
 
         Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared until written to.
+        And whether all have their page: False only where a sample would have to go and `may_preempt` is False, because
+        tokens it has drawn are still on the device.
         """
         copies: list[tuple[int, int]] = []
-        rows = self.running
+        rows = self.unfinished
         number = self.cached[rows] // self.page_size
         needs_page = (self.cached[rows] % self.page_size == 0) | (self.pages.references[self.table[rows, number]] > 1)
         for slot in rows[needs_page].tolist():
@@ -140,6 +173,8 @@ class Scheduler:
                     break  # the others that shared it have moved on meanwhile
                 if not self.pages.can_allocate(1):
                     if not self._drop_prompts():
+                        if not may_preempt:
+                            return copies, False
                         self._preempt(int(self.running[-1]))
                     continue
                 page = self.pages.allocate(1)[0]
@@ -150,8 +185,21 @@ class Scheduler:
                 else:
                     held.append(page)
                 self.table[slot, index] = page
+                self._changed.add(slot)
                 break
-        return copies
+        return copies, True
+
+    def take_changed(self) -> NDArray[np.int64]:
+        """Slots whose row of `table` has changed since this was last asked."""
+        changed = np.fromiter(self._changed, np.int64, len(self._changed))
+        self._changed.clear()
+        return changed
+
+    def launch(self, slots: NDArray[np.int64], *, feeds: bool) -> None:
+        """Note that a draw was launched for each of `slots`; with `feeds`, that its last token goes into its pages."""
+        self.launched[slots] += 1
+        if feeds:
+            self.cached[slots] += 1
 
     def record(
         self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], log_probs: NDArray[np.float32]
@@ -168,6 +216,9 @@ class Scheduler:
         completions = []
         for slot in slots:
             sample = self._save(slot)
+            if self.prefix_caching:
+                known = [*sample.group.prompt, *sample.token_ids][: self.cached[slot]]
+                self.pages.register(known, self._held[slot], self.page_size)
             completions.append(
                 Completion(
                     sample_id=sample.sample_id,
@@ -220,7 +271,8 @@ class Scheduler:
         held = self._held[slot]
         self.table[slot] = 0
         self.table[slot, : len(held)] = held
-        self.drawn[slot] = len(sample.token_ids)
+        self._changed.add(slot)
+        self.launched[slot] = self.drawn[slot] = len(sample.token_ids)
         self.limits[slot] = sample.limit
         self.keys[slot] = sample.key
         self._samples[slot] = sample
@@ -231,6 +283,14 @@ class Scheduler:
         """Let go of prompts all of whose samples run. Called once their first tokens are drawn."""
         for group in [group for group in self._prompts if group.unstarted == 0]:
             self._drop_prompt(group)
+
+    def _find(self, token_ids: list[int]) -> list[int]:
+        """Pages with the keys of the first of these tokens, if they are half of them; the last one is left to compute.
+
+        To compute the rest of a sequence is slower a token than to compute a whole one.
+        """
+        found = self.pages.find(token_ids[:-1], self.page_size) if self.prefix_caching else []
+        return found if 2 * len(found) * self.page_size >= len(token_ids) else []
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:
@@ -254,7 +314,12 @@ class Scheduler:
         self._prompts.remove(group)
 
     def _preempt(self, slot: int) -> None:
-        self.waiting.appendleft(self._save(slot))
+        sample = self._save(slot)
+        if self.redraw:
+            # Drawn again they will be the same tokens, and their keys the same bits, as those of a prefill are not.
+            sample.token_ids, sample.log_probs = [], []
+            sample.group.unstarted += 1
+        self.waiting.appendleft(sample)
         self._release(slot)
         self.running = self.running[:-1]
         self.preemptions += 1
@@ -272,4 +337,5 @@ class Scheduler:
         self.pages.free(self._held[slot])
         self._held[slot] = []
         self._samples[slot] = None
+        self.epoch[slot] += 1
         heapq.heappush(self._free_slots, slot)

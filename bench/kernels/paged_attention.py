@@ -1,0 +1,183 @@
+"""Decode attention over a paged cache on one CUDA device: keys and values read once, as a share of what memory gives.
+
+Rows have between 256 and 1,280 keys, evenly. The pages of several layers interleave, as in the engine, and a CUDA graph
+computes each layer once, so that no key is found in the L2 cache. For every shape and batch the best launches of a
+sweep are printed, then how far each launch is from the best over all batches: what defaults are chosen by.
+
+Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of it.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside us, installed or not
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from verl.rollout.embedded.kernels.paged_attention import (
+    DecodeConfig,
+    choose_num_splits,
+    decode_attention,
+    decode_config,
+    fixed_num_splits,
+    split_workspace,
+)
+
+PAGE_SIZE = 16
+SHORTEST, LONGEST = 256, 1280
+BATCHES = (16, 64, 256, 1024)
+MEMORY_GB_PER_S = 4300
+READ_BYTES = 400e6  # by one replay of a graph: several times the L2 cache
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    layers: int
+
+
+SHAPES = {
+    "qwen2.5-0.5b": Shape(14, 2, 64, 24),
+    "qwen2.5-1.5b": Shape(12, 2, 128, 28),
+    "qwen2.5-7b": Shape(28, 4, 128, 28),
+}
+LAUNCHES = [
+    DecodeConfig(block_n, num_warps, num_stages)
+    for (block_n, num_warps), num_stages in product(((32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)), (2, 3, 4))
+]
+
+
+class Batch:
+    """b rows in a cache of as many layers as it takes to read READ_BYTES."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        self.shape, self.rows = shape, rows
+        with torch.device("cuda"):
+            self.positions = torch.linspace(SHORTEST, LONGEST, rows)[torch.randperm(rows)].int() - 1
+            width = LONGEST // PAGE_SIZE
+            self.table = torch.randperm(rows * width).view(rows, width).int()
+            self.slots = torch.arange(rows, dtype=torch.int32)
+            token_bytes = 2 * 2 * shape.kv_heads * shape.dim
+            self.read_bytes = int((self.positions + 1).sum()) * token_bytes
+            self.layers = min(shape.layers, math.ceil(READ_BYTES / self.read_bytes))
+            page = (2, shape.kv_heads, PAGE_SIZE, shape.dim)
+            self.cache = torch.randn(rows * width, self.layers, *page, dtype=torch.bfloat16)
+            stacked = torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, dtype=torch.bfloat16)
+            self.q = stacked[:, : shape.heads * shape.dim].unflatten(1, (shape.heads, shape.dim))
+            self.out = torch.empty(rows, shape.heads, shape.dim, dtype=torch.bfloat16)
+        self.workspace = split_workspace(rows, shape.heads, shape.dim, 64, "cuda")
+
+    def attend(self, **settings: Any) -> None:
+        """All layers once."""
+        for layer in range(self.layers):
+            keys, values = self.cache[:, layer].unbind(1)
+            decode_attention(
+                self.q,
+                keys,
+                values,
+                self.table,
+                self.slots,
+                self.positions,
+                self.out,
+                scale=self.shape.dim**-0.5,
+                workspace=self.workspace,
+                **settings,
+            )
+
+    def microseconds(self, **settings: Any) -> float:
+        """One layer, or infinity where the launch does not fit on a multiprocessor."""
+        try:
+            return graph_seconds(lambda: self.attend(**settings)) / self.layers * 1e6
+        except OutOfResources:
+            return math.inf
+
+
+def graph_seconds(work: Callable[[], None], repeats: int = 7) -> float:
+    """Median of several replays of a CUDA graph."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def launch(config: DecodeConfig) -> str:
+    return "/".join(str(number) for number in config)
+
+
+def speed(batch: Batch, us: float) -> str:
+    gb_per_s = batch.read_bytes / us / 1e3
+    return f"{us:8.1f} us {gb_per_s:6.0f} GB/s {gb_per_s / MEMORY_GB_PER_S:5.2f}"
+
+
+def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
+    """Print the best launches at one batch; gives each launch's time with its best number of splits."""
+    programs = batch.rows * batch.shape.kv_heads
+    counts = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 32) if count == 1 or programs * count <= 32 * num_sms]
+    times = {
+        (config, count): batch.microseconds(config=config, num_splits=count) for config in LAUNCHES for count in counts
+    }
+    print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
+    for config, count in sorted(times, key=times.__getitem__)[:best]:
+        print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
+    config = decode_config(batch.shape.dim, batch.shape.dim, torch.bfloat16)
+    count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
+    us = batch.microseconds(config=config, num_splits=count)
+    print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")
+    by_count = " ".join(f"{count}: {min(times[config, count] for config in LAUNCHES):.1f}" for count in counts)
+    print(f"    us by splits, best launch: {by_count}")
+    for split_tokens in (256, 512):
+        us = batch.microseconds(split_tokens=split_tokens)
+        splits = fixed_num_splits(batch.table.shape[1], PAGE_SIZE, split_tokens)
+        print(f"    fixed splits of {split_tokens} (up to {splits}): {speed(batch, us)}")
+    return {config: min(times[config, count] for count in counts) for config in LAUNCHES}
+
+
+def rank(results: list[dict[DecodeConfig, float]], best: int) -> None:
+    """Launches by their mean slowdown over all batches, each beside the best launch of that batch."""
+    slowdowns = {config: [times[config] / min(times.values()) for times in results] for config in LAUNCHES}
+    print("  launches over all batches: mean slowdown, and at each batch")
+    for config in sorted(slowdowns, key=lambda config: sum(slowdowns[config]))[:best]:
+        each = " ".join(f"{slowdown:.2f}" for slowdown in slowdowns[config])
+        print(f"    {launch(config):>9} {statistics.mean(slowdowns[config]):.3f}  ({each})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_properties(0)
+    print(
+        f"{device.name}, torch {torch.__version__}; launch = tokens of a block / warps / stages; fraction of 4.3 TB/s"
+    )
+    for name in args.shapes:
+        print(name)
+        results = []
+        for rows in args.batches:
+            results.append(sweep(Batch(SHAPES[name], rows), device.multi_processor_count, args.best))
+        rank(results, args.best)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The least time of a rollout on one device: what must be read and multiplied, at the best measured speeds.
+
+The bound is additive. A decode step of r rows takes max(weights read, matrix products of r rows) plus the reading of
+the keys and values of each row's context so far; prefill computes each distinct prompt once. Sampling, norms and
+launches count nothing. The keys and values of a prompt count for each of its samples; a kernel that reads them once for
+all samples of a prompt may go below this bound.
+
+Run `python bench/roofline.py` to see what this machine can do: a copy of 4 GiB, read and written, and a product of two
+8,192 x 8,192 bf16 matrices of random numbers.
+"""
+
+import argparse
+import heapq
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from floor import REPEATS, Machine, Shape, measure_machine
+from numpy.typing import NDArray
+
+H200 = Machine(gflops=790e3, gb_per_s=4300.0)
+COPIED_BYTES = 4 * 1024**3
+MATRIX_SIZE = 8192
+CPU_COPIED_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Seconds of one rollout; `decode_steps` of them share `weights_s` and `cache_s`."""
+
+    prefill_s: float
+    weights_s: float  # the larger of reading them and multiplying with them, summed over the steps
+    cache_s: float
+    decode_steps: int
+
+    @property
+    def decode_s(self) -> float:
+        return self.weights_s + self.cache_s
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+def decode_schedule(
+    limits: NDArray[np.int64], prompt_tokens: int, max_num_seqs: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows alive in each decode step, and the tokens of context that they read together, their new ones included.
+
+    All samples start together; where they are more than max_num_seqs, the longest start first and a slot that falls
+    free is filled at once. A sample's first token comes from the prefill, so that it takes part in limit - 1 steps.
+    """
+    order = np.sort(limits)[::-1]
+    free_from = [0] * min(max_num_seqs, len(order))
+    # No schedule of a list is longer: the last row starts when all slots have shared the work of the others at most.
+    rows = np.zeros(int(np.sum(order - 1)) // max(1, len(free_from)) + int(order[0]), np.int64)
+    context = np.zeros_like(rows)
+    for limit in order.tolist():
+        start = heapq.heappop(free_from)
+        end = start + limit - 1
+        rows[start:end] += 1
+        context[start:end] += prompt_tokens + np.arange(1, limit)
+        heapq.heappush(free_from, end)
+    steps = max(free_from)
+    return rows[:steps], context[:steps]
+
+
+def rollout_roofline(
+    machine: Machine,
+    shape: Shape,
+    limits: NDArray[np.int64],
+    *,
+    prompts: int,
+    prompt_tokens: int,
+    max_num_seqs: int,
+    dtype_bytes: int,
+) -> Roofline:
+    """The bound for samples of `limits` (n,) tokens of `prompts` distinct prompts of `prompt_tokens` tokens."""
+    flops, bandwidth = machine.gflops * 1e9, machine.gb_per_s * 1e9
+    # Embeddings that are not the output projection too are looked up, not read; `shape` leaves them out.
+    weights_read_s = (shape.body + shape.head) * dtype_bytes / bandwidth
+    rows, context = decode_schedule(limits, prompt_tokens, max_num_seqs)
+    products_s = 2 * (shape.body + shape.head) * rows / flops
+    cache_bytes = shape.cache_bytes / 4 * dtype_bytes  # `shape` counts fp32
+    causal_pairs = prompts * prompt_tokens * (prompt_tokens + 1) / 2
+    prefill = 2 * shape.body * prompts * prompt_tokens + 2 * shape.head * prompts + shape.attention * causal_pairs
+    return Roofline(
+        prefill_s=max(prefill / flops, weights_read_s),
+        weights_s=float(np.maximum(weights_read_s, products_s).sum()),
+        cache_s=float(context.sum() * cache_bytes / bandwidth),
+        decode_steps=len(rows),
+    )
+
+
+def measure(device: str) -> Machine:
+    """What this machine can do, best of several runs each: bf16 on CUDA, fp32 on CPU."""
+    if device == "cpu":
+        return measure_machine(CPU_COPIED_BYTES)
+    source = torch.ones(COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    copy_s = _best_cuda(lambda: target.copy_(source))
+    one, other = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(one)
+    product_s = _best_cuda(lambda: torch.mm(one, other, out=product))
+    return Machine(gflops=2 * MATRIX_SIZE**3 / product_s / 1e9, gb_per_s=2 * COPIED_BYTES / copy_s / 1e9)
+
+
+def _best_cuda(work: Callable[[], object]) -> float:
+    """Seconds on the device; the first runs choose kernels and raise the clock."""
+    seconds = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    print(json.dumps(asdict(measure(parser.parse_args().device))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The kernels of a decoder layer and of slots, interpreted on the CPU, beside transformers and plain indexing."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from tests.rollout.interpreter import interpreted
+from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
+from verl.rollout.embedded.kernels.slots import advance, feed, store_tokens
+
+EPS = 0.3  # large: a norm without it would be far off
+HEADS, KV_HEADS, PAGE_SIZE = 6, 3, 4
+PAGES, OFFSETS = torch.tensor([5, 0, 5]), torch.tensor([3, 1, 0])
+DTYPES = [torch.float32, torch.float16]
+
+
+def assert_near(one: Tensor, other: Tensor) -> None:
+    """Up to one rounding of a number of the size of ours."""
+    rtol, atol = (1e-5, 2e-6) if one.dtype == torch.float32 else (2e-3, 4e-3)
+    torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [40, 64])
+@interpreted
+def test_add_rms_norm(width: int, dtype: torch.dtype):
+    x, residual = torch.randn(2, 3, width).to(dtype).unbind()
+    norm = Qwen2RMSNorm(width, EPS).to(dtype).requires_grad_(False)
+    norm.weight.copy_(torch.rand(width))
+    state = residual.clone()
+    assert_near(add_rms_norm(None, state, norm.weight, EPS), norm(residual))
+    assert torch.equal(state, residual)
+    assert_near(add_rms_norm(x, state, norm.weight, EPS), norm(residual + x))
+    assert torch.equal(state, residual + x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [11, 1030])
+@interpreted
+def test_swiglu(width: int, dtype: torch.dtype):
+    gate_up = 3 * torch.randn(3, 2 * width).to(dtype)
+    gate, up = gate_up.chunk(2, dim=1)
+    assert_near(swiglu(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+def interleaved_cache(dim: int, dtype: torch.dtype) -> Tensor:
+    """(num_pages, layers, 2, Hk, page_size, D) of NaN, which stays wherever nothing is written."""
+    return torch.full((6, 2, 2, KV_HEADS, PAGE_SIZE, dim), float("nan"), dtype=dtype)
+
+
+@pytest.mark.parametrize("keep_keys", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("dim", "dtype"), [(16, torch.float32), (12, torch.float32), (20, torch.float16)])
+@interpreted
+def test_rope_store(dim: int, dtype: torch.dtype, normed: bool, keep_keys: bool):
+    cos, sin = (table.repeat(1, 2).to(dtype) for table in torch.randn(2, 10, dim // 2))
+    positions = torch.tensor([0, 7, 4])
+    norms = [Qwen3RMSNorm(dim, EPS).to(dtype).requires_grad_(False) for _ in range(2)]
+    for norm in norms:
+        norm.weight.copy_(torch.rand(dim))
+    qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * dim + 7).to(dtype)[:, :-7]
+    heads = qkv.clone().view(3, -1, dim)
+    q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    if normed:
+        q, k = (norm(projected) for norm, projected in zip(norms, (q, k)))
+    turned_q, turned_k = apply_rotary_pos_emb(q, k, cos[positions], sin[positions])
+
+    cache = interleaved_cache(dim, dtype)
+    query_norm, key_norm = (norm.weight if normed else None for norm in norms)
+    queries = rope_store(
+        qkv, cos, sin, positions, PAGES, OFFSETS, *cache[:, 1].unbind(1),
+        query_norm=query_norm, key_norm=key_norm, eps=EPS, keep_keys=keep_keys,
+    )  # fmt: skip
+    assert queries.data_ptr() == qkv.data_ptr()
+    assert_near(queries, turned_q)
+    in_place = qkv.unflatten(1, (-1, dim))
+    if keep_keys:
+        assert_near(in_place[:, HEADS:-KV_HEADS], turned_k)
+    else:
+        assert torch.equal(in_place[:, HEADS:], heads[:, HEADS:])
+    assert torch.equal(in_place[:, -KV_HEADS:], v)
+    stored = interleaved_cache(dim, dtype)
+    stored[PAGES, 1, 0, :, OFFSETS], stored[PAGES, 1, 1, :, OFFSETS] = turned_k, v
+    assert_near(cache, stored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@interpreted
+def test_store_tokens(dtype: torch.dtype):
+    new = torch.randn(3, KV_HEADS, 12).to(dtype)
+    cache, stored = interleaved_cache(12, dtype), interleaved_cache(12, dtype)
+    store_tokens(new.transpose(0, 1), cache[:, 1, 0], PAGES, OFFSETS)
+    stored[PAGES, 1, 0, :, OFFSETS] = new
+    torch.testing.assert_close(cache, stored, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted
+def test_feed_reads_what_stands_at_each_slot():
+    """More rows than one program has, slots in disorder, a table that is part of a wider one."""
+    count, width = 150, 5
+    slots = torch.randperm(count)[:140].int()
+    tokens = torch.randint(2**40, (count,))
+    positions = torch.randint(width * PAGE_SIZE, (count,), dtype=torch.int32)
+    table = torch.randint(2**20, (count, width + 3), dtype=torch.int32)[:, :width]
+    fed = tuple(torch.full((140,), -1) for _ in range(4))
+    feed(slots, tokens, positions, table, PAGE_SIZE, fed)
+    index, place = slots.long(), positions[slots.long()].long()
+    for one, other in zip(fed, (tokens[index], place, table[index, place // PAGE_SIZE].long(), place % PAGE_SIZE)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("by", [0, 1])
+@interpreted
+def test_advance_leaves_the_idle_slot_and_those_not_named(by: int):
+    slots = torch.cat([torch.randperm(149)[:135], torch.full((5,), 149)]).int()
+    drawn_tokens = torch.randint(2**40, (140,))
+    tokens, positions, drawn = torch.randint(2**40, (150,)), torch.arange(150).int(), torch.arange(300, 450).int()
+    expected = [state.clone() for state in (tokens, positions, drawn)]
+    live = slots[:135].long()
+    expected[0][live] = drawn_tokens[:135]
+    expected[1][live] += by
+    expected[2][live] += 1
+    advance(slots, drawn_tokens, tokens, positions, drawn, by=by)
+    for state, after in zip((tokens, positions, drawn), expected):
+        assert torch.equal(state, after)

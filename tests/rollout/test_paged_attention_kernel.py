@@ -1,0 +1,178 @@
+"""The attention kernels, interpreted on the CPU, beside attention written out; tests/gpu has real sizes."""
+
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.rollout.interpreter import interpreted
+from verl.rollout.embedded.kernels import paged_attention as kernels
+
+KV_HEADS, GROUP, DIM = 2, 3, 24
+HEADS = KV_HEADS * GROUP
+SCALE = 0.4
+SINKS = (0.5, -1.0, 2.0, 0.0, 3.0, 1.0)
+POSITIONS = (0, 7, 8, 47, 36, 33)
+SLOTS = (3, 0, 5, 1, 3)
+
+
+class Batch(NamedTuple):
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+def make_batch(
+    dtype: torch.dtype = torch.float32,
+    value_dim: int = DIM,
+    page_size: int = 8,
+    positions: tuple[int, ...] = POSITIONS,
+) -> Batch:
+    """Rows of `SLOTS`, of which one stands twice. Memory that holds no token is NaN; no tensor is contiguous."""
+    generator = torch.Generator().manual_seed(0)
+    width = max(positions) // page_size + 1
+    table = torch.randperm(len(positions) * width, generator=generator).view(-1, width).int()
+    caches = []
+    for dim in (DIM, value_dim):
+        cache = torch.full((table.numel() + 3, 2, KV_HEADS, page_size, dim), float("nan"), dtype=dtype)[:, 1]
+        for pages, position in zip(table, positions):
+            for token in range(position + 1):
+                new = torch.randn(KV_HEADS, dim, generator=generator)
+                cache[pages[token // page_size], :, token % page_size] = new.to(dtype)
+        caches.append(cache)
+    q = torch.randn(len(SLOTS), HEADS * DIM + 5, generator=generator).to(dtype)[:, : HEADS * DIM]
+    slots = torch.tensor(SLOTS, dtype=torch.int32)
+    q, (keys, values) = q.unflatten(1, (HEADS, DIM)), caches
+    return Batch(q, keys, values, table, slots, torch.tensor(positions, dtype=torch.int32))
+
+
+def rows_of(batch: Batch, rows: list[int]) -> Batch:
+    return batch._replace(q=batch.q[rows].clone(), slots=batch.slots[rows])
+
+
+def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
+    value_dim = batch.values.shape[-1]
+    out = torch.full((*batch.q.shape[:2], value_dim), float("nan"), dtype=batch.q.dtype)
+    workspace = kernels.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")  # as for a wider layer
+    for memory in workspace:
+        memory.fill_(float("nan"))
+    kernels.decode_attention(
+        *batch,
+        out,
+        scale=SCALE,
+        sinks=torch.tensor(SINKS) if sinks else None,
+        workspace=workspace,
+        config=kernels.DecodeConfig(16, 4, 2),
+        **settings,
+    )
+    return out
+
+
+def expected(batch: Batch, window: int | None = None, cap: float | None = None, sinks: bool = False) -> Tensor:
+    outputs = []
+    for q, slot in zip(batch.q.float(), batch.slots.tolist()):
+        pages, length = batch.table[slot].long(), int(batch.positions[slot]) + 1
+        k, v = (c[pages].transpose(1, 2).flatten(0, 1)[:length].float() for c in (batch.keys, batch.values))
+        k, v = (c[-window:] if window else c for c in (k, v))
+        k, v = (c.repeat_interleave(GROUP, dim=1) for c in (k, v))
+        scores = torch.einsum("hd,lhd->hl", q, k) * SCALE
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        if sinks:
+            scores = torch.cat([scores, torch.tensor(SINKS)[:, None]], dim=1)
+        outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(v)], v))
+    return torch.stack(outputs)
+
+
+def assert_near(one: Tensor, other: Tensor, tolerance: float = 5e-6) -> None:
+    torch.testing.assert_close(one.float(), other, rtol=0, atol=tolerance)
+
+
+FEATURES = [{}, {"window": 11}, {"cap": 2.0}, {"sinks": True}, {"window": 5, "cap": 1.0, "sinks": True}]
+
+
+@pytest.mark.parametrize(
+    ("features", "splits"),
+    [
+        *((features, {"num_splits": 3}) for features in FEATURES),
+        *((features, {}) for features in FEATURES[::4]),
+        *((features, {"split_tokens": 16}) for features in FEATURES[::4]),
+    ],
+)
+@interpreted
+def test_a_row_attends_to_its_pages(features: dict[str, Any], splits: dict[str, Any]):
+    batch = make_batch()
+    assert_near(attend(batch, **features, **splits), expected(batch, **features))
+    if features:  # a kernel without the feature would be far off
+        assert (expected(batch, **features) - expected(batch)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("splits", [{"num_splits": 32}, {"split_tokens": 16}])
+@interpreted
+def test_more_splits_than_are_merged_at_a_time(splits: dict[str, Any]):
+    batch = rows_of(make_batch(positions=(0, 7, 8, 299)), [0, 3])
+    batch.keys[batch.table[3, -2:].long()] *= 3  # what weighs most comes last, when much has been summed
+    assert_near(attend(batch, **splits), expected(batch))
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@interpreted
+def test_pages_may_be_as_large_as_blocks_and_larger(page_size: int):
+    batch = make_batch(page_size=page_size)
+    assert_near(attend(batch, num_splits=2), expected(batch))
+
+
+@interpreted
+def test_half_precision_and_a_value_size_of_its_own():
+    batch = make_batch(torch.float16, value_dim=16)
+    assert_near(attend(batch, num_splits=2), expected(batch), 2e-3)
+
+
+@pytest.mark.parametrize("window", [None, 27])
+@interpreted
+def test_fixed_splits_give_a_row_the_same_bits_in_every_company(window: int | None):
+    batch = make_batch()
+    fixed: dict[str, Any] = {"window": window, "split_tokens": 32}
+    crowd = attend(batch, **fixed)
+    assert torch.equal(attend(rows_of(batch, [3, 0]), **fixed), crowd[[3, 0]])
+    wider = batch._replace(table=torch.cat([batch.table, batch.table], dim=1))
+    assert torch.equal(attend(rows_of(wider, [0]), **fixed)[0], crowd[0])
+    assert not torch.equal(attend(rows_of(batch, [0]), window=window)[0], crowd[0]), "any splits would do"
+
+
+@interpreted
+def test_a_row_without_keys_gives_zero():
+    batch = make_batch()
+    batch.positions[3] = -1
+    batch = rows_of(batch, [0, 1, 4])
+    cases: list[dict[str, Any]] = [{}, {"num_splits": 3}, {"split_tokens": 16}, {"num_splits": 3, "sinks": True}]
+    for splits in cases:
+        out = attend(batch, **splits)
+        assert (out[[0, 2]] == 0).all(), splits
+        assert (out[1] != 0).all(), splits
+
+
+def test_splits_fill_the_device():
+    for rows in range(1, 2000, 7):
+        for kv_heads in (1, 2, 8):
+            splits = kernels.choose_num_splits(rows, kv_heads, 132)
+            assert splits == 1 or rows * kv_heads * splits <= 2 * 132
+            assert rows * kv_heads * splits >= 132 or splits == 64
+
+
+def test_fixed_splits_cover_every_window():
+    for window in range(1, 70):
+        most = max(position // 16 - max(0, position - window + 1) // 16 + 1 for position in range(64))
+        assert kernels.fixed_num_splits(8, 8, 16, window) == most
+    assert kernels.fixed_num_splits(8, 8, 16) == 4
+
+
+def test_verl_is_imported_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import verl.rollout"
+    subprocess.run([sys.executable, "-c", code], check=True)

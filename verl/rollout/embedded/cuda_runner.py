@@ -1,0 +1,281 @@
+"""The runner of a CUDA device: decode steps are graphs, and the host is always one step behind.
+
+What a step reads from one replay to the next stands at fixed addresses: the weights, the pages, and for each slot its
+last token, position, page table and sampling key. A step draws its tokens itself and notes them for the next, so that
+steps follow each other without the host.
+"""
+
+import bisect
+import functools
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl.models.attention import Layout
+from verl.rollout.embedded.attention import LayerPages, PrefillStep
+from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
+from verl.rollout.embedded.kernels.paged_attention import choose_num_splits, fixed_num_splits, split_workspace
+from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
+from verl.rollout.embedded.kernels.slots import advance, feed
+from verl.rollout.embedded.runner import Draws, ModelRunner
+from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.twin import ModelTwin
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.logging import logger
+from verl.utils.reserved_memory import ReservedMemory
+
+# Batch sizes with a graph of their own, up to the largest that is ever needed. Rows in between are filled up.
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# Tokens of one part of a row's keys where the parts must not depend on the batch.
+FIXED_SPLIT = 256
+# A prefill of few tokens costs almost what one of many does, so a running batch is not interrupted for a slot or two.
+REFILL_SHARE = 1 / 16
+
+
+def ladder(most: int) -> list[int]:
+    """Batch sizes to capture, rising. Large batches pay for every row, in tiles of 64 and more."""
+    sizes = [size for size in _SMALL if size < most]
+    size = _SMALL[-1]
+    while (size := size + (32 if size < 512 else max(64, size // 16))) < most:
+        sizes.append(size)
+    return [*sizes, most]
+
+
+class CudaRunner(ModelRunner):
+    """A `ModelRunner` of a CUDA device. Pages and weights keep their addresses over `release` and `allocate`, so graphs
+    are captured once; each at the first step of its batch size."""
+
+    lag = 1
+    refill_share = REFILL_SHARE
+
+    def __init__(self, twin: ModelTwin, *, max_num_seqs: int, enforce_eager: bool, **base: Any) -> None:
+        super().__init__(twin.module, **base)
+        if self.page_size < 8 or self.page_size & (self.page_size - 1):
+            raise ConfigError(
+                "On CUDA actor_rollout_ref.rollout.page_size must be a power of two of at least 8, "
+                f"got {self.page_size}. 16 is the default."
+            )
+        self.twin = twin
+        one_by_one = getattr(self.module.config, "_experts_implementation", None) == "eager" and any(
+            name.endswith("experts") for name, _ in self.module.named_modules()
+        )
+        if one_by_one and not enforce_eager:
+            logger.info("rollout: experts computed one by one wait for the host; decode steps are not CUDA graphs")
+        self.enforce_eager = enforce_eager or one_by_one
+        self.sizes = ladder(max_num_seqs)
+        self.state = Slots.allocate(max_num_seqs + 1, -(-self.max_model_len // self.page_size), self.device)
+        self._memory: ReservedMemory | None = None
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._settings = torch.zeros(4, device=self.device)
+        self._filtered = self._greedy = False
+        self._slots = torch.full((max_num_seqs,), max_num_seqs, dtype=torch.int32, device=self.device)
+        self._fed = tuple(torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device) for _ in range(4))
+        self._draw = DrawState(
+            slots=self._slots, keys=self.state.keys, drawn=self.state.drawn, settings=self._settings,
+            tokens=torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device),
+            log_probs=torch.zeros(max_num_seqs, device=self.device),
+        )  # fmt: skip
+        vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
+        self._workspace = Workspace(max_num_seqs, vocabulary, self.device)
+        self._shown: NDArray[np.int64] = np.empty(0, np.int64)  # the slots that `_slots` names at the moment
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._capture_stream = torch.cuda.Stream(self.device)  # one: cuBLAS keeps a workspace for every stream
+
+    @torch.inference_mode()
+    def allocate(self, num_pages: int) -> None:
+        """See `ModelRunner.allocate`. One page more is nobody's: the rows that fill a batch up write to it."""
+        page = self.page_bytes
+        if self._memory is None:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            self._memory = ReservedMemory(total, self.device)
+        self._memory.grow((num_pages + 1) * page)
+        self.num_pages = num_pages
+        offset = 0
+        for module, shape in self.layer_shapes().items():
+            views = []
+            for dim in (shape.key_dim, shape.value_dim):
+                size = (self.num_pages + 1, shape.heads, self.page_size, dim)
+                strides = (page // self.dtype.itemsize, self.page_size * dim, dim, 1)
+                views.append(self._memory.tensor(offset, size, self.dtype, strides))
+                offset += shape.heads * self.page_size * dim * self.dtype.itemsize
+            self.paging.layers[module] = LayerPages(*views)
+        self.state.table[-1] = self.num_pages
+        self.state.positions[-1] = 0
+
+    def release(self) -> None:
+        """See `ModelRunner.release`. The addresses stay, and with them the graphs."""
+        self.num_pages = 0
+        if self._memory is not None:
+            self._memory.release()
+
+    @torch.inference_mode()
+    def begin(self, params: SamplingParams) -> None:
+        """See `ModelRunner.begin`."""
+        values = [params.temperature, params.top_p, params.min_p, float(max(params.top_k, 0))]
+        self._settings.copy_(torch.tensor(values))
+        self._shown = np.empty(0, np.int64)
+        self._filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._greedy = params.temperature == 0
+        if self._body is None:
+            self._body = self.make_body(functools.partial(TritonDecoder, self.twin))
+
+    @torch.inference_mode()
+    def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: Tensor) -> Draws:
+        """See `ModelRunner.start`."""
+        state = self.state
+        self._show(slots, scheduler)
+        index = self.to_device(slots)
+        state.positions.index_copy_(0, index, self.to_device(scheduler.cached[slots].astype(np.int32)))
+        state.drawn.index_copy_(0, index, self.to_device(scheduler.drawn[slots].astype(np.int32)))
+        state.keys.index_copy_(0, index, self.to_device(scheduler.keys[slots].view(np.int64)))
+        self._draw_rows(hidden, len(slots), moves=0)
+        return self._fetch(scheduler, slots)
+
+    @torch.inference_mode()
+    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
+        """See `ModelRunner.decode`."""
+        # Samples of a prompt stand together, so that its pages are read from memory once and from the L2 cache after.
+        slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
+        rows = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
+        self._show(slots, scheduler)
+        if self.enforce_eager:
+            self._step(rows)
+        else:
+            self._graph(rows).replay()
+        return self._fetch(scheduler, slots)
+
+    def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> DeviceStep:
+        rows = np.arange(len(positions))
+        own = self.state._replace(
+            positions=self.to_device(positions.astype(np.int32)), table=self.to_device(table.astype(np.int32))
+        )
+        pages, offsets = self.to_device(table[rows, positions // size]), self.to_device(positions % size)
+        step = self._device_step(self.to_device(rows.astype(np.int32)), pages, offsets)
+        return step._replace(state=own)
+
+    def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
+        if not isinstance(self._body, TritonDecoder):
+            return self.hidden(ids, positions, step)
+        with self.paging.computing(step):
+            return self._body(ids, positions, step)
+
+    def _prefill_step(self, layout: Layout, pages: Tensor, offsets: Tensor) -> PrefillStep:
+        return DevicePrefillStep(layout, pages, offsets)
+
+    def _show(self, slots: NDArray[np.int64], scheduler: Scheduler) -> None:
+        """Bring what the host has decided since the last step to the device: the batch's slots, rows of the table."""
+        changed = scheduler.take_changed()
+        parts: list[tuple[Tensor, NDArray[np.int64]]] = []
+        if not np.array_equal(slots, self._shown):
+            self._shown = slots
+            filled = np.full(len(self._slots), len(self._slots), np.int64)
+            filled[: len(slots)] = slots
+            parts.append((self._slots, filled))
+        width = scheduler.table.shape[1]
+        if changed.size:
+            targets = torch.empty(len(changed), dtype=torch.int32, device=self.device)
+            news = torch.empty(len(changed), width, dtype=torch.int32, device=self.device)
+            parts += [(targets, changed), (news, scheduler.table[changed])]
+        if not parts:
+            return
+        # One copy for all: what a copy costs is being asked for.
+        arrived = self.to_device(np.concatenate([array.ravel() for _, array in parts]).astype(np.int32))
+        for (target, _), part in zip(parts, arrived.split([array.size for _, array in parts])):
+            target.copy_(part.view(target.shape))
+        if changed.size:
+            self.state.table[:, :width].index_copy_(0, targets.long(), news)
+
+    def _step(self, rows: int) -> None:
+        """Feed the first `rows` of `_slots`, draw for them, note what was drawn."""
+        assert self._body is not None
+        ids, positions, pages, offsets = (fed[:rows] for fed in self._fed)
+        slots = self._slots[:rows]
+        feed(
+            slots, self.state.tokens, self.state.positions, self.state.table, self.page_size,
+            (ids, positions, pages, offsets),
+        )  # fmt: skip
+        hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
+        self._draw_rows(hidden, rows, moves=1)
+
+    def _draw_rows(self, hidden: Tensor, rows: int, *, moves: int) -> None:
+        state = self.state
+        drawn = replace(
+            self._draw,
+            slots=self._slots[:rows],
+            tokens=self._draw.tokens[:rows],
+            log_probs=self._draw.log_probs[:rows],
+        )
+        draw(self.logits(hidden), drawn, self._workspace, filtered=self._filtered, greedy=self._greedy)
+        advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
+
+    def _device_step(self, slots: Tensor, pages: Tensor, offsets: Tensor) -> DeviceStep:
+        """A step of b rows, with memory for partial results that is enough for the layer with most heads."""
+        rows = len(slots)
+        shapes = self.layer_shapes().values()
+        fixed = FIXED_SPLIT if self.deterministic else None
+        if fixed is None:
+            splits = choose_num_splits(rows, min(shape.heads for shape in shapes), self._num_sms)
+        else:
+            splits = fixed_num_splits(self.state.table.shape[1], self.page_size, fixed)
+        workspace = None
+        if splits > 1:
+            heads: int = self.module.config.get_text_config().num_attention_heads
+            widest = max(shape.value_dim for shape in shapes)
+            workspace = split_workspace(rows, heads, widest, splits, self.device)
+        return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace)
+
+    def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
+        key = (rows, self._filtered, self._greedy)
+        if key not in self._graphs:
+            start = time.perf_counter()
+            self._graphs[key] = self._capture(rows)
+            self.capture_s += time.perf_counter() - start
+        return self._graphs[key]
+
+    def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
+        # Kernels are compiled at their first call, which a capture must not be. Rows of nobody change nothing.
+        shown = self._slots.clone()
+        self._slots.fill_(len(self._slots))
+        stream = self._capture_stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self._step(rows)
+            torch.cuda.synchronize(self.device)
+            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture.
+            graph.capture_begin(pool=self._pool)
+            try:
+                self._step(rows)
+            except RuntimeError as error:
+                raise RolloutError(
+                    f"A decode step of '{self.module.config.model_type}' cannot be a CUDA graph: {error}. "
+                    "Set actor_rollout_ref.rollout.enforce_eager=true."
+                ) from error
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._slots.copy_(shown)
+        return graph
+
+    def _fetch(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
+        """Send what was drawn on its way to the host."""
+        count = len(slots)
+        tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        log_probs = torch.empty(count, dtype=torch.float32, pin_memory=True)
+        tokens.copy_(self._draw.tokens[:count], non_blocking=True)
+        log_probs.copy_(self._draw.log_probs[:count], non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def result() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+            arrived.synchronize()
+            return tokens.numpy(), log_probs.numpy()
+
+        return Draws(slots, scheduler.epoch[slots], result)

@@ -1,0 +1,260 @@
+"""The decode step of Llama-like models with fewer, larger operations than the module's own forward.
+
+The weights are the module's own and are read at every step. Families whose decoder layer is exactly the one below are
+listed; all others decode through their module.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verl.models.attention import Facts
+from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
+from verl.rollout.embedded.invariant import InvariantOperations
+
+# h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h); rotary embeddings of whole heads.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: its modules, and how it attends."""
+
+    input_norm: Any
+    attention: Any
+    query_norm: Any  # None but for Qwen3
+    key_norm: Any
+    post_norm: Any
+    mlp: Any
+    facts: Facts
+
+
+def can_fuse(module: PreTrainedModel) -> bool:
+    """Whether `FusedDecoder` computes what `module` does."""
+    config: Any = module.config
+    partial_rotary = getattr(config, "partial_rotary_factor", None) or config.rope_parameters.get(
+        "partial_rotary_factor", 1.0
+    ) if config.model_type in FAMILIES else 1.0  # fmt: skip
+    return config.model_type in FAMILIES and config.hidden_act == "silu" and partial_rotary == 1.0
+
+
+class FusedDecoder(ABC):
+    """A decode step's way through the layers. Subclasses say how the parts of a layer are computed.
+
+    `rotary` tables cover the positions 0..max_positions - 1.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, paging: Paging, shapes: dict[nn.Module, LayerShape], *, max_positions: int
+    ) -> None:
+        body: Any = module.base_model
+        self.paging = paging
+        self.embeddings: Any = module.get_input_embeddings()
+        self.norm: Any = body.norm
+        self.layers = [
+            Layer(
+                input_norm=layer.input_layernorm,
+                attention=layer.self_attn,
+                query_norm=getattr(layer.self_attn, "q_norm", None),
+                key_norm=getattr(layer.self_attn, "k_norm", None),
+                post_norm=layer.post_attention_layernorm,
+                mlp=layer.mlp,
+                facts=shapes[layer.self_attn].facts,
+            )
+            for layer in body.layers
+        ]
+        weight = self.embeddings.weight
+        positions = torch.arange(max_positions, device=weight.device)
+        cos, sin = body.rotary_emb(weight.new_empty(1, 1), positions[None])
+        self.cos: Tensor = cos[0].contiguous()
+        self.sin: Tensor = sin[0].contiguous()
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
+        """Token ids (b,) at positions (b,) -> hidden states (b, H)."""
+        residual = F.embedding(ids, self.embeddings.weight)
+        places = self.places(positions)
+        x = None
+        with InvariantOperations() if self.paging.invariant else nullcontext():
+            for layer in self.layers:
+                normed = self.add_norm(x, residual, layer.input_norm)
+                x = self.attend(layer, normed, places, step)
+                normed = self.add_norm(x, residual, layer.post_norm)
+                x = self.feed_forward(layer, normed)
+            return self.add_norm(x, residual, self.norm)
+
+    @abstractmethod
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
+        """The RMS norm of residual + x (b, H), which `residual` becomes."""
+
+    @abstractmethod
+    def places(self, positions: Tensor) -> Any:
+        """What the layers need to know of the positions (b,)."""
+
+    @abstractmethod
+    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
+        """Attention of the normed states (b, H), its output projection included."""
+
+    @abstractmethod
+    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
+        """The gated feed-forward part of the normed states (b, H)."""
+
+
+class TorchDecoder(FusedDecoder):
+    """`FusedDecoder` by plain operations of torch."""
+
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
+        """See `FusedDecoder.add_norm`."""
+        if x is not None:
+            residual += x
+        return F.rms_norm(residual, residual.shape[-1:], norm.weight, norm.variance_epsilon)
+
+    def places(self, positions: Tensor) -> Any:
+        """cos and sin (b, 1, D)."""
+        return self.cos[positions][:, None], self.sin[positions][:, None]
+
+    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Step) -> Tensor:
+        """See `FusedDecoder.attend`."""
+        attention, size = layer.attention, (normed.shape[0], -1, self.cos.shape[1])
+        q, k, v = (
+            F.linear(normed, linear.weight, linear.bias).view(size)
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if layer.query_norm is not None:
+            q, k = self._head_norm(q, layer.query_norm), self._head_norm(k, layer.key_norm)
+        q, k = _rotate(q, *places), _rotate(k, *places)
+        pages = self.paging.layers[attention]
+        out = step.attend(self.paging, pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
+        return F.linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)
+
+    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
+        """See `FusedDecoder.feed_forward`."""
+        gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+        active = F.silu(F.linear(normed, gate.weight, gate.bias), inplace=True)
+        return F.linear(active.mul_(F.linear(normed, up.weight, up.bias)), down.weight, down.bias)
+
+    def _head_norm(self, heads: Tensor, norm: Any) -> Tensor:
+        return F.rms_norm(heads, heads.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+class StackedDecoder(FusedDecoder):
+    """`FusedDecoder` for small models on CPU, where calls and passes over activations cost as much as arithmetic.
+
+    Weights that read one input are one matrix, and the factors of the norm before it are multiplied into it. These
+    matrices are copies: `refresh` after every change of the weights.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        half = self.sin.shape[1] // 2
+        # (P, 2, 1, D): factors of a head, and of the head with its halves swapped.
+        self._factors = torch.stack([self.cos, torch.cat([-self.sin[:, :half], self.sin[:, half:]], 1)], 1)[:, :, None]
+        self._stacks: dict[int, _Stacks] = {}
+        self.refresh()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Take the weights as they are now."""
+        self._stacks = {id(layer): _Stacks.of(layer) for layer in self.layers}
+
+    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
+        """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next matrix."""
+        if x is not None:
+            residual += x
+        if norm is self.norm:
+            return F.rms_norm(residual, residual.shape[-1:], norm.weight, norm.variance_epsilon)
+        return _unit_rows(residual, norm.variance_epsilon)
+
+    def places(self, positions: Tensor) -> Any:
+        """Rotary factors, twice (b, 1, D)."""
+        return self._factors.index_select(0, positions).unbind(1)
+
+    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Step) -> Tensor:
+        """See `FusedDecoder.attend`."""
+        stacks, dim = self._stacks[id(layer)], self.cos.shape[1]
+        heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
+        rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
+        if stacks.head_norm is not None:
+            rotated = _unit_rows(rotated, layer.query_norm.variance_epsilon).mul_(stacks.head_norm)
+        own, swapped = places
+        rotated = torch.addcmul(rotated * own, rotated.roll(dim // 2, -1), swapped)
+        q, k = rotated.tensor_split((-stacks.num_key_heads,), dim=1)
+        pages = self.paging.layers[layer.attention]
+        out = step.attend(self.paging, pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
+        return _product(out.flatten(1), stacks.output)
+
+    def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
+        """See `FusedDecoder.feed_forward`."""
+        stacks = self._stacks[id(layer)]
+        gate, up = _product(normed, stacks.gate_up).chunk(2, dim=1)
+        return _product(F.silu(gate).mul_(up), stacks.down)
+
+
+class _Matrix(NamedTuple):
+    weight: Tensor  # (K, N), as products read it fastest
+    bias: Tensor | None  # (N,)
+
+
+class _Stacks(NamedTuple):
+    """The matrices of one layer."""
+
+    qkv: _Matrix
+    output: _Matrix
+    gate_up: _Matrix
+    down: _Matrix
+    head_norm: Tensor | None  # (Hq + Hk, D), factors of the norms of query and key heads
+    num_key_heads: int
+
+    @classmethod
+    def of(cls, layer: Layer) -> "_Stacks":
+        attention, mlp = layer.attention, layer.mlp
+        dim = attention.head_dim
+        num_query_heads, num_key_heads = (part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj))
+        head_norm = None
+        if layer.query_norm is not None:
+            query, key = layer.query_norm.weight, layer.key_norm.weight
+            head_norm = torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)]) * dim**0.5
+        return cls(
+            qkv=_stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm),
+            output=_stack([attention.o_proj]),
+            gate_up=_stack([mlp.gate_proj, mlp.up_proj], layer.post_norm),
+            down=_stack([mlp.down_proj]),
+            head_norm=head_norm,
+            num_key_heads=num_key_heads,
+        )
+
+
+def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> _Matrix:
+    """One matrix for all, behind `_unit_rows` where a norm is given."""
+    weight = torch.cat([linear.weight for linear in linears])
+    if norm is not None:
+        weight *= norm.weight * weight.shape[1] ** 0.5
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears))
+    return _Matrix(weight.t().contiguous(), torch.cat(biases) if biases else None)
+
+
+def _product(x: Tensor, matrix: _Matrix) -> Tensor:
+    return torch.mm(x, matrix.weight) if matrix.bias is None else torch.addmm(matrix.bias, x, matrix.weight)
+
+
+def _unit_rows(x: Tensor, epsilon: float) -> Tensor:
+    """The RMS norm of x (..., D) without its factors, divided by the root of D."""
+    scale = torch.linalg.vecdot(x, x).add_(epsilon * x.shape[-1]).rsqrt_()
+    return x * scale[..., None]
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads (b, h, D): cos and sin (b, 1, D) hold each angle twice, half of D apart."""
+    half = heads.shape[-1] // 2
+    low, high = heads[..., :half], heads[..., half:]
+    out = heads * cos
+    out[..., :half].addcmul_(high, sin[..., :half], value=-1)
+    out[..., half:].addcmul_(low, sin[..., half:])
+    return out

@@ -1,0 +1,95 @@
+"""The runner of a CPU: every step is computed when it is asked for."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl.models.attention import Facts
+from verl.rollout.embedded import invariant
+from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, plan_chunks
+from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
+from verl.rollout.embedded.runner import Draws, ModelRunner
+from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.sampling import row_keys, sample
+from verl.rollout.types import SamplingParams
+
+# Logits of so many (row, token) pairs are alive at once: 256 MiB in fp32.
+CHUNK_LOGITS = 1 << 26
+# Models up to this size keep a second copy of their weights, laid out for fast decode steps.
+STACKED_BYTES = 1 << 28
+
+
+class InvariantDecodeStep(DecodeStep):
+    """A decode step in which each row's bits depend on its own keys alone."""
+
+    def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+        """See `Step.attend`."""
+        self.store(pages, k, v)
+        parts = []
+        for rows, table in self.chunks:
+            # (rows, W, Hk, page_size, D) -> (rows, Hk, W * page_size, D)
+            keys, values = (cache[table].transpose(1, 2).flatten(2, 3) for cache in pages)
+            parts.append(invariant.decode_attention(q[rows], keys, values, self.positions[rows], facts))
+        return torch.cat(parts)
+
+
+class HostRunner(ModelRunner):
+    """A `ModelRunner` whose draws are there when they are launched."""
+
+    params: SamplingParams
+
+    def begin(self, params: SamplingParams) -> None:
+        """See `ModelRunner.begin`."""
+        self.params = params
+        if self._body is None:
+            self._body = self.make_body(StackedDecoder if self._is_small() else TorchDecoder)
+        elif isinstance(self._body, StackedDecoder):
+            self._body.refresh()
+
+    @torch.inference_mode()
+    def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
+        """See `ModelRunner.start`."""
+        tokens, log_probs = self._draw(hidden, scheduler.keys[slots], scheduler.drawn[slots])
+        return Draws(slots, scheduler.epoch[slots], lambda: (tokens, log_probs))
+
+    @torch.inference_mode()
+    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
+        """See `ModelRunner.decode`."""
+        positions = scheduler.cached[slots]
+        table = scheduler.table[slots, : int(positions.max()) // self.page_size + 1]
+        step = self._rows_step(positions, table, self.page_size)
+        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
+        assert self._body is not None
+        return self.start(scheduler, slots, self._body(torch.from_numpy(last), step.positions, step))
+
+    def _is_small(self) -> bool:
+        """Whether copies of the weights are cheap, and change no more than their last bits."""
+        size = sum(parameter.numel() * parameter.itemsize for parameter in self.module.parameters())
+        return size <= STACKED_BYTES and self.dtype in (torch.float32, torch.float64) and not self.deterministic
+
+    def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> DecodeStep:
+        number = positions // size
+        kind = InvariantDecodeStep if self.deterministic else DecodeStep
+        return kind(
+            pages=torch.from_numpy(table[np.arange(len(table)), number]),
+            offsets=torch.from_numpy(positions % size),
+            positions=torch.from_numpy(positions),
+            longest=int(positions.max()) + 1,
+            chunks=plan_chunks(torch.from_numpy(table), (number + 1).tolist(), size),
+            page_size=size,
+        )
+
+    def _draw(
+        self, hidden: torch.Tensor, keys: NDArray[np.uint64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens (b,) and their log-probs (b,) from hidden states (b, H), samples' keys (b,) and response positions."""
+        noise = None if self.params.temperature == 0 else torch.from_numpy(row_keys(keys, positions))
+        rows = max(1, CHUNK_LOGITS // self.module.get_output_embeddings().weight.shape[0])  # pyright: ignore
+        parts = []
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            draw = invariant.draw if self.deterministic else sample
+            parts.append(draw(self.logits(hidden[part]), self.params, None if noise is None else noise[part]))
+        tokens, log_probs = (torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts))
+        return tokens.numpy(), log_probs.numpy()

@@ -1,0 +1,399 @@
+"""Batch-invariant computation: the bits of a row depend on that row and the weights, not on the rows beside it.
+
+On CPU a BLAS chooses its kernel, and with it the order of its sums, by the shape of a product. So every product here
+is cut into blocks of one shape, the last one padded, and every element-wise function runs on whole vectors, never on
+the scalar loop that ends an array. On CUDA products and sums go through our own kernels, whose order does not
+know how many rows there are. Results may still differ between devices, numbers of threads and versions of torch.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from verl.models.attention import VARLEN_GQA, Facts, Layout, block_attention, varlen_can
+from verl.models.logprobs import Head
+from verl.rollout.sampling import CHUNK_LOGITS, sample
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import ConfigError
+
+SETTING = "actor_rollout_ref.rollout.deterministic=true"
+# Rows of one product on CPU. Padding costs at one row, blocks at a thousand: of a large weight, 32 rows take 5 times
+# a single one and 1,024 rows 1.7 times one product; small products are all overhead, so they get more rows.
+BLOCK_ROWS, BLOCK_ROWS_SMALL, SMALL_WEIGHT = 32, 64, 1 << 16
+BLOCK_PRODUCTS = 32  # of one batched product on CPU: the BLAS spreads threads by their number
+BLOCK_KEYS = 64  # whose scores are summed together; the sums are added up in the order of the keys
+# Elements of one call of an element-wise function on CPU: fewer than torch divides among threads (2**15), because a
+# thread's share may end within a vector. _VECTOR is a multiple of what any CPU computes at once.
+PIECE, _VECTOR = 1 << 14, 64
+_ALIGNMENT = 64  # bytes; a BLAS may treat the ends of unaligned rows in another way
+# From torch 2.12 on, keys are divided by the longest sequence of the batch unless told not to be.
+_ONE_SPLIT: dict[str, Any] = {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _trusted(function: Callable[P, R]) -> Callable[P, R]:
+    """Operations inside `function` are its own business, not the audit's."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _Audit.trusted += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _Audit.trusted -= 1
+
+    return call
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("verl.rollout.embedded.kernels.linear")  # Triton is there beside CUDA only
+
+
+@_trusted
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:  # fmt: skip
+    """x W^T + b of x (..., K), weight (N, K) with any strides, bias (N,) -> (..., N) in `out_dtype` or the dtype of x.
+
+    No gradients.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda:
+        result = _kernels().linear(rows, weight, bias, out_dtype=out_dtype)
+    else:
+        result = _blocked_linear(rows, weight, bias).to(out_dtype or x.dtype)
+    return result.view(*x.shape[:-1], weight.shape[0])
+
+
+def _blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows, columns = x.shape[0], weight.shape[0]
+    size = BLOCK_ROWS_SMALL if weight.numel() <= SMALL_WEIGHT else BLOCK_ROWS
+    out = x.new_empty(-(-rows // size) * size, columns)
+    transposed = weight.t()
+    for block, target in zip(_blocks_of(x, size), out.split(size)):
+        if bias is None:
+            torch.mm(block, transposed, out=target)
+        else:
+            torch.addmm(bias, block, transposed, out=target)
+    return out[:rows]
+
+
+def _blocks_of(x: Tensor, size: int) -> list[Tensor]:
+    """x (n, ...) as aligned, contiguous blocks (size, ...), the last one padded with zeros."""
+    x = x.contiguous()
+    if x.data_ptr() % _ALIGNMENT:
+        x = x.clone()
+    blocks = list(x.split(size)) if len(x) else []
+    if blocks and blocks[-1].shape[0] < size:
+        padded = x.new_zeros(size, *x.shape[1:])
+        padded[: blocks[-1].shape[0]] = blocks[-1]
+        blocks[-1] = padded
+    return blocks
+
+
+@_trusted
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function`, which maps each element by itself, of x of any shape, in whole vectors."""
+    if x.is_cuda:
+        return function(x)  # the same code computes every element there
+    flat = x.reshape(-1)
+    count = flat.numel()
+    if count % _VECTOR:
+        flat = F.pad(flat, (0, -count % _VECTOR))
+    parts = [function(piece) for piece in flat.split(PIECE)]
+    result = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return result[:count].view(x.shape)
+
+
+@_trusted
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+    """`verl.models.logprobs.head_logits`: (m, V) logits of hidden states (m, H), in fp32 or float64."""
+    logits = linear(hidden, weight, out_dtype=torch.promote_types(hidden.dtype, torch.float32))
+    logits = logits if bias is None else logits.add_(bias)
+    if head.cap is None:
+        return logits if head.scale == 1.0 else logits.mul_(head.scale)
+    return elementwise(torch.tanh, logits.mul_(head.scale / head.cap)).mul_(head.cap)
+
+
+def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`verl.rollout.sampling.sample` for CPU. The sums of a lone row would be divided among the threads, so a row that
+    is alone, or the only one of the last chunk, gets a copy of itself as company."""
+    rows = logits.shape[0]
+    if rows % max(1, CHUNK_LOGITS // logits.shape[1]) == 1:
+        logits = torch.cat([logits, logits[-1:]])
+        keys = None if keys is None else torch.cat([keys, keys[-1:]])
+    tokens, log_probs = sample(logits, params, keys)
+    return tokens[:rows], log_probs[:rows]
+
+
+@_trusted
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
+    """Causal attention within each packed sequence: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) -> (N, Hq, Dv).
+
+    One sequence after the other, except where the variable-length kernel of CUDA computes it, whose tiles are of one
+    sequence each.
+    """
+    if varlen_can(q, v, facts):
+        return _varlen_attention(q, k, v, layout, facts)
+    outputs, start = [], 0
+    for length in layout.lengths:
+        mine = slice(start, start + length)
+        outputs.append(block_attention(q[mine], k[mine], v[mine], _layout_of_one(length, q.device), facts))
+        start += length
+    return torch.cat(outputs)
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
+    # The kernel must not be chosen by the neighbours: one for a longest sequence of 1 swaps queries and heads, so 2 is
+    # stated at least, and a window is given also where every sequence of this batch fits into it.
+    longest = max(2, *layout.lengths)
+    window = (-1 if facts.window is None else facts.window - 1, 0)
+    grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
+    ends = layout.cu_seqlens
+    out = varlen_attn(
+        q, k, v, ends, ends, longest, longest, scale=facts.scale, window_size=window, **grouped, **_ONE_SPLIT
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _layout_of_one(length: int, device: torch.device) -> Layout:
+    return Layout((length,), torch.tensor([0, length], dtype=torch.int32, device=device))
+
+
+@_trusted
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: Facts) -> Tensor:
+    """One new token a row over gathered keys, for CPU: q (b, Hq, D), k (b, Hk, L, D), v (b, Hk, L, Dv) -> (b, Hq, Dv).
+
+    positions (b,): the row sees keys 0..position, or the `window` newest of them. What stands behind them, and how
+    much (L), changes no bit: blocks of BLOCK_KEYS keys are products of one shape, added up in the order of the keys,
+    and a masked block adds zeros. All of it is in fp32 at least.
+    """
+    precise = torch.promote_types(q.dtype, torch.float32)
+    rows, heads, length, groups = k.shape[0], k.shape[1], k.shape[2], q.shape[1] // k.shape[1]
+    blocks = -(-length // BLOCK_KEYS)
+    shape = (rows, heads, blocks)
+    if extra := -length % BLOCK_KEYS:
+        k, v = F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, 0, 0, extra))
+    k, v = (tensor.to(precise).reshape(-1, BLOCK_KEYS, tensor.shape[-1]) for tensor in (k, v))
+    query = q.to(precise).view(rows, heads, 1, groups, -1).expand(*shape, groups, q.shape[-1])
+    scores = _products(query.reshape(-1, groups, q.shape[-1]), k, transpose=True).mul_(facts.scale)
+    if facts.cap is not None:
+        scores = elementwise(torch.tanh, scores.div_(facts.cap)).mul_(facts.cap)
+
+    key = torch.arange(blocks * BLOCK_KEYS, device=q.device)
+    last = positions[:, None]
+    seen = (key <= last) if facts.window is None else (key <= last) & (key > last - facts.window)
+    scores = scores.view(*shape, groups, BLOCK_KEYS)
+    scores.masked_fill_(~seen.view(rows, 1, blocks, 1, BLOCK_KEYS), float("-inf"))
+    largest = scores.amax((2, 4), keepdim=True)  # (b, Hk, 1, G, 1)
+    if facts.sinks is not None:
+        largest = largest.maximum(facts.sinks.to(precise).view(1, heads, 1, groups, 1))
+    weights = elementwise(torch.exp, scores.sub_(largest))
+    total = _in_order(weights.sum(-1, keepdim=True))
+    if facts.sinks is not None:
+        total += elementwise(torch.exp, facts.sinks.to(precise).view(1, heads, 1, groups, 1) - largest)[:, :, 0]
+    values = _products(weights.view(-1, groups, BLOCK_KEYS), v, transpose=False)
+    out = _in_order(values.view(*shape, groups, -1)).div_(total)
+    return out.to(q.dtype).view(rows, heads * groups, -1)
+
+
+def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
+    """a (n, G, K) times b (n, K, N), or b (n, N, K) transposed: (n, G, N)."""
+    count, columns = a.shape[0], b.shape[1] if transpose else b.shape[2]
+    out = a.new_empty(-(-count // BLOCK_PRODUCTS) * BLOCK_PRODUCTS, a.shape[1], columns)
+    blocks = zip(*(_blocks_of(factor, BLOCK_PRODUCTS) for factor in (a, b)), out.split(BLOCK_PRODUCTS))
+    for one, other, target in blocks:
+        torch.bmm(one, other.transpose(1, 2) if transpose else other, out=target)
+    return out[:count]
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum of parts (b, Hk, n, G, D) over n, one after the other: (b, Hk, G, D)."""
+    total = torch.zeros_like(parts[:, :, 0])
+    for part in parts.unbind(2):
+        total += part
+    return total
+
+
+def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
+    """Let every module of `model`, which is on `device`, compute in a batch-invariant way, except its attention.
+
+    Classes and parameters stay what they are, and parameters may be replaced by name. Experts run one after the other,
+    which waits for the device in every layer: such a model cannot be captured in a CUDA graph. Raises ConfigError for
+    float64 on CUDA. Whether something is left that depends on the batch is what `refuse_variant_operations` finds out.
+    """
+    if device.type == "cuda" and any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        raise ConfigError(
+            f"{SETTING} computes in bfloat16, float16 or float32 on CUDA, the engine's weights are float64. "
+            "Set actor_rollout_ref.rollout.dtype to one of these."
+        )
+    under_mode: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if _is_linear(module):
+            module.forward = functools.partial(_linear_forward, module)
+        elif _is_activation(module):
+            module.forward = functools.partial(elementwise, module.forward)
+        elif not isinstance(module, (nn.Embedding, nn.LayerNorm)):
+            dims = [parameter.ndim for parameter in module.parameters(recurse=False)]
+            if any(dim > 1 for dim in dims):
+                # A router or experts: its products are in its code, and its gate may be in that of its owner.
+                under_mode.add(model.get_submodule(name.rpartition(".")[0]))
+            elif device.type == "cuda" and dims:
+                under_mode.add(module)  # a norm: CUDA's sums over a row depend on the number of rows
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        with suppress(ValueError):  # experts that are a list of plain layers have one implementation
+            model.set_experts_implementation("eager")
+    for module in under_mode:
+        module.forward = functools.partial(_forward_under_mode, module.forward)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or type(module) is Conv1D
+
+
+def _is_activation(module: nn.Module) -> bool:
+    known = type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    of_rows = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.GLU)
+    return known and not isinstance(module, of_rows) and not list(module.parameters())
+
+
+def _linear_forward(module: Any, x: Tensor) -> Tensor:
+    weight = module.weight.t() if type(module) is Conv1D else module.weight
+    return linear(x, weight, module.bias)
+
+
+def _forward_under_mode(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with InvariantOperations():
+        return forward(*args, **kwargs)
+
+
+def _matmul(x: Tensor, other: Tensor) -> Tensor:
+    # Products of more than one matrix belong to attention, or are left to the audit.
+    return linear(x, other.t()) if other.ndim == 2 and x.ndim > 1 else torch.matmul(x, other)
+
+
+def _row_reduction(function: Callable[..., Tensor], x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any):
+    if not (x.is_cuda and _is_last(dim, x) and x.dtype.is_floating_point and not more):
+        return function(x, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **more)
+    total = _kernels().row_sum(x)
+    total = (total.div_(x.shape[-1]) if function is torch.mean else total).to(x.dtype)
+    return total.unsqueeze(-1) if keepdim else total
+
+
+def _is_last(dim: Any, x: Tensor) -> bool:
+    return (list(dim) if isinstance(dim, (list, tuple)) else [dim]) in ([-1], [x.ndim - 1])
+
+
+def _activation(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return elementwise(lambda piece: function(piece, *args, **kwargs), x)
+
+
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
+    F.linear: linear,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.sum, Tensor.sum), functools.partial(_row_reduction, torch.sum)),
+    **dict.fromkeys((torch.mean, Tensor.mean), functools.partial(_row_reduction, torch.mean)),
+    **{
+        function: functools.partial(_activation, function)
+        for function in (F.silu, F.gelu, F.sigmoid, F.softplus, torch.sigmoid, Tensor.sigmoid)
+    },
+}
+
+
+class InvariantOperations(TorchFunctionMode):
+    """A context in which torch's products, activations and sums of a row are ours, for code that does its own
+    arithmetic. It takes two microseconds a call of torch, and nothing where a CUDA graph is replayed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        ours = None if "out" in kwargs else _REPLACED.get(func)  # what has an `out` was called by ours
+        return func(*args, **kwargs) if ours is None else ours(*args, **kwargs)
+
+
+# What moves rows, or computes each of them by itself, on any device.
+_ROW_WISE = {
+    "_fused_rms_norm", "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "amax", "amin", "arange", "argmax",
+    "cat", "clone", "contiguous", "copy_", "embedding", "empty", "empty_like", "fill_", "full", "gather", "index",
+    "index_add_", "index_copy_", "index_select", "layer_norm", "lift_fresh", "log_softmax", "native_layer_norm",
+    "new_empty", "new_zeros", "ones_like", "repeat", "rms_norm", "scatter_", "softmax", "stack", "topk", "where",
+    "zero_", "zeros", "zeros_like",
+}  # fmt: skip
+# Over the last dimension these are sums of a row; on CUDA their order depends on the number of rows.
+_SUMS = {"sum", "mean", "var", "logsumexp", "cumsum"}
+# Element-wise functions that give the same bits in the vectors and at the end of an array on CPU, as silu, gelu,
+# sigmoid, general powers and others do not.
+_SAME_AT_THE_END = {
+    "abs", "add", "addcdiv", "addcmul", "bitwise_not", "clamp", "clamp_max", "clamp_min", "cos", "div", "eq", "erf",
+    "exp", "ge", "gt", "le", "log", "log1p", "log2", "logical_not", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "ne", "neg", "reciprocal", "relu", "rsqrt", "rsub", "sin", "sqrt", "square", "sub", "tanh",
+}  # fmt: skip
+
+
+class _Audit(TorchDispatchMode):
+    trusted = 0  # depth of calls into functions of this file
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _Audit.trusted or func.namespace != "aten" or _is_row_wise(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:
+            parts = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+        if parts is not NotImplemented:
+            return parts
+        self.found.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+
+def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
+    name = func.overloadpacket.__name__
+    tensors = [item for item in tree_leaves(args) if isinstance(item, Tensor) and item.is_floating_point()]
+    if not tensors or name in _ROW_WISE or func.is_view:
+        return True
+    if name in ("bmm", "mm"):
+        return tensors[0].shape[-1] == 1  # rotary angles: a product of two numbers has no order
+    if tensors[0].is_cuda:
+        return torch.Tag.pointwise in func.tags
+    name = name.removesuffix("_")
+    if tensors[0].dtype in (torch.bfloat16, torch.float16) and (name == "rsqrt" or kwargs.get("alpha", 1) != 1):
+        return False
+    if name in _SUMS:
+        return len(args) > 1 and _is_last(args[1], tensors[0])
+    return name in _SAME_AT_THE_END or (name == "pow" and not isinstance(args[1], Tensor) and args[1] in (0.5, 2, 3))
+
+
+@contextmanager
+def refuse_variant_operations(family: str) -> Iterator[None]:
+    """A context around one forward of a model after `make_invariant`. Raises ConfigError that names every operation in
+    it whose result for a row may depend on the rows beside it."""
+    audit = _Audit()
+    with audit:
+        yield
+    if audit.found:
+        found = ", ".join(sorted(audit.found))
+        raise ConfigError(
+            f"{SETTING} is not possible for the model family '{family}': what {found} gives for one sample may depend "
+            "on the rest of the batch. Turn it off, or use a family such as Llama, Qwen, Mistral, Gemma or Phi."
+        )

@@ -1,0 +1,164 @@
+"""The element-wise parts of a decoder layer, each in one pass over its tensors.
+
+Sums and products are in fp32 and rounded where transformers rounds: the residual after each addition, the normed
+states before they meet the weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Values that one program of `swiglu` computes.
+_BLOCK = 1024
+
+
+def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) of residual + x, which `residual` (b, H) becomes; x (b, H) or None.
+
+    Gives (b, H), contiguous.
+    """
+    out = torch.empty_like(residual)
+    rows, width = residual.shape
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(rows,)](
+        residual if x is None else x, residual, weight, out, width, eps,
+        HAS_X=x is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, equation 6) of `gate_up` (b, 2 I), the gates in front: (b, I)."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _swiglu[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+def rope_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+    keep_keys: bool = False,
+) -> Tensor:
+    """Rotate queries and keys (Su et al. 2021, equation 34, halves apart) and store keys and values in their pages.
+
+    qkv (b, (Hq + 2 Hk) D); cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
+    (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head is RMS-normed first (Qwen3).
+    Gives the queries (b, Hq, D), a view of `qkv`, where they are rotated in place; with `keep_keys` the keys there are
+    as well.
+    """
+    heads_k, width = keys.shape[1], keys.shape[3]
+    heads_q = qkv.shape[1] // width - 2 * heads_k
+    _rope_store[(qkv.shape[0],)](
+        qkv, qkv.stride(0), cos, sin, positions, pages, offsets,
+        keys, keys.stride(0), keys.stride(1), keys.stride(2),
+        values, values.stride(0), values.stride(1), values.stride(2),
+        query_norm, key_norm, eps,
+        HQ=heads_q, HK=heads_k, D=width, HALF=triton.next_power_of_2(width // 2),
+        BLOCK_Q=triton.next_power_of_2(heads_q), BLOCK_K=triton.next_power_of_2(heads_k),
+        KEEP_KEYS=keep_keys, num_warps=4,
+    )  # fmt: skip
+    return qkv[:, : heads_q * width].unflatten(1, (heads_q, width))
+
+
+@triton.jit
+def _add_rms_norm(X, RESIDUAL, WEIGHT, OUT, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    state = tl.load(RESIDUAL + row * width + column, mask=inside, other=0.0)
+    if HAS_X:
+        added = state.to(tl.float32) + tl.load(X + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        state = added.to(state.dtype)
+        tl.store(RESIDUAL + row * width + column, state, mask=inside)
+    wide = state.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    weight = tl.load(WEIGHT + column, mask=inside, other=0.0)
+    normed = (wide * scale).to(state.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(OUT + row * width + column, normed.to(state.dtype), mask=inside)
+
+
+@triton.jit
+def _swiglu(GATE_UP, OUT, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(GATE_UP + row * 2 * width + column, mask=inside, other=0.0)
+    up = tl.load(GATE_UP + row * 2 * width + width + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(OUT + row * width + column, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _rope_store(
+    QKV, qkv_row, COS, SIN, POSITIONS, PAGES, OFFSETS,
+    KEYS, key_page, key_head, key_token,
+    VALUES, value_page, value_head, value_token,
+    QUERY_NORM, KEY_NORM, eps,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    KEEP_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One row: queries are rotated in place, keys on their way to their page, values only moved there."""
+    row = tl.program_id(0).to(tl.int64)
+    page, offset = tl.load(PAGES + row), tl.load(OFFSETS + row)
+    angle = tl.load(POSITIONS + row) * D + tl.arange(0, HALF)
+    inside = tl.arange(0, HALF) < D // 2
+    cos = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    source = QKV + row * qkv_row
+    head, column, mask = _tile(BLOCK_Q, HQ, HALF, D)
+    at = source + head * D + column
+    low, high = _rotate(at, mask, cos, sin, QUERY_NORM, eps, D)
+    tl.store(at, low, mask=mask)
+    tl.store(at + D // 2, high, mask=mask)
+    head, column, mask = _tile(BLOCK_K, HK, HALF, D)
+    at = source + (HQ + head) * D + column
+    low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, D)
+    if KEEP_KEYS:
+        tl.store(at, low, mask=mask)
+        tl.store(at + D // 2, high, mask=mask)
+    target = KEYS + page * key_page + head * key_head + offset * key_token + column
+    tl.store(target, low, mask=mask)
+    tl.store(target + D // 2, high, mask=mask)
+    at = source + (HQ + HK + head) * D + column
+    target = VALUES + page * value_page + head * value_head + offset * value_token + column
+    tl.store(target, tl.load(at, mask=mask), mask=mask)
+    tl.store(target + D // 2, tl.load(at + D // 2, mask=mask), mask=mask)
+
+
+@triton.jit
+def _tile(BLOCK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr):
+    """Heads (BLOCK, 1), columns of their lower half (1, HALF), and which of them there are."""
+    head = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    return head, column, (head < HEADS) & (column < D // 2)
+
+
+@triton.jit
+def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
+    """The two halves of heads at AT, normed where there is a NORM, and rotated."""
+    low = tl.load(AT, mask=mask, other=0.0)
+    high = tl.load(AT + D // 2, mask=mask, other=0.0)
+    dtype = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if NORM is not None:
+        mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D
+        scale = tl.rsqrt(mean + eps)[:, None]
+        column = tl.arange(0, low.shape[1])
+        low_norm = tl.load(NORM + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
+        high_norm = tl.load(NORM + D // 2 + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
+        low = ((low * scale).to(dtype).to(tl.float32) * low_norm).to(dtype).to(tl.float32)
+        high = ((high * scale).to(dtype).to(tl.float32) * high_norm).to(dtype).to(tl.float32)
+    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)

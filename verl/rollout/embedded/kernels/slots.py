@@ -1,0 +1,80 @@
+"""What a decode step reads and writes for each slot: tokens, positions, pages."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 128  # rows that one program handles
+
+
+def feed(
+    slots: Tensor, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int, out: tuple[Tensor, ...]
+) -> None:
+    """What the rows of a step are about: out = (token ids, positions, pages, offsets), each (b,) int64.
+
+    slots (b,) int32 names each row's slot; tokens (S,) int64, positions (S,) int32 and table (S, W) int32 are by slot.
+    """
+    rows = slots.shape[0]
+    ids, places, pages, offsets = out
+    _feed[(triton.cdiv(rows, _ROWS),)](
+        slots, tokens, positions, table, table.stride(0), ids, places, pages, offsets, rows,
+        PAGE=page_size, ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+def advance(slots: Tensor, drawn_tokens: Tensor, tokens: Tensor, positions: Tensor, drawn: Tensor, *, by: int) -> None:
+    """Note the tokens (b,) drawn for `slots` (b,), whose positions move on `by`. The last slot, which fills batches up
+    and may stand there many times, stays where it is."""
+    rows = slots.shape[0]
+    _advance[(triton.cdiv(rows, _ROWS),)](
+        slots, drawn_tokens, tokens, positions, drawn, rows, tokens.shape[0] - 1, BY=by, ROWS=_ROWS, num_warps=4
+    )
+
+
+def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    """Write `new` (Hk, N, D) to cache (num_pages, Hk, page_size, D) at pages (N,) and offsets (N,)."""
+    heads, count, width = new.shape
+    _store_tokens[(count, heads)](
+        new, new.stride(0), new.stride(1), cache, cache.stride(0), cache.stride(1), cache.stride(2), pages, offsets,
+        width, BLOCK=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _feed(
+    SLOTS, TOKENS, POSITIONS, TABLE, table_row, IDS, PLACES, PAGES, OFFSETS, count, PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    slot = tl.load(SLOTS + row, mask=inside, other=0).to(tl.int64)
+    position = tl.load(POSITIONS + slot, mask=inside, other=0)
+    tl.store(IDS + row, tl.load(TOKENS + slot, mask=inside, other=0), mask=inside)
+    tl.store(PLACES + row, position.to(tl.int64), mask=inside)
+    page = tl.load(TABLE + slot * table_row + position // PAGE, mask=inside, other=0)
+    tl.store(PAGES + row, page.to(tl.int64), mask=inside)
+    tl.store(OFFSETS + row, (position % PAGE).to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _advance(SLOTS, NEW, TOKENS, POSITIONS, DRAWN, count, idle, BY: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(SLOTS + row, mask=row < count, other=0)
+    live = (row < count) & (slot != idle)
+    tl.store(TOKENS + slot, tl.load(NEW + row, mask=live, other=0), mask=live)
+    tl.store(POSITIONS + slot, tl.load(POSITIONS + slot, mask=live, other=0) + BY, mask=live)
+    tl.store(DRAWN + slot, tl.load(DRAWN + slot, mask=live, other=0) + 1, mask=live)
+
+
+@triton.jit
+def _store_tokens(
+    NEW, new_head, new_token, CACHE, cache_page, cache_head, cache_token, PAGES, OFFSETS, width, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    page = tl.load(PAGES + token)
+    offset = tl.load(OFFSETS + token)
+    value = tl.load(NEW + head * new_head + token * new_token + column, mask=inside)
+    tl.store(CACHE + page * cache_page + head * cache_head + offset * cache_token + column, value, mask=inside)

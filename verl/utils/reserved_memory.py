@@ -1,0 +1,218 @@
+"""Device memory at addresses that outlive it."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl.utils.devices import GIB
+from verl.utils.errors import RolloutError
+from verl.utils.imports import require
+
+
+class ReservedMemory:
+    """A range of device addresses; the memory behind it comes with `grow` and goes with `release`.
+
+    A captured CUDA graph keeps the addresses it was captured with. Buffers that leave the device between two phases are
+    views of such a range, so that the graph is valid again as soon as the memory is back. What they held is lost.
+
+    Between `release` and `grow` a view may be kept, reshaped and dropped, but nothing may read or write it: a kernel
+    that does is an illegal memory access, which ends the process's use of the device. The memory is outside torch's
+    allocator: its statistics do not count it, and it cannot be shared with another process by CUDA IPC.
+
+    Every method may raise RolloutError with the name of the driver call that failed. Call `close` rather than leave it
+    to the garbage collector: that may run while a graph is being captured, when waiting for the device is an error.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Reserve addresses for `num_bytes` (rounded up to `granularity`), and no memory.
+
+        Raises MissingDependencyError without the package cuda-bindings.
+        """
+        # Set before anything can fail: `close` runs on a half-made object, too.
+        self._context: Any = None
+        self._address = 0
+        self._mapping_sizes: list[int] = []
+        assert device.type == "cuda"
+        assert num_bytes > 0
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._driver = require("cuda.bindings.driver", "Memory at reserved addresses", "pip install cuda-bindings")
+        self._properties, self._access = self._describe_memory()
+        self._call("cuInit", 0)
+        self._driver_device = self._call("cuDeviceGet", self.device.index)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._driver_device)
+        with self._primary_context():
+            # The recommended size is a multiple of the smallest one, which every size and address has to be.
+            self.granularity: int = self._call(
+                "cuMemGetAllocationGranularity",
+                self._properties,
+                self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+            self.num_bytes = self._round_up(num_bytes)
+            self._address = int(self._call("cuMemAddressReserve", self.num_bytes, 0, 0, 0))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """How much of the range, from its start, has memory."""
+        return sum(self._mapping_sizes)
+
+    def grow(self, num_bytes: int) -> None:
+        """Back the first `num_bytes` with memory, rounded up to `granularity`; more than that is kept.
+
+        What is backed already keeps its contents, new memory has any. Where the device is short of memory, torch's
+        cached blocks are freed first; RolloutError if it still is, and then nothing has changed.
+        """
+        assert self._address, "grow() after close()"
+        assert 0 <= num_bytes <= self.num_bytes, f"{num_bytes} bytes of a range of {self.num_bytes}"
+        missing = self._round_up(num_bytes) - self.mapped_bytes
+        if missing <= 0:
+            return
+        handle = self._create(missing)
+        if handle is None:
+            # Blocks that torch's allocator keeps for its next tensors count as used to everyone else.
+            torch.cuda.empty_cache()
+            handle = self._create(missing)
+        if handle is None:
+            raise self._out_of_memory(missing)
+        self._map(handle, missing)
+
+    def release(self) -> None:
+        """Give all memory back to the device, once it has finished what it was asked to do; the addresses stay."""
+        if not self._mapping_sizes:
+            return
+        with self._primary_context():
+            self._call("cuCtxSynchronize")
+            while self._mapping_sizes:
+                self._unmap_last()
+
+    def tensor(
+        self, offset: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A view of the range from byte `offset` on, which must have memory at the time of this call.
+
+        `strides` count elements, as torch's do; None is contiguous. The view keeps the range reserved: the memory of
+        a ReservedMemory that is dropped without `close` goes with its last view.
+        """
+        assert self._address, "tensor() after close()"
+        assert all(size > 0 for size in shape), f"a view of no bytes: {tuple(shape)}"
+        assert offset >= 0, f"offset {offset}"
+        assert offset % dtype.itemsize == 0, f"{dtype} at byte {offset}"
+        if strides is None:
+            strides = torch.empty(tuple(shape), device="meta").stride()
+        assert len(strides) == len(shape), f"{len(strides)} strides of {len(shape)} dimensions"
+        num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        end = offset + num_elements * dtype.itemsize
+        assert end <= self.mapped_bytes, f"bytes {offset} to {end} of {self.mapped_bytes} that have memory"
+        flat = _bytes_at(self._address + offset, num_elements * dtype.itemsize, self)
+        return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
+
+    def close(self) -> None:
+        """Give back the memory and the addresses: every view is invalid from now on. A second call does nothing."""
+        self.release()
+        if self._address:
+            with self._primary_context():
+                self._call("cuMemAddressFree", self._address, self.num_bytes)
+            self._address = 0
+        if self._context is not None:
+            self._call("cuDevicePrimaryCtxRelease", self._driver_device)
+            self._context = None
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the process the driver frees everything, and it may be gone already, as this module's names are.
+        if not is_finalizing():
+            self.close()
+
+    def _describe_memory(self) -> tuple[Any, Any]:
+        """Memory on our device, which our device reads and writes, as the driver wants it said."""
+        driver = self._driver
+        properties, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        for described in (properties, access):
+            described.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            described.location.id = self.device.index
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return properties, access
+
+    def _create(self, num_bytes: int) -> Any:
+        """A handle of memory that is mapped nowhere yet; None if the device has too little."""
+        with self._primary_context():
+            code, handle = self._driver.cuMemCreate(num_bytes, self._properties, 0)
+            if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                return None
+            self._check("cuMemCreate", code)
+            return handle
+
+    def _map(self, handle: Any, num_bytes: int) -> None:
+        """Put the memory of `handle` behind the range's next `num_bytes`; it is freed if that fails."""
+        address = self._address + self.mapped_bytes
+        with self._primary_context():
+            try:
+                self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+                self._mapping_sizes.append(num_bytes)
+            finally:
+                # From here on the mapping alone holds the memory, so that unmapping it frees it.
+                self._call("cuMemRelease", handle)
+            try:
+                self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+            except RolloutError:
+                self._unmap_last()
+                raise
+
+    def _unmap_last(self) -> None:
+        # The driver unmaps what was mapped in one call, never a part of it.
+        size = self._mapping_sizes[-1]
+        self._call("cuMemUnmap", self._address + self.mapped_bytes - size, size)
+        self._mapping_sizes.pop()
+
+    @contextmanager
+    def _primary_context(self) -> Iterator[None]:
+        """Make torch's context of our device current: a new thread has none, and torch may be on another device."""
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The value that a driver function returns beside its code (a list if there are several)."""
+        code, *values = getattr(self._driver, name)(*arguments)
+        self._check(name, code)
+        return values[0] if len(values) == 1 else values
+
+    def _check(self, name: str, code: Any) -> None:
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            raise RolloutError(f"The CUDA driver call {name} failed on {self.device}: {code.name}.")
+
+    def _out_of_memory(self, num_bytes: int) -> RolloutError:
+        with self._primary_context():
+            free, total = self._call("cuMemGetInfo")
+        return RolloutError(
+            f"The rollout asked {self.device} for {num_bytes / GIB:.2f} GiB beside the {self.mapped_bytes / GIB:.2f} "
+            f"GiB that this buffer holds, and {free / GIB:.2f} of {total / GIB:.2f} GiB are free. "
+            "Lower actor_rollout_ref.rollout.gpu_memory_utilization, or stop what else uses the device."
+        )
+
+    def _round_up(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.granularity) * self.granularity
+
+
+class _DeviceBytes:
+    """Bytes on the device as torch reads them; the tensor made of it keeps it, and so `owner`, alive."""
+
+    def __init__(self, address: int, num_bytes: int, owner: ReservedMemory) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _bytes_at(address: int, num_bytes: int, owner: ReservedMemory) -> torch.Tensor:
+    flat = torch.as_tensor(_DeviceBytes(address, num_bytes, owner), device=owner.device)
+    assert flat.data_ptr() == address, "torch copied the memory instead of viewing it"
+    return flat
