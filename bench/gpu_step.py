@@ -160,7 +160,8 @@ def print_table(steps: list[dict[str, float]], arguments: argparse.Namespace, na
     print(f"update: {flops:.1f} TFLOP/s (6 x parameters x tokens)")
     print(
         f"peak memory: {peak('perf/max_memory_allocated_gb'):.1f} GiB allocated, "
-        f"{peak('perf/max_memory_reserved_gb'):.1f} GiB reserved; rollout/trainer probabilities differ by at most "
+        f"{peak('perf/max_memory_reserved_gb'):.1f} GiB reserved; the engine's own, while it generates: "
+        f"{peak('rollout/memory_gib'):.1f} GiB; rollout and trainer probabilities differ by at most "
         f"{max(step['training/rollout_probs_diff_max'] for step in steps):.2e}"
     )
 

@@ -79,6 +79,12 @@ class ModelTwin:
         """Differs whenever the weights do: the number of updates, and what autograd counts of changes in place."""
         return self._num_updates, sum(self._parameters[name]._version for name in self._aliased)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Memory of the parameters that are not the trainer's own."""
+        copies = (self._parameters[name] for name in self._parameters if name not in self._aliased)
+        return sum(parameter.numel() * self._dtype_of(parameter).itemsize for parameter in copies)
+
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of another shape; the
         weights count as incomplete then, until an update succeeds."""

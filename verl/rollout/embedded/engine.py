@@ -38,8 +38,8 @@ class EmbeddedEngine(LocalEngine):
     """A `RolloutEngine` inside the trainer's process. One `generate` at a time.
 
     Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps, generated_tokens,
-    preemptions, copied_pages, peak_pages, num_pages, capture_s (graphs captured since the engine was made), generate_s,
-    tokens_per_s.
+    preemptions, copied_pages, peak_pages, num_pages, memory_gib (pages, and weights that are not the trainer's),
+    capture_s (of all graphs since the engine was made), generate_s, tokens_per_s.
     """
 
     def __init__(self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> None:
@@ -137,13 +137,7 @@ class EmbeddedEngine(LocalEngine):
         # The last token drawn is never fed back, so its key is never kept.
         most = [-(-(len(sample.group.prompt) + sample.limit - 1) // size) for sample in samples]
         useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + len(requests)
-        if self.config.num_pages is not None:
-            wanted = self.config.num_pages
-        elif self.device.type == "cuda":
-            wanted = self.runner.num_pages or self._cuda_pages()
-        else:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            wanted = min(useful, int(CPU_MEMORY_SHARE * memory) // self.runner.page_bytes)
+        wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
         if wanted < max(most, default=0):
             raise RolloutError(
                 f"One sample alone may need {max(most)} pages of {size} tokens, the cache has room for {wanted} "
@@ -153,13 +147,14 @@ class EmbeddedEngine(LocalEngine):
         if wanted > self.runner.num_pages:
             self.runner.allocate(wanted)
 
-    def _cuda_pages(self) -> int:
+    def _most_bytes(self) -> int:
+        """What the cache may fill of the memory that is free or its own."""
+        if self.device.type == "cpu":
+            return int(CPU_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        share = self.config.gpu_memory_utilization * (free + unused)
-        longest = -(-self.max_model_len // self.config.page_size)
-        # One page more a sequence, for prompts whose samples have not all started.
-        return min(int(share // self.runner.page_bytes), self.config.max_num_seqs * (longest + 1))
+        own = self.runner.num_pages * self.runner.page_bytes
+        return int(self.config.gpu_memory_utilization * (free + unused + own))
 
     def _fresh_pages(self) -> PageAllocator:
         """The books of the pages, without the keys of other weights than the present ones."""
@@ -203,6 +198,7 @@ class EmbeddedEngine(LocalEngine):
                 "peak_pages": float(scheduler.pages.peak),
                 "num_pages": float(scheduler.pages.num_pages),
                 "generate_s": progress.seconds,
+                "memory_gib": (self.twin.copied_bytes + scheduler.pages.num_pages * self.runner.page_bytes) / GIB,
                 "capture_s": self.runner.capture_s,
                 "tokens_per_s": counts["generated_tokens"] / progress.seconds,
             }
