@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package besi
 
 import torch
 from make_tiny_model import make_tokenizer
+from rollout_models import SHAPES
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.config.load import config_from_dict
@@ -28,24 +29,6 @@ from verl.protocol import DataProto
 from verl.trainer.ppo_trainer import PPOTrainer
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "sync_weights")
-SHAPES = {
-    "qwen2.5-1.5b": {
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
 
 
 class RandomPrompts:
@@ -77,7 +60,7 @@ def even_share(batch: DataProto, return_dict: bool = False) -> Any:
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
-def write_model(folder: Path, shape: dict[str, int], device: torch.device) -> int:
+def write_model(folder: Path, shape: dict[str, Any], device: torch.device) -> int:
     """A random model in bf16 and a small tokenizer, whose ids all fit; gives the number of parameters."""
     tokenizer = make_tokenizer(seed=0)
     numbers: dict[str, Any] = dict(shape)
@@ -86,7 +69,6 @@ def write_model(folder: Path, shape: dict[str, int], device: torch.device) -> in
         **numbers,
         **special,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
         bos_token_id=None,
     )
     torch.manual_seed(0)
@@ -191,7 +173,7 @@ def main() -> None:
     if not arguments.tiny and not torch.cuda.is_available():
         sys.exit("gpu_step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny.")
     device = torch.device("cpu" if arguments.tiny else "cuda")
-    name = "tiny" if arguments.tiny else "qwen2.5-1.5b"
+    name = "tiny" if arguments.tiny else "1.5b"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
         parameters = write_model(folder / "model", SHAPES[name], device)

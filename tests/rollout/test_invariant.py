@@ -1,11 +1,7 @@
-"""Batch-invariant computation on the CPU, bit for bit, and its kernels in Triton's interpreter."""
+"""Batch-invariant computation on the CPU, bit for bit."""
 
-import importlib
-import importlib.util
 import itertools
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -319,81 +315,3 @@ def test_code_with_arithmetic_of_its_own_computes_invariantly_inside_the_context
 def test_float64_is_refused_on_cuda():
     with pytest.raises(ConfigError, match="float64"):
         invariant.make_invariant(tiny_model("qwen2", dtype=torch.float64), torch.device("cuda"))
-
-
-# Triton decides when it is imported whether kernels are interpreted, so they run in a process of their own.
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("could not import 'triton'")
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool.submit(let_loops_be_dynamic).result()
-        patch.undo()
-        yield pool
-
-
-def let_loops_be_dynamic() -> None:
-    """Triton 3.6 takes int() of an array of one element for the bounds of a loop, which NumPy 2.4 refuses."""
-    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-
-
-@pytest.mark.parametrize("check", ["check_kernel_products", "check_kernel_plans", "check_kernel_sums"])
-def test_the_kernels_in_the_interpreter(interpreter, check):
-    interpreter.submit(globals()[check]).result()
-
-
-def check_kernel_products() -> None:
-    kernels = importlib.import_module("verl.rollout.embedded.kernels.linear")
-    for dtype, inner in ((torch.float16, 1100), (torch.float32, 40)):
-        x, weight, bias = random(70, inner, dtype=dtype), random(72, inner, seed=1).to(dtype), random(72).to(dtype)
-        expected = F.linear(x.double(), weight.double(), bias.double())
-        whole = kernels.linear(x, weight, bias)
-        assert (whole.double() - expected).norm() <= 1e-3 * expected.norm()
-        for start, stop in ((0, 1), (69, 70), (3, 40)):
-            assert torch.equal(kernels.linear(x[start:stop], weight, bias), whole[start:stop])
-        wide = torch.full((70, 2 * inner + 3), float("nan"), dtype=dtype)
-        wide[:, 3 : 3 + inner] = x
-        transposed = weight.t().contiguous().t()
-        assert torch.equal(kernels.linear(wide[:, 3 : 3 + inner], transposed, bias), whole)
-        out = torch.full((70, 80), 5.0)
-        assert kernels.linear(x, weight, out=out[:, 4:76]).dtype == torch.float32
-        assert (out[:, 4:76].double() + bias.double() - expected).norm() <= 1e-3 * expected.norm()
-        assert bool((out[:, :4] == 5).all() and (out[:, 76:] == 5).all())
-    assert kernels.linear(random(0, 40), random(8, 40)).shape == (0, 8)
-
-
-def check_kernel_plans() -> None:
-    """Where the splits of K are computed changes no bit, and how K is split depends on the weight alone."""
-    kernels = importlib.import_module("verl.rollout.embedded.kernels.linear")
-    x, weight, bias = random(70, 1700), random(72, 1700, seed=1), random(72)
-    plan = kernels.plan(70, 72, 1700, torch.float32)
-    assert (plan.splits, plan.in_grid) == (4, True)
-    results = []
-    for in_grid in (True, False):
-        results.append(torch.empty(70, 72))
-        kernels._launch(x, weight, bias, results[-1], plan._replace(in_grid=in_grid))
-    assert torch.equal(*results)
-    for columns, inner in ((1536, 1536), (2048, 1536), (1536, 8960), (17920, 1536), (151936, 896), (40, 24)):
-        for dtype in kernels.DTYPES:
-            plans = [kernels.plan(rows, columns, inner, dtype) for rows in (1, 64, 65, 256, 1024, 8192)]
-            assert len({(plan.splits, plan.split_k) for plan in plans}) == 1
-            assert all((plan.splits - 1) * plan.split_k < inner <= plan.splits * plan.split_k for plan in plans)
-            assert all(plan.split_k % plan.tile.k == 0 for plan in plans)
-
-
-def check_kernel_sums() -> None:
-    kernels = importlib.import_module("verl.rollout.embedded.kernels.linear")
-    for columns in (1, 40, 5000):
-        x = random(3, 2, columns)
-        torch.testing.assert_close(kernels.row_sum(x), x.sum(-1), rtol=1e-4, atol=1e-4)
-        assert torch.equal(kernels.row_sum(x[1:2]), kernels.row_sum(x)[1:2])

@@ -4,7 +4,7 @@ The layers of one engine find their pages and the step they are in through the `
 module of that engine's model, so engines in one process never see each other's batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -272,6 +272,28 @@ def _attend(q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, numb
         out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
         gathered.append(torch.index_select(flat, 0, index, out=out).view(rows * heads, -1, cache.shape[3]))
     k, v = gathered
+    return attend_keys(
+        q, k, v, facts,
+        visible=lambda: step.visible(number, facts.window),
+        offset=lambda dtype: step.score_offset(number, facts.window, heads, dtype),
+    )  # fmt: skip
+
+
+def attend_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: Facts,
+    *,
+    visible: Callable[[], Tensor],
+    offset: Callable[[torch.dtype], Tensor],
+) -> Tensor:
+    """q (b, Hq, D), k (b * Hk, L, D), v (b * Hk, L, Dv) -> (b, Hq, Dv).
+
+    What a row sees is asked for in the form that is needed: `visible` (b, L) bool, or `offset` (b * Hk, 1, L), 0 or
+    -inf in the given dtype.
+    """
+    rows, heads = q.shape[0], k.shape[0] // q.shape[0]
     grouped = q.reshape(rows * heads, -1, q.shape[-1])  # query heads that share a key head are its "sequence"
     plain = facts.cap is None and facts.sinks is None
     if plain and q.dtype in (torch.bfloat16, torch.float16):
@@ -279,13 +301,12 @@ def _attend(q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, numb
             grouped.unflatten(0, (rows, heads)),
             k.unflatten(0, (rows, heads)),
             v.unflatten(0, (rows, heads)),
-            attn_mask=step.visible(number, facts.window)[:, None, None, :],
+            attn_mask=visible()[:, None, None, :],
             scale=facts.scale,
         )
         return out.reshape(rows, -1, v.shape[-1])
     precise = torch.promote_types(q.dtype, torch.float32)
-    offset = step.score_offset(number, facts.window, heads, precise)
-    weights = _weights(grouped.to(precise), k.to(precise), offset, facts)
+    weights = _weights(grouped.to(precise), k.to(precise), offset(precise), facts)
     return torch.bmm(weights.to(v.dtype), v).view(rows, -1, v.shape[-1])
 
 

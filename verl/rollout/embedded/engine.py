@@ -100,7 +100,7 @@ class EmbeddedEngine(LocalEngine):
             "dtype": self.twin.dtype,
         }
         if self.device.type == "cpu":
-            return HostRunner(self.twin.module, **settings)
+            return HostRunner(self.twin, **settings)
         require("triton", "Generation on a GPU", "pip install triton")
         cuda = importlib.import_module("verl.rollout.embedded.cuda_runner")  # triton exists beside CUDA only
         return cuda.CudaRunner(

@@ -4,6 +4,7 @@ The weights are the module's own and are read at every step. Families whose deco
 listed; all others decode through their module.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -162,20 +163,20 @@ class StackedDecoder(FusedDecoder):
     def refresh(self) -> None:
         """Take the weights as they are now."""
         self._stacks = {id(layer): _Stacks.of(layer) for layer in self.layers}
+        self._last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
         """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next matrix."""
         if x is not None:
             residual += x
-        if norm is self.norm:
-            return F.rms_norm(residual, residual.shape[-1:], norm.weight, norm.variance_epsilon)
-        return _unit_rows(residual, norm.variance_epsilon)
+        unit = _unit_rows(residual, norm.variance_epsilon)
+        return unit.mul_(self._last_factors) if norm is self.norm else unit
 
     def places(self, positions: Tensor) -> Any:
         """Rotary factors, twice (b, 1, D)."""
         return self._factors.index_select(0, positions).unbind(1)
 
-    def attend(self, layer: Layer, normed: Tensor, places: Any, step: Step) -> Tensor:
+    def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
         """See `FusedDecoder.attend`."""
         stacks, dim = self._stacks[id(layer)], self.cos.shape[1]
         heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
@@ -185,8 +186,15 @@ class StackedDecoder(FusedDecoder):
         own, swapped = places
         rotated = torch.addcmul(rotated * own, rotated.roll(dim // 2, -1), swapped)
         q, k = rotated.tensor_split((-stacks.num_key_heads,), dim=1)
-        pages = self.paging.layers[layer.attention]
-        out = step.attend(self.paging, pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        pages, facts = self.paging.layers[layer.attention], layer.facts
+        if isinstance(step, PrefillStep):
+            step.store(pages, k, v)
+            heads = (q.transpose(0, 1)[None], k[None], v[None])
+            out = self.paging.prefill_attention(layer.attention, *heads, None, facts.scale, sliding_window=facts.window)
+            out = out[0][0]
+        else:
+            out = step.attend(self.paging, pages, q, k, v, facts)
         return _product(out.flatten(1), stacks.output)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
@@ -232,7 +240,7 @@ class _Stacks(NamedTuple):
 
 def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> _Matrix:
     """One matrix for all, behind `_unit_rows` where a norm is given."""
-    weight = torch.cat([linear.weight for linear in linears])
+    weight = torch.cat(tuple(linear.weight for linear in linears))
     if norm is not None:
         weight *= norm.weight * weight.shape[1] ** 0.5
     biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -246,8 +254,13 @@ def _product(x: Tensor, matrix: _Matrix) -> Tensor:
 
 def _unit_rows(x: Tensor, epsilon: float) -> Tensor:
     """The RMS norm of x (..., D) without its factors, divided by the root of D."""
-    scale = torch.linalg.vecdot(x, x).add_(epsilon * x.shape[-1]).rsqrt_()
-    return x * scale[..., None]
+    # The root of (sum of squares + D * epsilon), in one operation less.
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_constant((epsilon * x.shape[-1]) ** 0.5))
+
+
+@functools.cache
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """The runner of a CPU: every step is computed when it is asked for."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -7,17 +10,21 @@ from torch import Tensor
 
 from verl.models.attention import Facts
 from verl.rollout.embedded import invariant
-from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, plan_chunks
+from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, PrefillStep, plan_chunks
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
+from verl.rollout.embedded.host_rows import KeyRows, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.sampling import row_keys, sample
+from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 
 # Logits of so many (row, token) pairs are alive at once: 256 MiB in fp32.
 CHUNK_LOGITS = 1 << 26
 # Models up to this size keep a second copy of their weights, laid out for fast decode steps.
 STACKED_BYTES = 1 << 28
+# `KeyRows` are kept where the longest samples could not need more than this. They may have half as many columns again.
+ROWS_BYTES = 1 << 31
 
 
 class InvariantDecodeStep(DecodeStep):
@@ -39,13 +46,40 @@ class HostRunner(ModelRunner):
 
     params: SamplingParams
 
+    def __init__(self, twin: ModelTwin, **settings: Any) -> None:
+        super().__init__(twin.module, **settings)
+        self.twin = twin
+        self._weights_version: object = None  # of the weights that `_body` was made with
+        self._key_rows = KeyRows(self.paging)
+        self._most_row_pages = 0  # that fit into `ROWS_BYTES`
+
+    def allocate(self, num_pages: int) -> None:
+        """See `ModelRunner.allocate`."""
+        self._key_rows.release()
+        super().allocate(num_pages)
+
+    def release(self) -> None:
+        """See `ModelRunner.release`."""
+        self._key_rows.release()
+        super().release()
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `ModelRunner.copy_pages`."""
+        sources, targets = np.array(pairs, np.int64).T
+        for layer in self.paging.layers.values():
+            for cache in map(words, layer):
+                cache[targets] = cache[sources]
+
     def begin(self, params: SamplingParams) -> None:
         """See `ModelRunner.begin`."""
         self.params = params
         if self._body is None:
             self._body = self.make_body(StackedDecoder if self._is_small() else TorchDecoder)
-        elif isinstance(self._body, StackedDecoder):
+        elif isinstance(self._body, StackedDecoder) and self._weights_version != self.twin.version:
             self._body.refresh()
+        self._weights_version = self.twin.version
+        self._key_rows.clear()
+        self._most_row_pages = 0 if self.deterministic else ROWS_BYTES * 2 // 3 // self.page_bytes
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
@@ -56,17 +90,32 @@ class HostRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
         """See `ModelRunner.decode`."""
-        positions = scheduler.cached[slots]
-        table = scheduler.table[slots, : int(positions.max()) // self.page_size + 1]
-        step = self._rows_step(positions, table, self.page_size)
-        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
         assert self._body is not None
-        return self.start(scheduler, slots, self._body(torch.from_numpy(last), step.positions, step))
+        keeps_rows = scheduler.table.size <= self._most_row_pages
+        if keeps_rows:
+            slots = self._key_rows.arrange(scheduler, slots)
+        positions = scheduler.cached[slots]
+        if keeps_rows:
+            step = self._key_rows
+        else:
+            table = scheduler.table[slots, : int(positions.max()) // self.page_size + 1]
+            step = self._rows_step(positions, table, self.page_size)
+        last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
+        hidden = self._body(torch.from_numpy(last), torch.from_numpy(positions), step)
+        if keeps_rows:
+            self._key_rows.advance(scheduler)
+        return self.start(scheduler, slots, hidden)
 
     def _is_small(self) -> bool:
         """Whether copies of the weights are cheap, and change no more than their last bits."""
         size = sum(parameter.numel() * parameter.itemsize for parameter in self.module.parameters())
         return size <= STACKED_BYTES and self.dtype in (torch.float32, torch.float64) and not self.deterministic
+
+    def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
+        if not isinstance(self._body, StackedDecoder):
+            return self.hidden(ids, positions, step)
+        with self.paging.computing(step):
+            return self._body(ids, positions, step)
 
     def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> DecodeStep:
         number = positions // size

@@ -1,0 +1,201 @@
+"""The keys and values of running samples in rows, which a CPU reads without gathering pages."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from verl.models.attention import Facts
+from verl.rollout.embedded.attention import LayerPages, Paging, attend_keys
+from verl.rollout.embedded.scheduler import Scheduler
+
+# Columns for tokens to come when rows get memory: so many, or half of what the longest row has.
+SPARE_COLUMNS = 64
+
+
+class _Stack(NamedTuple):
+    """Rows of n layers of one shape: keys (n, R, Hk, C, D) and values (n, R, Hk, C, Dv), and the pages they are of."""
+
+    keys: Tensor
+    values: Tensor
+    pages: list[LayerPages]
+
+
+class _LayerRows(NamedTuple):
+    """What a step needs of one layer: where the new tokens go, and b * Hk matrices with all tokens."""
+
+    new_keys: Tensor  # (b, Hk, D)
+    new_values: Tensor  # (b, Hk, Dv)
+    keys: Tensor  # (b * Hk, L, D)
+    values: Tensor  # (b * Hk, L, Dv)
+
+
+class KeyRows:
+    """Keys and values of the running samples once more, each sample's behind one another: what a decode step would
+    otherwise gather out of the pages for every token.
+
+    All rows end at one column, whatever their lengths: a step writes to one column, and a sliding window is the same
+    columns for all. The columns before a row's first token are masked. A page gets its tokens when it is full, which
+    is before anybody may look for it.
+    """
+
+    def __init__(self, paging: Paging) -> None:
+        self.paging = paging
+        self._slots: NDArray[np.int64] = np.empty(0, np.int64)  # whose rows they are, (b,)
+        self._epochs: NDArray[np.int64] = np.empty(0, np.int64)
+        self._starts: NDArray[np.int64] = np.empty(0, np.int64)  # column of each row's first token
+        self._first = 0  # column of the longest row's first token
+        self._end = 0  # column of the next token
+        self._num_rows = self._num_columns = 0
+        self._stacks: list[_Stack] = []
+        self._layers: dict[int, _LayerRows] = {}  # by id of the layer's pages
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._slots = self._epochs = self._starts = np.empty(0, np.int64)
+        self._first = self._end = 0
+
+    def release(self) -> None:
+        """Forget all samples and give the memory back."""
+        self.clear()
+        self._num_rows = self._num_columns = 0
+        self._stacks.clear()
+        self._layers.clear()
+        self._masks.clear()
+
+    def arrange(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Have a row for each of `slots` (b,), read from its pages where its sample is new, and a column for the next
+        token. Gives the slots in the order of their rows."""
+        stays = scheduler.epoch[self._slots] == self._epochs
+        if len(stays) == len(slots) and stays.all():
+            self._reserve(len(slots), self._end - self._first)
+        else:
+            self._seat(scheduler, slots, np.flatnonzero(stays))
+        rows, last = len(slots), self._end
+        for stack in self._stacks:
+            caches = (stack.keys[:, :rows], stack.values[:, :rows])
+            parts = [cache[:, :, :, last].unbind() for cache in caches]
+            parts += [cache.flatten(1, 2)[:, :, self._first : last + 1].unbind() for cache in caches]
+            for pages, *mine in zip(stack.pages, *parts):
+                self._layers[id(pages)] = _LayerRows(*mine)
+        return self._slots
+
+    def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+        """See `Step.attend`."""
+        new_keys, new_values, keys, values = self._layers[id(pages)]
+        new_keys.copy_(k.transpose(0, 1))
+        new_values.copy_(v.transpose(0, 1))
+        if facts.window is not None and facts.window < keys.shape[1]:
+            keys, values = keys[:, -facts.window :], values[:, -facts.window :]
+        seen = slice(self._end + 1 - keys.shape[1], self._end + 1)
+        return attend_keys(
+            q, keys, values, facts,
+            visible=lambda: self._mask(1, torch.float32)[:, 0, seen] == 0,
+            offset=lambda dtype: self._mask(k.shape[0], dtype)[:, :, seen],
+        )  # fmt: skip
+
+    def advance(self, scheduler: Scheduler) -> None:
+        """Note that a token of every row was computed, which the scheduler does not know yet."""
+        self._end += 1
+        if not scheduler.prefix_caching:
+            return
+        size = scheduler.page_size
+        number, offset = np.divmod(scheduler.cached[self._slots], size)
+        rows = np.flatnonzero(offset == size - 1)
+        if rows.size:
+            full = scheduler.table[self._slots[rows], number[rows]]
+            for pages, mine in self._caches():
+                pages[full] = mine[rows, :, self._end - size : self._end]
+
+    def _caches(self) -> Iterator[tuple[NDArray, NDArray]]:
+        """Pages (num_pages, Hk, page_size, D) and rows (R, Hk, C, D), of the keys and of the values of every layer."""
+        for stack in self._stacks:
+            for layer, *mine in zip(stack.pages, stack.keys, stack.values):
+                yield from ((words(pages), words(rows)) for pages, rows in zip(layer, mine))
+
+    def _seat(self, scheduler: Scheduler, slots: NDArray[np.int64], kept: NDArray[np.int64]) -> None:
+        """Let the rows be those of `slots`; those numbered `kept` have their sample still."""
+        new = slots[~np.isin(slots, self._slots[kept])]
+        lengths = scheduler.cached[new]
+        if not kept.size:
+            self.clear()
+        longest = self._end - int(self._starts[kept].min(initial=self._end))
+        self._reserve(len(slots), max(longest, int(lengths.max(initial=0))))
+        # Rows are the first b: the last ones move to where others have left.
+        stays, moves = kept[kept < len(slots)], kept[kept >= len(slots)]
+        free = np.setdiff1d(np.arange(len(slots)), stays)
+        targets, rest = free[: len(moves)], free[len(moves) :]
+        if moves.size:
+            self._move(moves, targets)
+        if new.size:
+            self._fill(rest, scheduler.table[new], lengths, scheduler.page_size)
+        order, starts = np.empty((2, len(slots)), np.int64)
+        for array, old, fresh in ((order, self._slots, new), (starts, self._starts, self._end - lengths)):
+            array[stays], array[targets], array[rest] = old[stays], old[moves], fresh
+        self._slots, self._starts, self._epochs = order, starts, scheduler.epoch[order]
+        self._first = int(starts.min())
+        self._masks.clear()
+
+    def _reserve(self, rows: int, length: int) -> None:
+        """Have `rows` rows, `length` columns before the next token's, and that one. What is there keeps as many."""
+        if not self._end and rows <= self._num_rows and length < self._num_columns:
+            self._end = length  # nothing is there
+        if rows <= self._num_rows and length <= self._end < self._num_columns:
+            return
+        self._num_rows, self._num_columns = max(rows, self._num_rows), length + max(SPARE_COLUMNS, length // 2)
+        kept = min(length, self._end)
+        old, self._stacks = self._stacks, self._empty_stacks()
+        for fresh, stale in zip(self._stacks, old):
+            for target, source in zip(fresh[:2], stale[:2]):
+                target[:, : source.shape[1], :, length - kept : length] = source[:, :, :, self._end - kept : self._end]
+        self._starts = self._starts + (length - self._end)
+        self._first += length - self._end
+        self._end = length
+        self._masks.clear()
+
+    def _empty_stacks(self) -> list[_Stack]:
+        groups: dict[Any, list[LayerPages]] = {}
+        for pages in self.paging.layers.values():
+            groups.setdefault((pages.keys.shape, pages.values.shape), []).append(pages)
+        stacks = []
+        for alike in groups.values():
+            # Zeros: a masked position has weight 0, and 0 times the NaN of fresh memory would be NaN.
+            keys, values = (
+                cache.new_zeros(len(alike), self._num_rows, cache.shape[1], self._num_columns, cache.shape[3])
+                for cache in alike[0]
+            )
+            stacks.append(_Stack(keys, values, alike))
+        return stacks
+
+    def _move(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        for _, mine in self._caches():
+            mine[targets, :, self._first : self._end] = mine[rows, :, self._first : self._end]
+
+    def _fill(self, rows: NDArray[np.int64], table: NDArray[np.int64], lengths: NDArray[np.int64], size: int) -> None:
+        """Read sequences of `lengths` (n,), whose pages `table` (n, W) lists, into `rows` (n,)."""
+        longest = int(lengths.max())
+        # Before a sequence its first token is repeated: these columns are masked, but have to be finite.
+        tokens = (np.arange(-longest, 0) + lengths[:, None]).clip(min=0)
+        numbers, offsets = np.take_along_axis(table, tokens // size, axis=1), tokens % size
+        for pages, mine in self._caches():
+            heads = pages.shape[1]
+            places = (numbers[:, None] * heads + np.arange(heads)[:, None]) * size + offsets[:, None]  # (n, Hk, L)
+            mine[rows, :, self._end - longest : self._end] = pages.reshape(-1, pages.shape[3]).take(places, axis=0)
+
+    def _mask(self, heads: int, dtype: torch.dtype) -> Tensor:
+        """(b * heads, 1, C): -inf before a row's first token, else 0."""
+        key = (heads, dtype)
+        if key not in self._masks:
+            before = torch.arange(self._num_columns) < torch.from_numpy(self._starts)[:, None]
+            mask = torch.zeros(before.shape, dtype=dtype).masked_fill_(before, float("-inf"))
+            self._masks[key] = mask.repeat_interleave(heads, dim=0)[:, None]
+        return self._masks[key]
+
+
+def words(tensor: Tensor) -> NDArray:
+    """The memory of a tensor for numpy, which copies it faster and knows no bfloat16: as integers of the same size."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).numpy()
