@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2MLP
 
 from tests.rollout.engines import (
     PROMPTS,
@@ -164,6 +165,65 @@ def test_the_keys_of_other_weights_are_not_found():
     assert cached() == 0
     engine = make_engine(model, page_size=4, enable_prefix_caching=False)
     assert cached() == cached() == 0
+
+
+def test_an_iterator_started_late_reads_no_old_keys():
+    model, other = talkative_model("qwen2"), talkative_model("qwen2", seed=1)
+    expected = tokens_of(run(make_engine(other, page_size=4), PROMPTS))
+    asked = [Request(prompt_ids=tuple(prompt), sample_ids=(i,)) for i, prompt in enumerate(PROMPTS)]
+    for sleeps in (False, True):
+        engine = make_engine(model, page_size=4)
+        run(engine, PROMPTS)
+        late = engine.generate(asked, SamplingParams(max_new_tokens=24), seed=0, step=0)
+        if sleeps:
+            engine.sleep()
+            engine.wake()
+            run(engine, PROMPTS)
+        engine.update_weights(other.named_parameters())
+        assert tokens_of(sorted(late, key=lambda completion: completion.sample_id)) == expected
+        engine.check_integrity()
+
+
+def test_weights_do_not_change_while_samples_run():
+    model = talkative_model("qwen2")
+    engine = make_engine(model, max_num_seqs=1)
+    asked = [Request(prompt_ids=tuple(PROMPTS[0]), sample_ids=(0, 1))]
+    running = engine.generate(asked, SamplingParams(max_new_tokens=4), seed=0, step=0)
+    next(running)
+    with pytest.raises(RolloutError, match="not finished"):
+        engine.update_weights(model.named_parameters())
+    assert len(list(running)) == 1
+
+
+class HalvedMLP(Qwen2MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+def test_a_model_with_parts_of_its_own_decodes_through_them():
+    model = talkative_model("qwen2")
+
+    class Halved(Qwen2ForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.mlp = HalvedMLP(config)
+
+    halved = Halved(model.config).eval()
+    halved.load_state_dict(model.state_dict())
+    assert worst_log_prob_error(halved, run(make_engine(halved), PROMPTS), 1, 1.0) <= 1e-4
+
+
+def test_limits_of_samples_and_requests_without_samples():
+    engine = make_engine(talkative_model("qwen2"), max_num_seqs=2)
+    limits = {0: (3, 9), 1: (), 2: (5,)}
+    ids = {0: (0, 1), 1: (), 2: (2,)}
+    asked = [Request(prompt_ids=tuple(prompt), sample_ids=ids[i], limits=limits[i]) for i, prompt in enumerate(PROMPTS)]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    lengths = {c.sample_id: len(c.token_ids) for c in engine.generate(asked, params, seed=0, step=0)}
+    assert lengths == {0: 3, 1: 6, 2: 5}
+    with pytest.raises(RolloutError, match="each sample needs one"):
+        engine.generate([Request(prompt_ids=(5,), sample_ids=(0, 1), limits=(3,))], params, seed=0, step=0)
 
 
 def test_all_pages_come_back_and_the_books_are_right_all_along():

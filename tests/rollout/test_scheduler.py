@@ -30,7 +30,11 @@ class FakeDevice:
     def start(self, admission: Admission) -> np.ndarray:
         for prefill in admission.prefills:
             for place, token in enumerate(prefill.token_ids):
-                self.cache[prefill.pages[place // PAGE], place % PAGE] = token
+                where = prefill.pages[place // PAGE], place % PAGE
+                if place < prefill.cached:
+                    assert self.cache[where] == token, "a page was found that holds other tokens"
+                else:
+                    self.cache[where] = token
             if prefill.group is not None:
                 prefill.group.hidden = torch.zeros(1)
         for slot in admission.slots:
@@ -47,6 +51,7 @@ class FakeDevice:
             self.show()
             page = self.table[slot, place // PAGE]
             assert self.scheduler.pages.references[page] == 1, "a shared page was written to"
+            assert page not in self.scheduler.pages._names, "a registered page was written to"
             self.cache[page, place % PAGE] = self.texts[slot][-1]
             assert self.cache[self.table[slot]].flatten()[: place + 1].tolist() == self.texts[slot]
         return self.draw(slots)
@@ -67,10 +72,10 @@ class FakeDevice:
 
 def drive(
     prompts: list[int], n: int, limits: list[int], spare: int, max_num_seqs: int, budget: int,
-    stop: int = 99, lag: int = 0, refill: int = 1, redraw: bool = False,
+    stop: int = 99, lag: int = 0, refill: int = 1, redraw: bool = False, prefix_caching: bool = False,
 ) -> Scheduler:  # fmt: skip
     """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag` draws late."""
-    groups = [Group(prompt=tuple(range(-length, 0)), unstarted=n) for length in prompts]
+    groups = [Group(prompt=tuple(range(length)), unstarted=n) for length in prompts]
     samples = [
         Sample(sample_id=i * n + j, group=group, limit=limits[(i * n + j) % len(limits)], key=np.uint64(0))
         for i, group in enumerate(groups)
@@ -80,7 +85,7 @@ def drive(
     pages = PageAllocator(need + spare)
     scheduler = Scheduler(
         samples, pages, page_size=PAGE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, refill=refill,
-        redraw=redraw,
+        redraw=redraw, prefix_caching=prefix_caching,
     )  # fmt: skip
     device = FakeDevice(scheduler)
     expected = {sample.sample_id: sample for sample in samples}
@@ -90,7 +95,7 @@ def drive(
         slots = np.empty(0, np.int64)
         admission = scheduler.admit()
         if admission is not None:
-            sizes = [len(prefill.token_ids) for prefill in admission.prefills]
+            sizes = [len(prefill.token_ids) - prefill.cached for prefill in admission.prefills]
             assert sum(sizes) <= budget or len(sizes) == 1
             slots = np.array(admission.slots)
             flight.append((slots, scheduler.epoch[slots], device.start(admission)))
@@ -137,11 +142,12 @@ def drive(
     lag=st.integers(0, 2),
     refill=st.integers(1, 4),
     redraw=st.booleans(),
+    prefix_caching=st.booleans(),
 )
 def test_every_sample_ends_once_with_its_own_tokens(
-    prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw
+    prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching
 ):  # fmt: skip
-    drive(prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw)
+    drive(prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching)
 
 
 def test_the_same_calls_give_the_same_order():

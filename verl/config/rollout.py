@@ -60,12 +60,17 @@ class RolloutConfig:
         choices=("float32", "bfloat16", "float16", "float64"),
     )  # fmt: skip
     gpu_memory_utilization: float = setting(
-        0.5, "share of the device's memory that the engine may fill", above=0, at_most=1
+        0.5,
+        "share of the memory that is free beside weights and trainer that key-value pages may fill",
+        above=0,
+        at_most=1,
     )
     page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
     num_pages: int | None = setting(None, "pages of the key-value cache; null: what the memory allows", above=0)
     enable_prefix_caching: bool = setting(
-        True, "keep the pages of prompts and responses for later prompts that begin with them, while weights last"
+        True,
+        "keep the pages of prompts and responses for later prompts that begin with them, while weights last; "
+        "not with deterministic=true",
     )
     max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
     max_num_batched_tokens: int = setting(8192, "prompt tokens taken in one prefill step", above=0)

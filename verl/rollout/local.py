@@ -48,8 +48,8 @@ class LocalEngine:
 
     def wake(self) -> None:
         """Make room for the weights again; after a sleep on CUDA `update_weights` has to fill them."""
-        self._asleep = False
         self.twin.restore()
+        self._asleep = False
 
     def forget_prefixes(self) -> None:
         """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says so."""
@@ -58,12 +58,15 @@ class LocalEngine:
         """Counters of the last `generate`; the engine's class says which."""
         return dict(self._statistics)
 
-    def _begin(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
-        """Raise what is wrong with a call of `generate`; gives the rule that its responses end by."""
+    def _require_ready(self) -> None:
         if self._asleep:
             raise EngineAsleepError("The rollout engine is asleep; call wake() before generate().")
         if not self.twin.ready:
             raise RolloutError("The engine's weights are incomplete; call update_weights() before generate().")
+
+    def _begin(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
+        """Raise what is wrong with a call of `generate`; gives the rule that its responses end by."""
+        self._require_ready()
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
         return StopRule(params, self.eos_ids, self.tokenizer)

@@ -7,7 +7,10 @@ steps follow each other without the host.
 
 import bisect
 import functools
+import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +50,18 @@ def ladder(most: int) -> list[int]:
     return [*sizes, most]
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is collected may free device memory, which ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CudaRunner(ModelRunner):
     """A `ModelRunner` of a CUDA device. Pages and weights keep their addresses over `release` and `allocate`, so graphs
     are captured once; each at the first step of its batch size."""
@@ -55,6 +70,11 @@ class CudaRunner(ModelRunner):
     refill_share = REFILL_SHARE
 
     def __init__(self, twin: ModelTwin, *, max_num_seqs: int, enforce_eager: bool, **base: Any) -> None:
+        if twin.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(
+                "On CUDA the engine computes in bfloat16, float16 or float32, got actor_rollout_ref.rollout.dtype="
+                f"{str(twin.dtype).removeprefix('torch.')}."
+            )
         super().__init__(twin.module, **base)
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
             raise ConfigError(
@@ -87,6 +107,11 @@ class CudaRunner(ModelRunner):
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.device)  # one: cuBLAS keeps a workspace for every stream
+
+    @property
+    def other_bytes(self) -> int:
+        """Logits in fp32: of a first draw, of a step outside of a graph, and in the pool of the graphs."""
+        return 3 * self._workspace.max_rows * self._workspace.vocabulary * 4
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
@@ -121,8 +146,8 @@ class CudaRunner(ModelRunner):
         values = [params.temperature, params.top_p, params.min_p, float(max(params.top_k, 0))]
         self._settings.copy_(torch.tensor(values))
         self._shown = np.empty(0, np.int64)
-        self._filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self._greedy = params.temperature == 0
+        self._filtered = not self._greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         if self._body is None:
             self._body = self.make_body(functools.partial(TritonDecoder, self.twin))
 
@@ -250,15 +275,20 @@ class CudaRunner(ModelRunner):
             self._step(rows)
             torch.cuda.synchronize(self.device)
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture.
-            graph.capture_begin(pool=self._pool)
-            try:
-                self._step(rows)
-            except RuntimeError as error:
-                raise RolloutError(
-                    f"A decode step of '{self.module.config.model_type}' cannot be a CUDA graph: {error}. "
-                    "Set actor_rollout_ref.rollout.enforce_eager=true."
-                ) from error
-            finally:
+            with _no_garbage_collection():
+                graph.capture_begin(pool=self._pool)
+                try:
+                    self._step(rows)
+                except RuntimeError as error:
+                    with suppress(RuntimeError):  # it says that the capture is broken, which is known
+                        graph.capture_end()
+                    self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as recorded to
+                    if isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    raise RolloutError(
+                        f"A decode step of '{self.module.config.model_type}' cannot be a CUDA graph: {error}. "
+                        "Set actor_rollout_ref.rollout.enforce_eager=true."
+                    ) from error
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self._slots.copy_(shown)

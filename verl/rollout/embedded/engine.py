@@ -4,7 +4,7 @@ import importlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.devices import GIB
-from verl.utils.errors import EngineAsleepError, RolloutError
+from verl.utils.errors import RolloutError
 from verl.utils.imports import require
 from verl.utils.logging import logger
 
@@ -59,19 +59,13 @@ class EmbeddedEngine(LocalEngine):
         self._refuse_while_busy()
         rule = self._begin(requests, params)
         samples = self._samples(requests, params, seed, step)
-        self._provide_pages(requests, samples)
-        scheduler = Scheduler(
-            samples,
-            self._fresh_pages(),
-            page_size=self.config.page_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),
-            # The keys of a token are not the same bits when they are computed beside others, or after the prompt.
-            prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
-            redraw=self.config.deterministic,
-        )
-        return self._run(scheduler, params, rule)
+        self._provide_pages(samples)
+        return self._run(samples, params, rule)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights; see `RolloutEngine.update_weights`. Not during a `generate`, whose keys are of the old."""
+        self._refuse_while_busy()
+        super().update_weights(named_tensors)
 
     def sleep(self) -> None:
         """Drop the key-value cache and, on CUDA, the weights. The cache comes back with the next `generate` after
@@ -87,9 +81,11 @@ class EmbeddedEngine(LocalEngine):
         self._pages.forget()
 
     def check_integrity(self) -> None:
-        """Assert that the pages' books are right, during a `generate`; outside of one no page is in use."""
+        """Assert that the pages' books are right; outside of a `generate` no page is in use."""
         if self._scheduler is not None:
             self._scheduler.check_integrity()
+        else:
+            self._pages.check_integrity([])
 
     def _make_runner(self) -> ModelRunner:
         settings: dict[str, Any] = {
@@ -131,12 +127,14 @@ class EmbeddedEngine(LocalEngine):
         groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
         return [sample for samples in groups for sample in samples]
 
-    def _provide_pages(self, requests: Sequence[Request], samples: Sequence[Sample]) -> None:
+    def _provide_pages(self, samples: Sequence[Sample]) -> None:
         """Allocate the cache, or a larger one where this call can use it."""
         size = self.config.page_size
         # The last token drawn is never fed back, so its key is never kept.
         most = [-(-(len(sample.group.prompt) + sample.limit - 1) // size) for sample in samples]
-        useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + len(requests)
+        # One page more a prompt, whose samples have not all started.
+        prompts = len({id(sample.group) for sample in samples})
+        useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + prompts
         wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
         if wanted < max(most, default=0):
             raise RolloutError(
@@ -154,7 +152,7 @@ class EmbeddedEngine(LocalEngine):
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         own = self.runner.num_pages * self.runner.page_bytes
-        return int(self.config.gpu_memory_utilization * (free + unused + own))
+        return int(self.config.gpu_memory_utilization * (free + unused + own - self.runner.other_bytes))
 
     def _fresh_pages(self) -> PageAllocator:
         """The books of the pages, without the keys of other weights than the present ones."""
@@ -165,11 +163,22 @@ class EmbeddedEngine(LocalEngine):
         self._pages.reset_peak()
         return self._pages
 
-    def _run(self, scheduler: Scheduler, params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
+    def _run(self, samples: list[Sample], params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
         # Asked again: the iterator may be started long after it was made.
         self._refuse_while_busy()
-        if self.runner.num_pages < scheduler.pages.num_pages:
-            raise EngineAsleepError("The engine slept after this generate() was called; call generate() again.")
+        self._require_ready()
+        self._provide_pages(samples)
+        scheduler = Scheduler(
+            samples,
+            self._fresh_pages(),
+            page_size=self.config.page_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),
+            # The keys of a token are not the same bits when they are computed beside others, or after the prompt.
+            prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
+            redraw=self.config.deterministic,
+        )
         self._scheduler = scheduler
         progress = _Progress(len(scheduler.waiting))
         counts = Counter[str]()
@@ -192,6 +201,7 @@ class EmbeddedEngine(LocalEngine):
         finally:
             scheduler.abandon()
             self._scheduler = None
+            counts["generated_tokens"] -= scheduler.discarded
             self._statistics = {
                 **{name: float(counts[name]) for name in _COUNTS},
                 "preemptions": float(scheduler.preemptions),

@@ -38,12 +38,18 @@ class Layer:
 
 
 def can_fuse(module: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` computes what `module` does."""
+    """Whether `FusedDecoder` computes what `module` does: its parts are transformers' own, not a user's subclasses."""
     config: Any = module.config
-    partial_rotary = getattr(config, "partial_rotary_factor", None) or config.rope_parameters.get(
-        "partial_rotary_factor", 1.0
-    ) if config.model_type in FAMILIES else 1.0  # fmt: skip
-    return config.model_type in FAMILIES and config.hidden_act == "silu" and partial_rotary == 1.0
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return False
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return False
+    body: Any = module.base_model
+    parts = [module, body, body.norm, body.rotary_emb]
+    for layer in body.layers:
+        parts += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+    home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
+    return all(type(part).__module__ == home for part in parts)
 
 
 class FusedDecoder(ABC):
@@ -243,7 +249,7 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> _Matrix:
     weight = torch.cat(tuple(linear.weight for linear in linears))
     if norm is not None:
         weight *= norm.weight * weight.shape[1] ** 0.5
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     assert len(biases) in (0, len(linears))
     return _Matrix(weight.t().contiguous(), torch.cat(biases) if biases else None)
 

@@ -14,6 +14,8 @@ from verl.rollout.embedded.scheduler import Scheduler
 
 # Columns for tokens to come when rows get memory: so many, or half of what the longest row has.
 SPARE_COLUMNS = 64
+# A softmax over fewer numbers than a CPU computes at once takes ten times as long as one over these.
+FEWEST_COLUMNS = 16
 
 
 class _Stack(NamedTuple):
@@ -76,10 +78,11 @@ class KeyRows:
         else:
             self._seat(scheduler, slots, np.flatnonzero(stays))
         rows, last = len(slots), self._end
+        first = min(self._first, last + 1 - FEWEST_COLUMNS)
         for stack in self._stacks:
             caches = (stack.keys[:, :rows], stack.values[:, :rows])
             parts = [cache[:, :, :, last].unbind() for cache in caches]
-            parts += [cache.flatten(1, 2)[:, :, self._first : last + 1].unbind() for cache in caches]
+            parts += [cache.flatten(1, 2)[:, :, first : last + 1].unbind() for cache in caches]
             for pages, *mine in zip(stack.pages, *parts):
                 self._layers[id(pages)] = _LayerRows(*mine)
         return self._slots
@@ -142,6 +145,7 @@ class KeyRows:
 
     def _reserve(self, rows: int, length: int) -> None:
         """Have `rows` rows, `length` columns before the next token's, and that one. What is there keeps as many."""
+        length = max(length, FEWEST_COLUMNS - 1)
         if not self._end and rows <= self._num_rows and length < self._num_columns:
             self._end = length  # nothing is there
         if rows <= self._num_rows and length <= self._end < self._num_columns:

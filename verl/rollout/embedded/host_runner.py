@@ -20,7 +20,7 @@ from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 
 # Logits of so many (row, token) pairs are alive at once: 256 MiB in fp32.
-CHUNK_LOGITS = 1 << 26
+ALIVE_LOGITS = 1 << 26
 # Models up to this size keep a second copy of their weights, laid out for fast decode steps.
 STACKED_BYTES = 1 << 28
 # `KeyRows` are kept where the longest samples could not need more than this. They may have half as many columns again.
@@ -134,7 +134,7 @@ class HostRunner(ModelRunner):
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens (b,) and their log-probs (b,) from hidden states (b, H), samples' keys (b,) and response positions."""
         noise = None if self.params.temperature == 0 else torch.from_numpy(row_keys(keys, positions))
-        rows = max(1, CHUNK_LOGITS // self.module.get_output_embeddings().weight.shape[0])  # pyright: ignore
+        rows = max(1, ALIVE_LOGITS // self.module.get_output_embeddings().weight.shape[0])  # pyright: ignore
         parts = []
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)

@@ -75,6 +75,11 @@ class ModelRunner:
         numbers = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in self.layer_shapes().values())
         return numbers * self.page_size * self.dtype.itemsize
 
+    @property
+    def other_bytes(self) -> int:
+        """Device memory that steps need beside weights and pages, and that is not theirs yet."""
+        return 0
+
     def layer_shapes(self) -> dict[nn.Module, LayerShape]:
         """The shape of every layer's cache, read off a prefill of one token: configs name head sizes in many ways."""
         if not self._shapes:

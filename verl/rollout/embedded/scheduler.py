@@ -104,6 +104,7 @@ class Scheduler:
         self._free_slots = list(range(slots))
         self._prompts: list[Group] = []  # groups whose prompt pages are held for samples yet to come
         self.preemptions = 0
+        self.discarded = 0  # tokens that pre-empted samples draw again
 
     @property
     def has_work(self) -> bool:
@@ -317,6 +318,7 @@ class Scheduler:
         sample = self._save(slot)
         if self.redraw:
             # Drawn again they will be the same tokens, and their keys the same bits, as those of a prefill are not.
+            self.discarded += len(sample.token_ids)
             sample.token_ids, sample.log_probs = [], []
             sample.group.unstarted += 1
         self.waiting.appendleft(sample)

@@ -224,7 +224,7 @@ def row_sum(x: Tensor) -> Tensor:
 
     torch picks the order of such a sum on CUDA by the number of rows.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty(flat.shape[0], dtype=torch.float32, device=x.device)
     if flat.shape[0]:
         block = min(ROW_BLOCK, triton.next_power_of_2(flat.shape[1]))

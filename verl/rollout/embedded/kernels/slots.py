@@ -34,6 +34,7 @@ def advance(slots: Tensor, drawn_tokens: Tensor, tokens: Tensor, positions: Tens
 def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> None:
     """Write `new` (Hk, N, D) to cache (num_pages, Hk, page_size, D) at pages (N,) and offsets (N,)."""
     heads, count, width = new.shape
+    assert new.stride(2) == cache.stride(3) == 1, "last dimensions must be contiguous"
     _store_tokens[(count, heads)](
         new, new.stride(0), new.stride(1), cache, cache.stride(0), cache.stride(1), cache.stride(2), pages, offsets,
         width, BLOCK=triton.next_power_of_2(width), num_warps=1,
