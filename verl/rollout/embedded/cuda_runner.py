@@ -29,6 +29,7 @@ from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
+from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.logging import logger
 from verl.utils.reserved_memory import ReservedMemory
@@ -117,8 +118,13 @@ class CudaRunner(ModelRunner):
     def allocate(self, num_pages: int) -> None:
         """See `ModelRunner.allocate`. One page more is nobody's: the rows that fill a batch up write to it."""
         page = self.page_bytes
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if (num_pages + 1) * page > total:
+            raise RolloutError(
+                f"{num_pages} pages take {num_pages * page / GIB:.1f} GiB, {self.device} has {total / GIB:.1f} GiB. "
+                "Lower actor_rollout_ref.rollout.num_pages, or leave it unset."
+            )
         if self._memory is None:
-            total = torch.cuda.get_device_properties(self.device).total_memory
             self._memory = ReservedMemory(total, self.device)
         self._memory.grow((num_pages + 1) * page)
         self.num_pages = num_pages

@@ -74,7 +74,7 @@ class KeyRows:
         token. Gives the slots in the order of their rows."""
         stays = scheduler.epoch[self._slots] == self._epochs
         if len(stays) == len(slots) and stays.all():
-            self._reserve(len(slots), self._end - self._first)
+            self._reserve(scheduler, len(slots), self._end - self._first)
         else:
             self._seat(scheduler, slots, np.flatnonzero(stays))
         rows, last = len(slots), self._end
@@ -126,8 +126,8 @@ class KeyRows:
         lengths = scheduler.cached[new]
         if not kept.size:
             self.clear()
-        longest = self._end - int(self._starts[kept].min(initial=self._end))
-        self._reserve(len(slots), max(longest, int(lengths.max(initial=0))))
+        longest = max(self._end - self._starts[kept].min(initial=self._end), lengths.max(initial=0))
+        self._reserve(scheduler, max(len(slots), 1 + kept.max(initial=-1)), int(longest))
         # Rows are the first b: the last ones move to where others have left.
         stays, moves = kept[kept < len(slots)], kept[kept >= len(slots)]
         free = np.setdiff1d(np.arange(len(slots)), stays)
@@ -143,19 +143,22 @@ class KeyRows:
         self._first = int(starts.min())
         self._masks.clear()
 
-    def _reserve(self, rows: int, length: int) -> None:
+    def _reserve(self, scheduler: Scheduler, rows: int, length: int) -> None:
         """Have `rows` rows, `length` columns before the next token's, and that one. What is there keeps as many."""
         length = max(length, FEWEST_COLUMNS - 1)
         if not self._end and rows <= self._num_rows and length < self._num_columns:
             self._end = length  # nothing is there
         if rows <= self._num_rows and length <= self._end < self._num_columns:
             return
-        self._num_rows, self._num_columns = max(rows, self._num_rows), length + max(SPARE_COLUMNS, length // 2)
-        kept = min(length, self._end)
+        # More rows than these are never needed once nobody waits.
+        self._num_rows = len(scheduler.epoch) if scheduler.waiting else rows
+        self._num_columns = length + _spare_columns(length)
+        kept = slice(self._end - min(length, self._end), self._end)
         old, self._stacks = self._stacks, self._empty_stacks()
         for fresh, stale in zip(self._stacks, old):
             for target, source in zip(fresh[:2], stale[:2]):
-                target[:, : source.shape[1], :, length - kept : length] = source[:, :, :, self._end - kept : self._end]
+                held = source[:, :rows, :, kept]
+                target[:, : held.shape[1], :, length - held.shape[3] : length] = held
         self._starts = self._starts + (length - self._end)
         self._first += length - self._end
         self._end = length
@@ -198,6 +201,17 @@ class KeyRows:
             mask = torch.zeros(before.shape, dtype=dtype).masked_fill_(before, float("-inf"))
             self._masks[key] = mask.repeat_interleave(heads, dim=0)[:, None]
         return self._masks[key]
+
+
+def _spare_columns(length: int) -> int:
+    return max(SPARE_COLUMNS, length // 2)
+
+
+def most_bytes(scheduler: Scheduler, page_bytes: int) -> int:
+    """What the rows of all slots may come to take."""
+    num_slots, width = scheduler.table.shape
+    columns = width * scheduler.page_size
+    return num_slots * (columns + _spare_columns(columns)) * page_bytes // scheduler.page_size
 
 
 def words(tensor: Tensor) -> NDArray:

@@ -12,7 +12,7 @@ from verl.models.attention import Facts
 from verl.rollout.embedded import invariant
 from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, PrefillStep, plan_chunks
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
-from verl.rollout.embedded.host_rows import KeyRows, words
+from verl.rollout.embedded.host_rows import KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.sampling import row_keys, sample
@@ -23,7 +23,7 @@ from verl.rollout.types import SamplingParams
 ALIVE_LOGITS = 1 << 26
 # Models up to this size keep a second copy of their weights, laid out for fast decode steps.
 STACKED_BYTES = 1 << 28
-# `KeyRows` are kept where the longest samples could not need more than this. They may have half as many columns again.
+# `KeyRows` are kept where they could not come to take more than this.
 ROWS_BYTES = 1 << 31
 
 
@@ -51,7 +51,6 @@ class HostRunner(ModelRunner):
         self.twin = twin
         self._weights_version: object = None  # of the weights that `_body` was made with
         self._key_rows = KeyRows(self.paging)
-        self._most_row_pages = 0  # that fit into `ROWS_BYTES`
 
     def allocate(self, num_pages: int) -> None:
         """See `ModelRunner.allocate`."""
@@ -79,7 +78,6 @@ class HostRunner(ModelRunner):
             self._body.refresh()
         self._weights_version = self.twin.version
         self._key_rows.clear()
-        self._most_row_pages = 0 if self.deterministic else ROWS_BYTES * 2 // 3 // self.page_bytes
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
@@ -91,7 +89,7 @@ class HostRunner(ModelRunner):
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
         """See `ModelRunner.decode`."""
         assert self._body is not None
-        keeps_rows = scheduler.table.size <= self._most_row_pages
+        keeps_rows = not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
         if keeps_rows:
             slots = self._key_rows.arrange(scheduler, slots)
         positions = scheduler.cached[slots]
