@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.models.rows import RESPONSE_LENGTH, eager_log_probs, padded_rows
 from tests.tiny_models import FAMILIES, tiny_model
-from verl.models.attention import Facts, Layout, _block_attention, _varlen_attention, _varlen_can, apply_checkpointing
+from verl.models.attention import Facts, Layout, _varlen_attention, apply_checkpointing, block_attention, varlen_can
 from verl.models.logprobs import Head, token_log_probs
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.models.probe import check_packed
@@ -29,9 +29,9 @@ def test_the_kernel_agrees_with_blocks_in_float64(key_heads: int, window: int | 
     drawn = [torch.randn(total, count, 64, device="cuda", generator=generator).bfloat16() for count in heads]
     weight = torch.randn(total, 8, 64, device="cuda", generator=generator)
     results: list[list[Tensor]] = []
-    for attend, dtype in ((_varlen_attention, torch.bfloat16), (_block_attention, torch.float64)):
+    for attend, dtype in ((_varlen_attention, torch.bfloat16), (block_attention, torch.float64)):
         q, k, v = (tensor.detach().to(dtype).requires_grad_() for tensor in drawn)
-        assert _varlen_can(q, v, facts) == (dtype == torch.bfloat16)
+        assert varlen_can(q, v, facts) == (dtype == torch.bfloat16)
         out = attend(q, k, v, Layout(LENGTHS, ends), facts)
         (out * weight).sum().backward()
         results.append([out, *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)])
