@@ -90,7 +90,6 @@ def test_contradictions_name_expectation_fact_and_way_out(build: Load, overrides
         f"{ROLLOUT}.name=sglang",
         f"{ROLLOUT}.mode=async",
         f"{ROLLOUT}.tensor_model_parallel_size=2",
-        f"{ROLLOUT}.deterministic=True",
         f"{ROLLOUT}.multi_turn.enable=True",
         f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml",
         f"{MODEL}.lora_rank=32",
