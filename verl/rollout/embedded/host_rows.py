@@ -160,7 +160,8 @@ class KeyRows:
                 held = source[:, :rows, :, kept]
                 target[:, : held.shape[1], :, length - held.shape[3] : length] = held
         self._starts = self._starts + (length - self._end)
-        self._first += length - self._end
+        # The longest row may be one that leaves: then its first columns were not kept.
+        self._first = max(0, self._first + length - self._end)
         self._end = length
         self._masks.clear()
 

@@ -23,9 +23,8 @@ from verl.rollout.types import SamplingParams
 ALIVE_LOGITS = 1 << 26
 # Models up to this size keep a second copy of their weights, laid out for fast decode steps.
 STACKED_BYTES = 1 << 28
-# `KeyRows` are kept where they could not come to take more than this. None at present: with two spare columns, few
-# pages and pre-emptions they gave wrong log-probs, and until that is understood every step reads the pages.
-ROWS_BYTES = 0
+# `KeyRows` are kept where they could not come to take more than this.
+ROWS_BYTES = 1 << 31
 
 
 class InvariantDecodeStep(DecodeStep):

@@ -1,0 +1,50 @@
+"""The rows and stacked weights that a CPU decodes with, against the pages and the trainer's model."""
+
+import pytest
+import torch
+
+from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
+from tests.rollout.test_embedded import worst_log_prob_error
+from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout.embedded import host_rows, host_runner
+from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
+def test_rows_hold_what_the_pages_hold(family, monkeypatch):
+    """Samples of many lengths come and go, with few slots, few pages and little memory; then second turns."""
+    model = talkative_model(family)
+    limits = [(24, 3, 17, 9, 1), (13, 24, 2, 20, 6), (5, 11, 24, 8, 24)]
+    asked = [
+        Request(prompt_ids=tuple(prompt), sample_ids=tuple(range(5 * i, 5 * i + 5)), limits=limits[i])
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+    def answers() -> list[Completion]:
+        engine = make_engine(model, max_num_seqs=4, page_size=4, num_pages=20)
+        first = engine.generate(asked, SamplingParams(max_new_tokens=24, ignore_eos=True), seed=0, step=0)
+        first = sorted(first, key=lambda completion: completion.sample_id)
+        assert engine.statistics()["preemptions"] > 0
+        assert worst_log_prob_error(model, first, 5, 1.0) <= 1e-4
+        turns = [[*PROMPTS[c.sample_id // 5], *c.token_ids, 7, 9] for c in first]
+        return [*first, *run(engine, turns, max_new_tokens=8)]
+
+    monkeypatch.setattr(host_rows, "_spare_columns", lambda length: 1)
+    rows = answers()
+    monkeypatch.setattr(host_runner, "ROWS_BYTES", 0)
+    pages = answers()
+    assert tokens_of(rows) == tokens_of(pages)
+    assert all(one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(rows, pages))
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_stacked_weights_are_the_trainers(family, monkeypatch):
+    model = talkative_model(family, rms_norm_eps=0.1)
+    engine = make_engine(model)
+    for _ in range(2):
+        assert worst_log_prob_error(model, run(engine, PROMPTS), 1, 1.0) <= 1e-4
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * torch.rand_like(parameter))
+    monkeypatch.setattr(host_runner, "STACKED_BYTES", 0)
+    assert worst_log_prob_error(model, run(make_engine(model), PROMPTS), 1, 1.0) <= 1e-4
