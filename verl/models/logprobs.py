@@ -4,6 +4,8 @@ The (M, V) logits exist one chunk at a time: a vocabulary of 152k and a micro-ba
 fp32, several times over in a backward pass written by autograd.
 """
 
+import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,13 +107,41 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head,
     return logits.mul_(head.scale / head.cap).tanh_().mul_(head.cap / temperature)
 
 
-def _slope(logits: Tensor, settings: _Settings) -> Tensor | float:
-    """d(logits / temperature) / d(linear output), given logits / temperature."""
-    head = settings.head
-    if head.cap is None:
-        return head.scale / settings.temperature
-    tanh = logits * (settings.temperature / head.cap)
-    return (1 - tanh.square_()).mul_(head.scale / settings.temperature)
+def row_statistics(y: Tensor, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log sum exp y, y at the target and, if asked for, the entropy of softmax(y) in nats: (m,) each, of y (m, V)."""
+    normalizers = y.logsumexp(-1)
+    chosen = y.gather(1, targets[:, None]).squeeze(1)
+    entropies = normalizers - (y * (y - normalizers[:, None]).exp_()).sum(-1) if entropy else None
+    return normalizers, chosen, entropies
+
+
+def grad_linear(
+    y: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor | None, grad_log_probs: Tensor | None,
+    grad_entropies: Tensor | None, *, slope: float, bound: float | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The gradient (m, V) in `dtype` of the linear output, from those (m,) of the log-probs and the entropies.
+
+    With p = softmax(y): d log_prob / dy = onehot - p and d entropy / dy = -p * (log p + entropy). dy is `slope` times
+    the change of the linear output, less where y comes near to `bound`: y = bound * tanh(linear * slope / bound).
+    """
+    log_p = y - normalizers[:, None]
+    p = log_p.exp()
+    if grad_log_probs is None:
+        grad_log_probs = torch.zeros_like(normalizers)
+    grad_log_probs = grad_log_probs[:, None]
+    if grad_entropies is None or entropies is None:
+        grad = p.mul_(-grad_log_probs)
+    else:
+        grad = p.mul_(log_p.add_(entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_log_probs))
+    grad = grad.scatter_add_(1, targets[:, None], grad_log_probs)
+    return grad.mul_(slope if bound is None else (1 - (y / bound).square_()).mul_(slope)).to(dtype)
+
+
+def _row_operations(y: Tensor) -> Any:
+    """The two functions above, or on CUDA their kernels, which read `y` once."""
+    if y.is_cuda and y.dtype == torch.float32:
+        return importlib.import_module("verl.models.logprob_kernels")  # triton exists beside CUDA only
+    return sys.modules[__name__]
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -129,12 +159,13 @@ class _TokenLogProbs(torch.autograd.Function):
         kept = None
         for start in range(0, tokens, settings.rows):
             rows = slice(start, start + settings.rows)
-            logits = head_logits(hidden[rows], weight, bias, settings.head, temperature=settings.temperature)
-            normalizers[rows] = logits.logsumexp(-1)
-            log_probs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - normalizers[rows]
-            if settings.entropy:
-                entropies[rows] = normalizers[rows] - (logits * (logits - normalizers[rows, None]).exp_()).sum(-1)
-            kept = logits
+            y = head_logits(hidden[rows], weight, bias, settings.head, temperature=settings.temperature)
+            operations = _row_operations(y)
+            normalizers[rows], chosen, entropy = operations.row_statistics(y, targets[rows], entropy=settings.entropy)
+            log_probs[rows] = chosen - normalizers[rows]
+            if entropy is not None:
+                entropies[rows] = entropy
+            kept = y
         # A single chunk is kept: making it again would cost a matrix product and save no peak memory.
         keeps = kept is not None and tokens <= settings.rows and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies, kept if keeps else None)
@@ -147,6 +178,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers, entropies, kept = ctx.saved_tensors
         settings: _Settings = ctx.settings
+        head = settings.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         precise = normalizers.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -154,26 +186,24 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=precise) if needs_bias else None
         for start in range(0, hidden.shape[0], settings.rows):
             rows = slice(start, start + settings.rows)
-            part = hidden[rows]
-            logits = kept
-            if logits is None:
-                logits = head_logits(part, weight, bias, settings.head, temperature=settings.temperature)
-            grad = _grad_logits(
-                logits,
-                normalizers[rows, None],
-                targets[rows, None],
-                None if grad_log_probs is None else grad_log_probs[rows, None],
-                None if grad_entropy is None or not settings.entropy else grad_entropy[rows, None],
-                entropies[rows, None] if settings.entropy else None,
-            )
-            grad = grad.mul_(_slope(logits, settings))
+            part, y = hidden[rows], kept
+            if y is None:
+                y = head_logits(part, weight, bias, head, temperature=settings.temperature)
+            grad = _row_operations(y).grad_linear(
+                y, targets[rows], normalizers[rows], entropies[rows] if settings.entropy else None,
+                None if grad_log_probs is None else grad_log_probs[rows],
+                None if grad_entropy is None or not settings.entropy else grad_entropy[rows],
+                slope=head.scale / settings.temperature,
+                bound=None if head.cap is None else head.cap / settings.temperature,
+                dtype=precise if needs_bias else weight.dtype,
+            )  # fmt: skip
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
+                grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ part
+                _add_product(grad_weight, grad.t(), part)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -183,21 +213,9 @@ class _TokenLogProbs(torch.autograd.Function):
         )
 
 
-def _grad_logits(
-    logits: Tensor,
-    normalizer: Tensor,
-    targets: Tensor,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    entropy: Tensor | None,
-) -> Tensor:
-    """(m, V): with p = softmax(y), d log_prob / dy = onehot - p and d entropy / dy = -p * (log p + entropy)."""
-    log_p = logits - normalizer
-    p = log_p.exp()
-    if grad_log_probs is None:
-        grad_log_probs = torch.zeros_like(normalizer)
-    if grad_entropy is None or entropy is None:
-        grad = p.mul_(-grad_log_probs)
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other. Of bf16 on CUDA within the product, in fp32: no temporary of the size of the weight."""
+    if one.is_cuda and total.dtype != one.dtype:
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
-        grad = p.mul_(log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_log_probs))
-    return grad.scatter_add_(1, targets, grad_log_probs)
+        total += one @ other
