@@ -4,13 +4,11 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.rollout.interpreter import interpreted
-from verl.rollout.embedded.cuda_runner import neighbours
 from verl.rollout.embedded.kernels import paged_attention as kernels
 
 KV_HEADS, GROUP, DIM = 2, 3, 24
@@ -158,50 +156,6 @@ def test_a_row_without_keys_gives_zero():
         out = attend(batch, **splits)
         assert (out[[0, 2]] == 0).all(), splits
         assert (out[1] != 0).all(), splits
-
-
-def alike_batch(page_size: int) -> Batch:
-    """Eight rows of four slots: two share three pages, one of them and the next two none, the last rows are nobody."""
-    batch = make_batch(page_size=page_size)
-    for slot, (other, count) in {0: (3, 0), 5: (3, 3), 1: (4, 2)}.items():
-        batch.table[slot, :count] = batch.table[other, :count]
-    positions = torch.tensor((30, 27, -1, 47, 36, 33), dtype=torch.int32)
-    slots = torch.tensor((3, 5, 4, 1, 0, 3, 2, 2), dtype=torch.int32)
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(8, HEADS * DIM + 5, generator=generator)[:, : HEADS * DIM].unflatten(1, (HEADS, DIM))
-    keys, values = (torch.randn(cache.shape, generator=generator) for cache in (batch.keys, batch.values))
-    return Batch(q, keys, values, batch.table, slots, positions)
-
-
-@pytest.mark.parametrize("page_size", [8, 32])
-@pytest.mark.parametrize("together", [2, 4])
-@pytest.mark.parametrize("features", [{}, {"cap": 2.0, "sinks": True}])
-@interpreted
-def test_neighbours_that_begin_alike_are_read_together(page_size: int, together: int, features: dict[str, Any]):
-    batch = alike_batch(page_size)
-    shared = torch.full((8 // together,), -1, dtype=torch.int32)
-    where = (batch.table, batch.slots, batch.positions, shared)
-    kernels.shared_prefixes(*where, rows_together=together, page_size=page_size)
-    pages = {(8, 2): [3, 2, 0, 0], (32, 2): [1, 0, 0, 0]}.get((page_size, together), [0, 0])
-    assert shared.tolist() == [page_size * count for count in pages]
-    out = attend(batch, **features, shared=shared)
-    assert_near(out[:6], expected(batch._replace(q=batch.q[:6], slots=batch.slots[:6]), **features))
-    assert (out[6:] == 0).all()
-
-
-@interpreted
-def test_a_window_is_read_row_by_row():
-    batch = alike_batch(8)
-    out = attend(batch, window=11, shared=torch.full((4,), 8, dtype=torch.int32))
-    assert_near(out[:6], expected(batch._replace(q=batch.q[:6], slots=batch.slots[:6]), window=11))
-
-
-def test_rows_of_a_prompt_stand_together():
-    first_pages = np.array([7, 3, 7, 5, 3, 7, 3, 3, 5, 3, 7, 7])
-    assert first_pages[neighbours(first_pages, 1)].tolist() == sorted(first_pages)
-    assert first_pages[neighbours(first_pages, 2)].tolist() == [3, 3, 3, 3, 5, 5, 7, 7, 7, 7, 3, 7]
-    for together in (1, 2, 4):
-        assert sorted(neighbours(first_pages, together)) == list(range(12))
 
 
 def test_splits_fill_the_device():

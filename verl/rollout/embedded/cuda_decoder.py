@@ -46,7 +46,6 @@ class DeviceStep(NamedTuple):
     num_splits: int
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
-    shared: Tensor | None = None  # (b / n,) int32: with how many tokens n neighbouring rows begin alike
 
     def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """See `Step.attend`."""
@@ -62,7 +61,6 @@ class DeviceStep(NamedTuple):
             scale=facts.scale, window=facts.window, cap=facts.cap,
             sinks=None if facts.sinks is None else facts.sinks.float(),
             num_splits=self.num_splits, split_tokens=self.split_tokens, workspace=self.workspace,
-            shared=self.shared,
         )  # fmt: skip
         return out
 

@@ -22,13 +22,7 @@ from torch import Tensor
 from verl.models.attention import Layout
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
-from verl.rollout.embedded.kernels.paged_attention import (
-    choose_num_splits,
-    choose_rows_together,
-    fixed_num_splits,
-    shared_prefixes,
-    split_workspace,
-)
+from verl.rollout.embedded.kernels.paged_attention import choose_num_splits, fixed_num_splits, split_workspace
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance, feed
 from verl.rollout.embedded.runner import Draws, ModelRunner
@@ -67,18 +61,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def neighbours(first_pages: NDArray[np.int64], together: int) -> NDArray[np.int64]:
-    """An order of rows (b,) in which those of one first page, which begin with the same prompt, stand together: their
-    pages are read from memory once and from the L2 cache, or from registers, after. So that no group of `together` rows
-    has two prompts without need, a prompt's rows beyond a multiple of it go to the end."""
-    order = np.argsort(first_pages, kind="stable")
-    if together == 1:
-        return order
-    _, starts, counts = np.unique(first_pages[order], return_index=True, return_counts=True)
-    left = np.arange(len(order)) - starts.repeat(counts) >= (counts - counts % together).repeat(counts)
-    return np.concatenate([order[~left], order[left]])
 
 
 class CudaRunner(ModelRunner):
@@ -190,8 +172,9 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
         """See `ModelRunner.decode`."""
+        # Samples of a prompt stand together, so that its pages are read from memory once and from the L2 cache after.
+        slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
         rows = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
-        slots = slots[neighbours(scheduler.table[slots, 0], self._rows_together(rows))]
         self._show(slots, scheduler)
         if self.enforce_eager:
             self._step(rows)
@@ -249,16 +232,7 @@ class CudaRunner(ModelRunner):
             slots, self.state.tokens, self.state.positions, self.state.table, self.page_size,
             (ids, positions, pages, offsets),
         )  # fmt: skip
-        step = self._device_step(slots, pages, offsets)
-        together = self._rows_together(rows)
-        if together > 1:
-            shared = torch.empty(rows // together, dtype=torch.int32, device=self.device)
-            shared_prefixes(
-                self.state.table, slots, self.state.positions, shared,
-                rows_together=together, page_size=self.page_size,
-            )  # fmt: skip
-            step = step._replace(shared=shared)
-        hidden = self._body(ids, positions, step)
+        hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
         self._draw_rows(hidden, rows, moves=1)
 
     def _draw_rows(self, hidden: Tensor, rows: int, *, moves: int) -> None:
@@ -287,11 +261,6 @@ class CudaRunner(ModelRunner):
             widest = max(shape.value_dim for shape in shapes)
             workspace = split_workspace(rows, heads, widest, splits, self.device)
         return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace)
-
-    def _rows_together(self, rows: int) -> int:
-        if self.deterministic:
-            return 1
-        return choose_rows_together(rows, min(shape.heads for shape in self.layer_shapes().values()), self._num_sms)
 
     def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
         key = (rows, self._filtered, self._greedy)

@@ -6,9 +6,11 @@ partial result: its output, and the log2 of its softmax denominator. A second ke
 Nothing here allocates, or reads a tensor on the host, so every call may stand in a CUDA graph: what changes from step
 to step is read from tensors at fixed addresses, and the grid depends on shapes alone.
 
-Rows of one prompt that are neighbours in the batch share its pages. In large batches a program takes a few such rows
-together: the pages that all of them begin with are read once, by one tile of queries, then each row's own. (A pass of
-its own over shared prefixes, with partial results to merge, never paid.)
+Rows of one prompt that are neighbours in the batch share its pages through the L2 cache. A pass of its own over shared
+prefixes never paid: with 16 rows a prompt on an H200, 170 us a layer at best against 159 without it (Qwen2.5-1.5B,
+1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against 56 (1.5B, 256 rows). Nor did programs that take 2 or 4 rows
+and read what these share once: with 256 tokens shared, they won while a row had 50 of its own (106 us against 118 at
+7B, 1,024 rows) and lost from 200 on (80 against 67 at 256 rows).
 """
 
 from typing import NamedTuple
@@ -69,36 +71,19 @@ def fixed_num_splits(table_width: int, page_size: int, split_tokens: int, window
     return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
 
 
-def choose_rows_together(rows: int, kv_heads: int, num_sms: int) -> int:
-    """How many neighbouring rows a program takes, if there are programs enough for the device then."""
-    return 2 if rows % 2 == 0 and rows * kv_heads >= 2 * _PROGRAMS_PER_SM * num_sms else 1
-
-
-def shared_prefixes(
-    table: Tensor, slots: Tensor, positions: Tensor, out: Tensor, *, rows_together: int, page_size: int
-) -> None:
-    """Write to `out` (b / rows_together,) int32 with how many tokens, in whole pages, all rows of a group begin alike.
-
-    The arguments are those of `decode_attention`. The newest token's page is never among them.
-    """
-    assert table.stride(1) == 1, "pages of a slot must be contiguous"
-    _count_shared[(out.shape[0],)](
-        table, slots, positions, out, table.shape[1], table.stride(0),
-        PAGE_SIZE=page_size, ROWS=rows_together, BLOCK=triton.next_power_of_2(table.shape[1]), num_warps=1,
-    )  # fmt: skip
-
-
-def decode_config(dim: int, value_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def decode_config(dim: int, value_dim: int, kv_heads: int, dtype: torch.dtype) -> DecodeConfig:
     """A function of what a layer is, never of the batch: other blocks give other bits.
 
-    Small blocks let more programs live on a multiprocessor: 512 of them took 29 us with these and 33 with three stages.
+    Small blocks let more programs live on a multiprocessor: with two key heads, 512 programs took 29 us with these and
+    33 with three stages. With four key heads there are programs enough, and three stages took 61 us for two stages' 67.
     """
     widest = max(dim, value_dim)
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
     if widest <= 64:
         return DecodeConfig(block_n=32, num_warps=2, num_stages=3)
-    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=2 if widest <= 128 else 3)
+    stages = 2 if widest <= 128 and kv_heads < 4 else 3
+    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=stages)
 
 
 def decode_attention(
@@ -117,7 +102,6 @@ def decode_attention(
     num_splits: int = 1,
     split_tokens: int | None = None,
     workspace: SplitWorkspace | None = None,
-    shared: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Write to `out` (b, Hq, Dv) what the newest token of each of b rows attends to.
@@ -131,29 +115,23 @@ def decode_attention(
     A row's keys are cut into `num_splits` splits of equal size or, with `split_tokens` (a multiple of the block), into
     splits of so many tokens, as many as `fixed_num_splits` says: its output then depends on its own query and keys
     alone, to the last bit. Where a row has more than one split, `workspace` must have room for all of them.
-
-    `shared` (b / n,), from `shared_prefixes`, lets a program take n neighbouring rows. It needs a single split and is
-    not looked at where there is a window.
     """
     _check(q, keys, values, table, out, sinks)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
-    config = config or decode_config(dim, value_dim, q.dtype)
+    config = config or decode_config(dim, value_dim, kv_heads, q.dtype)
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
     single = num_splits == 1
-    together = 1 if shared is None or window is not None else rows // shared.shape[0]
-    assert together == 1 or (single and rows % together == 0), (rows, together, num_splits)
-    group = heads // kv_heads
     partials = (out, None) if single else _room(workspace, rows * heads * num_splits, value_dim)
     # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples of it.
     scale, cap = (scale * _LOG2_E.value, None) if cap is None else (scale / cap, cap * _LOG2_E.value)
-    _attend[(rows // together, kv_heads, num_splits)](
-        q, keys, values, table, slots, positions, sinks, shared if together > 1 else None, *partials,
-        scale, cap, window, *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0),
-        ROWS=together, GROUP=group, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size, SPLIT_TOKENS=split_tokens,
-        BLOCK_M=_block(together * group), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim), BLOCK_VALUE=_block(value_dim),
+    _attend[(rows, kv_heads, num_splits)](
+        q, keys, values, table, slots, positions, sinks, *partials, scale, cap, window,
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0),
+        GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size, SPLIT_TOKENS=split_tokens,
+        BLOCK_M=_block(heads // kv_heads), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim), BLOCK_VALUE=_block(value_dim),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if not single:
@@ -224,90 +202,35 @@ def _span(slot, POSITIONS, window, num_splits, SPLIT_TOKENS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _count_shared(
-    TABLE, SLOTS, POSITIONS, OUT, width, table_row, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Of one group of ROWS rows."""
-    group = tl.program_id(0)
-    pages = tl.arange(0, BLOCK)
-    slot = tl.load(SLOTS + group * ROWS).to(tl.int64)
-    mine = tl.load(TABLE + slot * table_row + pages, mask=pages < width, other=0)
-    # Entries behind a row's last page mean nothing.
-    count = tl.maximum(tl.load(POSITIONS + slot), 0) // PAGE_SIZE
-    for other in tl.static_range(1, ROWS):
-        slot = tl.load(SLOTS + group * ROWS + other).to(tl.int64)
-        theirs = tl.load(TABLE + slot * table_row + pages, mask=pages < width, other=0)
-        count = tl.minimum(count, tl.maximum(tl.load(POSITIONS + slot), 0) // PAGE_SIZE)
-        count = tl.minimum(count, tl.min(tl.where(mine == theirs, BLOCK, pages), 0))
-    tl.store(OUT + group, count * PAGE_SIZE)
-
-
-@triton.jit
 def _attend(
-    Q, KEYS, VALUES, TABLE, SLOTS, POSITIONS, SINKS, SHARED, OUT, LSE, scale, cap, window,
+    Q, KEYS, VALUES, TABLE, SLOTS, POSITIONS, SINKS, OUT, LSE, scale, cap, window,
     q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row, or ROWS rows, for the GROUP query heads of one key head, with a running softmax.
+    """One split of one row, for the GROUP query heads of one key head, with a running softmax.
 
     OUT and LSE are partials (b, Hq, num_splits, ...); without LSE, OUT (b, Hq, Dv) is the result itself.
     """
-    first_row, kv_head, split = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64), tl.program_id(2)
-    query = tl.arange(0, BLOCK_M)
-    part, heads, real = query // GROUP, kv_head * GROUP + query % GROUP, query < ROWS * GROUP
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    slot = tl.load(SLOTS + row).to(tl.int64)
+    first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N)
+    begin = tl.maximum(origin + split * size, first)
+    end = tl.minimum(origin + (split + 1) * size, stop)
+    if LSE is not None and begin >= end:
+        return
+    group = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + group
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    rows = first_row + part
-    q = tl.load(
-        Q + rows[:, None] * q_row + heads[:, None] * q_head + dims, mask=real[:, None] & (dims < DIM), other=0.0
-    )
+    q_mask = (group[:, None] < GROUP) & (dims < DIM)
+    q = tl.load(Q + row * q_row + heads[:, None] * q_head + dims, mask=q_mask, other=0.0)
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS is not None:
         # A sink is a key without a value; the row's first split counts it.
-        sink = tl.load(SINKS + heads, mask=real & (split == 0), other=float("-inf")) * _LOG2_E
+        sink = tl.load(SINKS + heads, mask=(group < GROUP) & (split == 0), other=float("-inf")) * _LOG2_E
     m, total, acc = sink, tl.zeros_like(sink), tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
-    keys, values = KEYS + kv_head * key_head, VALUES + kv_head * value_head
-    slot = tl.load(SLOTS + first_row).to(tl.int64)
-    if ROWS == 1:
-        first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N)
-        begin = tl.maximum(origin + split * size, first)
-        end = tl.minimum(origin + (split + 1) * size, stop)
-        if LSE is not None and begin >= end:
-            return
-        m, total, acc = _scan(
-            q, TABLE + slot * table_row, keys, values, begin, end, None, m, total, acc, scale, cap,
-            key_page, key_token, value_page, value_token, DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
-    else:
-        alike = tl.load(SHARED + tl.program_id(0))
-        m, total, acc = _scan(
-            q, TABLE + slot * table_row, keys, values, 0, alike, None, m, total, acc, scale, cap,
-            key_page, key_token, value_page, value_token, DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N,
-        )  # fmt: skip
-        for own in tl.static_range(ROWS):
-            slot = tl.load(SLOTS + first_row + own).to(tl.int64)
-            m, total, acc = _scan(
-                q, TABLE + slot * table_row, keys, values, alike, tl.load(POSITIONS + slot) + 1, part == own,
-                m, total, acc, scale, cap,
-                key_page, key_token, value_page, value_token, DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N,
-            )  # fmt: skip
-    if SINKS is not None:
-        total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
-    place = rows * GROUP * tl.num_programs(1) + heads
-    if LSE is not None:
-        place = place * tl.num_programs(2) + split
-        tl.store(LSE + place, m + tl.log2(total), mask=real)
-    _store(OUT, place, real, acc, total, VALUE_DIM)
-
-
-@triton.jit
-def _scan(
-    q, pages, keys, values, begin, end, whose, m, total, acc, scale, cap,
-    key_page, key_token, value_page, value_token,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Go on with a running softmax over the keys [begin, end) of `pages`; `whose` (M,): the queries that see them."""
+    pages, keys, values = TABLE + slot * table_row, KEYS + kv_head * key_head, VALUES + kv_head * value_head
     offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
     page = tl.load(pages + (start + offsets) // PAGE_SIZE, mask=start + offsets < end, other=0)
@@ -318,11 +241,17 @@ def _scan(
         later = tokens + BLOCK_N
         next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < end, other=0)
         within = tokens.to(tl.uint32) % PAGE_SIZE
-        k = _read(keys, page, key_page, within, key_token, seen, DIM, q.shape[1])
-        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, acc.shape[1])
-        m, total, acc = _weigh(q, k, v, seen, whose, m, total, acc, scale, cap)
+        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
+        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
+        m, total, acc = _weigh(q, k, v, seen, m, total, acc, scale, cap)
         page = next_page
-    return m, total, acc
+    if SINKS is not None:
+        total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
+    place = row * GROUP * tl.num_programs(1) + heads
+    if LSE is not None:
+        place = place * tl.num_programs(2) + split
+        tl.store(LSE + place, m + tl.log2(total), mask=group < GROUP)
+    _store(OUT, place, group < GROUP, acc, total, VALUE_DIM)
 
 
 @triton.jit
@@ -337,19 +266,16 @@ def _read(CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexp
 
 
 @triton.jit
-def _weigh(q, k, v, seen, whose, m, total, acc, scale, cap):
+def _weigh(q, k, v, seen, m, total, acc, scale, cap):
     """One step of the running softmax: its maximum, the sum of its weights, and that of weighted values."""
     # "ieee": fp32 operands would be rounded to TF32 otherwise.
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if cap is not None:
         s = cap * (2 * tl.sigmoid(2 * s) - 1)  # tanh
-    visible = seen[None, :] if whose is None else seen[None, :] & whose[:, None]
-    s = tl.where(visible, s, float("-inf"))
+    s = tl.where(seen[None, :], s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1))
-    # A query that has seen nothing yet: any finite number will do for its maximum.
-    finite_m = new_m if whose is None else tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(s - finite_m[:, None])
-    alpha = tl.exp2(m - finite_m)
+    p = tl.exp2(s - new_m[:, None])
+    alpha = tl.exp2(m - new_m)
     total = total * alpha + tl.sum(p, 1)
     return new_m, total, tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
