@@ -296,6 +296,11 @@ def run(plan: Plan) -> list[str]:
                 failures.append(f"{NAMES[engine]} at {model}")
             else:
                 results[engine] = result
+                # At once: a machine that is lent for a time may be gone before the table.
+                for workload, measured in zip(plan.workloads, result["workloads"], strict=True):
+                    seconds = min(measured["seconds"])
+                    speed = measured["tokens"] / seconds
+                    print(f"{model}, {workload.name}: {NAMES[engine]} {seconds:.3f} s, {speed:,.0f} tok/s", flush=True)
         if results:
             reports[model] = report_model(plan, model, machine, results)
         plan_values = {**asdict(plan), "out": str(plan.out)}

@@ -39,7 +39,10 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
     "verl.single_controller.base.decorator": {
         "Dispatch": "verl.single_controller",
         "Execute": "verl.single_controller",
+        "get_predefined_dispatch_fn": "verl.single_controller",
         "register": "verl.single_controller",
+        "register_dispatch_mode": "verl.single_controller",
+        "update_dispatch_mode": "verl.single_controller",
     },
 }
 

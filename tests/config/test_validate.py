@@ -45,6 +45,15 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "algorithm.kl_penalty=full needs.*low_var_kl"),
         (f"{ACTOR}.loss_agg_mode=token_mean", "loss_agg_mode: unknown value 'token_mean'. Nearest known: token-mean"),
         (f"{ACTOR}.kl_loss_coef=-1", "kl_loss_coef must be at least 0"),
+        (
+            f"{ACTOR}.ulysses_sequence_parallel_size=2",
+            "actor.ulysses.* must divide the number of ranks, got 2 and 1.*to 1",
+        ),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.ulysses_sequence_parallel_size=2", "actor.ulysses.* must divide"),
+        (
+            f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False",
+            "inputs of checkpointed",
+        ),
         (f"{ACTOR}.grad_clip=0", "grad_clip must be above 0"),
         (f"{ACTOR}.optim.lr=-1", "optim.lr must be at least 0"),
         (f"{ACTOR}.optim.lr=nan", "optim.lr must be at least 0"),
@@ -92,12 +101,6 @@ def test_contradictions_name_expectation_fact_and_way_out(build: Load, overrides
         f"{ROLLOUT}.tensor_model_parallel_size=2",
         f"{ROLLOUT}.multi_turn.enable=True",
         f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml",
-        f"{MODEL}.lora_rank=32",
-        f"{MODEL}.enable_activation_offload=True",
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
-        f"{ACTOR}.fsdp_config.param_offload=True",
-        f"{ACTOR}.fsdp_config.fsdp_size=4",
-        "critic.model.lora_rank=8",
         "reward_model.enable=True",
         "reward_model.sandbox_fusion.url=http://localhost",
         "actor_rollout_ref.hybrid_engine=False",
@@ -115,8 +118,8 @@ def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, 
 
 
 def test_several_problems_come_in_one_error(build: Load):
-    with pytest.raises(ConfigError, match="(?s)3 problems.*- .*nnodes.*- .*lora_rank|3 problems.*lora_rank.*nnodes"):
-        build("trainer.nnodes=2", f"{MODEL}.lora_rank=8", "trainer.test_freq=3")
+    with pytest.raises(ConfigError, match="(?s)3 problems.*- .*nnodes.*- .*mode=async|3 problems.*mode=async.*nnodes"):
+        build("trainer.nnodes=2", f"{ROLLOUT}.mode=async", "trainer.test_freq=3")
 
 
 def test_model_and_data_must_be_named():
@@ -136,7 +139,7 @@ def test_model_and_data_must_be_named():
         (f"{ROLLOUT}.load_format=safetensors", True),
         (f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", True),
         (f"{ROLLOUT}.calculate_log_probs=True", False),
-        (f"{ACTOR}.use_torch_compile=True", True),
+        (f"{ACTOR}.use_torch_compile=True", False),
         ("trainer.balance_batch=False", True),
         ("ray_init.num_cpus=8", True),
     ],
@@ -158,6 +161,7 @@ def test_a_key_without_effect_is_one_line_when_changed(
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0"], "KL does not enter the reward"),
         ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "validation is greedy"),
         ([f"{ROLLOUT}.val_kwargs.n=4"], "4 equal responses"),
+        ([f"{ACTOR}.fsdp_config.{key}=True" for key in ("offload_policy", "param_offload")], "param_offload and"),
     ],
 )
 def test_doubtful_combinations_run_with_a_warning(
@@ -172,11 +176,23 @@ def test_doubtful_combinations_run_with_a_warning(
 
 def test_sections_that_nothing_reads_may_ask_for_anything(build: Load):
     grpo = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
-    config = build(*grpo, "critic.model.fsdp_config.param_offload=True", "critic.ppo_max_token_len_per_gpu=1")
+    config = build(*grpo, "critic.ulysses_sequence_parallel_size=2", "critic.ppo_max_token_len_per_gpu=1")
     assert not config.needs_critic
-    build("actor_rollout_ref.ref.fsdp_config.param_offload=True")
-    with pytest.raises(ConfigError, match="ref.fsdp_config.param_offload"):
-        build("actor_rollout_ref.ref.fsdp_config.param_offload=True", f"{ACTOR}.use_kl_loss=True")
+    build("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2")
+    with pytest.raises(ConfigError, match="ref.ulysses_sequence_parallel_size"):
+        build("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", f"{ACTOR}.use_kl_loss=True")
+
+
+def test_sizes_of_groups_divide_the_ranks_that_were_launched(build: Load, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
+    # Two ranks share a micro-batch, so a budget of half a sequence each is enough.
+    build(f"{ulysses}=2", f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512")
+    build(f"{ACTOR}.fsdp_config.fsdp_size=8")  # as many as there are
+    with pytest.raises(ConfigError, match="(?s)got 3 and 4.*Set it to 2.*fsdp_size must divide.*got 3 and 4"):
+        build(f"{ulysses}=3", f"{ACTOR}.fsdp_config.fsdp_size=3")
+    with pytest.raises(ConfigError, match="must hold one whole sequence.*got 511.*at least 512"):
+        build(f"{ulysses}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=511")
 
 
 def test_a_budget_is_not_asked_for_where_rows_are_given(build: Load):
@@ -232,7 +248,7 @@ trainer.save_freq=-1 trainer.test_freq=20 data.val_files=test.parquet trainer.to
 actor_rollout_ref.rollout.update_weights_bucket_megabytes=512
 """
 NOT_BUILT = (
-    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "actor_rollout_ref.rollout.mode=async",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
     "trainer.n_gpus_per_node=8",

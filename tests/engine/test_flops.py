@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny_models import tiny_model
 from verl.engine.flops import FlopsModel, causal_pairs, model_flops_utilization
+from verl.models.lora import apply_lora
 
 
 def test_causal_pairs_counts_what_a_mask_shows():
@@ -35,6 +36,22 @@ def test_tied_heads_count_once_and_idle_experts_do_not():
     assert tied == FlopsModel.from_model(tiny_model("qwen2", tie_word_embeddings=False))
     two, four = (FlopsModel.from_model(tiny_model("qwen3_moe", num_experts_per_tok=k)) for k in (2, 4))
     assert four.matrix_parameters - two.matrix_parameters == 2 * 2 * 3 * 32 * 16  # layers, experts, matrices
+
+
+def test_frozen_matrices_get_no_gradient_of_their_own():
+    """Adapters against torch's count of a forward and backward pass; the embeddings' output needs no gradient, so the
+    first layer's base matrices give none to it."""
+    model, length = tiny_model("qwen2", num_hidden_layers=16), 24
+    apply_lora(model, rank=4, alpha=8)
+    flops = FlopsModel.from_model(model)
+    adapters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert flops.matrix_parameters - flops.frozen_parameters == adapters
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(3, 3 + length)[None], use_cache=False).logits.sum().backward()
+    unseen = 16 * (length * length - causal_pairs(length))
+    counted = flops.train([length]) + 12 * flops.attention_width * unseen
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
+    assert counted < 0.85 * 3 * flops.forward([length])
 
 
 def test_windows_are_read_per_layer():

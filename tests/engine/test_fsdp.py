@@ -10,13 +10,11 @@ from torch.distributed.tensor import DTensor
 from tests.engine.batches import COLUMNS, flat_gradient, gradients_of, make_batch, moments_of, smooth_loss
 from tests.tiny_models import tiny_model
 from verl.config import FSDPConfig, OptimConfig
-from verl.distributed.collectives import all_reduce_sum, world_size
-from verl.distributed.fsdp import decoder_layers
-from verl.distributed.mesh import close_process_group, init_mesh
+from verl.distributed.fsdp import decoder_layers, recover
+from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.models.packed import PackedCausalLM
-from verl.utils.errors import ConfigError
 
 SHAPES = [(5, 9), (2, 3), (12, 10), (7, 1), (3, 6)]
 BUDGET = TokenBudget(rows=2)
@@ -43,6 +41,9 @@ def make_engine(*, shard: bool, compute_dtype: torch.dtype | None = None, **sett
     )
 
 
+GATHERED = FSDPConfig(reshard_after_forward=False)
+
+
 def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
     log = []
     for seed in range(steps):
@@ -57,8 +58,14 @@ def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"tied": True}, {"gradient_checkpointing": True}, {"fsdp": FSDPConfig(reshard_after_forward=False)}],
-    ids=["plain", "tied", "checkpointing", "no reshard"],
+    [
+        {},
+        {"tied": True},
+        {"gradient_checkpointing": True},
+        {"fsdp": GATHERED},
+        {"fsdp": GATHERED, "gradient_checkpointing": True, "tied": True},
+    ],
+    ids=["plain", "tied", "checkpointing", "gathered", "gathered, checkpointing, tied"],
 )
 def test_a_mesh_of_one_trains_like_no_mesh(settings):
     plain, sharded = make_engine(shard=False, **settings), make_engine(shard=True, **settings)
@@ -69,6 +76,50 @@ def test_a_mesh_of_one_trains_like_no_mesh(settings):
     for name, tensor in named.items():
         assert not isinstance(tensor, DTensor)
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def count_gathers(group, gathered: list[bool]) -> None:
+    unshard = group.unshard
+
+    def counted(*args):
+        gathered.append(group.is_sharded)
+        return unshard(*args)
+
+    group.unshard = counted
+
+
+def test_weights_stay_gathered_for_one_mini_batch_and_gradients_add_up_in_fp32():
+    """Also when a mini-batch is broken off, and when one is skipped."""
+    once, always = (
+        make_engine(shard=True, compute_dtype=torch.bfloat16, fsdp=fsdp) for fsdp in (GATHERED, FSDPConfig())
+    )
+    gathered: list[bool] = []
+    for layer in once.hf_model.model.layers:
+        count_gathers(layer._get_fsdp_state()._fsdp_param_group, gathered)
+
+    def broken(outputs, columns, sequence):
+        if len(calls) == 2:
+            raise RuntimeError("broken off")
+        calls.append(None)
+        return smooth_loss(outputs, columns, sequence)
+
+    calls: list[None] = []
+    batch = make_batch(SHAPES)
+    with pytest.raises(RuntimeError, match="broken off"):
+        once.forward_backward(batch, TokenBudget(rows=1), broken, COLUMNS)
+    recover(once.module)
+    gathered.clear()
+    for engine in (once, always):
+        engine.forward_backward(batch, TokenBudget(rows=1), smooth_loss, COLUMNS)
+    assert sum(gathered) == len(once.hf_model.model.layers)
+    assert torch.equal(flat_gradient(once), flat_gradient(always))
+    nan = make_batch(SHAPES)
+    nan.batch["advantages"][1] = float("nan")
+    once.step(), always.step()
+    for engine in (once, always):
+        engine.forward_backward(nan, TokenBudget(rows=1), smooth_loss, COLUMNS)
+        assert engine.step().skipped
+    assert train(once, 2) == train(always, 2)
 
 
 def test_every_layer_is_a_unit_and_parameters_stay_fp32():
@@ -156,17 +207,3 @@ def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
 
 def test_layers_are_found_whatever_the_family():
     assert [len(decoder_layers(tiny_model(family))) for family in ("gpt2", "opt", "qwen3_moe")] == [2, 2, 2]
-
-
-def test_several_processes_are_refused_by_name(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
-        init_mesh(torch.device("cpu"))
-
-
-def test_collectives_in_a_world_of_one():
-    values = torch.tensor([1.0, 2.0])
-    assert world_size() == 1
-    assert torch.equal(all_reduce_sum(values), torch.tensor([1.0, 2.0]))
-    assert init_mesh(torch.device("cpu")).size() == 1
-    assert torch.equal(all_reduce_sum(values), torch.tensor([1.0, 2.0]))

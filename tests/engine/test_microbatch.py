@@ -1,10 +1,12 @@
 """Planning micro-batches."""
 
-import pytest
-from hypothesis import given
-from hypothesis.strategies import integers, lists
+from collections import Counter
 
-from verl.engine.microbatch import TokenBudget, plan_micro_batches
+import pytest
+from hypothesis import example, given, settings
+from hypothesis.strategies import integers, lists, tuples
+
+from verl.engine.microbatch import SharedPrompts, TokenBudget, plan_micro_batches
 from verl.utils.errors import ConfigError
 
 LENGTHS = lists(integers(1, 60), min_size=1, max_size=60)
@@ -40,6 +42,56 @@ def test_token_plan_balances_and_fills():
     assert plan_micro_batches([5, 5, 5, 5, 1, 1], TokenBudget(max_tokens=20)) == [[0, 2, 4], [1, 3, 5]]
     # Even filling fails here (7+5+3, 6+5+4 would need 15), first-fit decreasing finds 7+3, 6+4, 5+5.
     assert plan_micro_batches([7, 6, 5, 5, 4, 3], TokenBudget(max_tokens=10)) == [[0, 5], [1, 4], [2, 3]]
+
+
+def shared(groups: list[tuple[int, list[int]]]) -> tuple[list[int], SharedPrompts]:
+    """Lengths and prompts of rows, group by group; a group is the tokens of a prompt and of each of its responses."""
+    prompts = [(number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses]
+    lengths = [prompt + response for prompt, responses in groups for response in responses]
+    return lengths, SharedPrompts(*(list(column) for column in zip(*prompts)))
+
+
+def tokens_of(rows: list[int], lengths: list[int], prompts: SharedPrompts) -> int:
+    return sum({prompts.number[row]: prompts.lengths[row] for row in rows}.values()) + sum(
+        lengths[row] - prompts.lengths[row] for row in rows
+    )
+
+
+GROUPS = lists(
+    tuples(integers(1, 40), lists(integers(0, 40), min_size=1, max_size=12)), min_size=1, max_size=8
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(groups=GROUPS, max_tokens=integers(80, 600))
+@example(groups=[(60, [0, 0, 0]), (60, [20] * 9)], max_tokens=80)
+def test_shared_prompts_count_once_and_keep_their_rows_together(groups, max_tokens):
+    lengths, prompts = shared(groups)
+    plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens), prompts)
+    assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
+    assert all(rows == sorted(rows) for rows in plan)
+    assert plan == sorted(plan)
+    filled = [tokens_of(rows, lengths, prompts) for rows in plan]
+    assert max(filled) <= max_tokens
+    parts = Counter(number for rows in plan for number in {prompts.number[row] for row in rows})
+    for number, (prompt, responses) in enumerate(groups):
+        if prompt + sum(responses) <= max_tokens:
+            assert parts[number] == 1
+        else:  # no more parts than two halves of the room for responses need
+            assert parts[number] <= 2 * sum(responses) / (max_tokens - prompt) + 1
+    assert len(plan) <= 1 or len(plan) * max_tokens < 2 * sum(filled) + max_tokens
+
+
+def test_a_prompt_too_long_for_one_micro_batch_is_dealt_evenly():
+    lengths, prompts = shared([(10, [20, 20, 20, 20]), (5, [5, 5])])
+    assert plan_micro_batches(lengths, TokenBudget(max_tokens=75), prompts) == [[0, 2, 4, 5], [1, 3]]
+
+
+@given(lengths=LENGTHS, max_tokens=integers(60, 400))
+def test_prompts_of_one_row_each_change_no_plan(lengths, max_tokens):
+    alone = SharedPrompts(list(range(len(lengths))), [1] * len(lengths))
+    budget = TokenBudget(max_tokens=max_tokens)
+    assert plan_micro_batches(lengths, budget, alone) == plan_micro_batches(lengths, budget)
 
 
 @given(count=integers(0, 40), rows=integers(1, 50))

@@ -1,15 +1,23 @@
 """Schedules by their exact values, and the optimizer's settings."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-from verl.config import OptimConfig
-from verl.engine.optim import build_adamw, build_schedule
-from verl.utils.errors import ConfigError
+from tests.engine.batches import COLUMNS, flat_gradient, make_batch, smooth_loss
+from tests.tiny_models import tiny_model
+from verl.config import FSDPConfig, OptimConfig
+from verl.distributed.mesh import close_process_group
+from verl.engine.base import TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.engine.optim import build_optimizer, build_schedule
+from verl.models.packed import PackedCausalLM
+from verl.utils.errors import CheckpointError, ConfigError, MissingDependencyError
 
 
 def values(total: int, steps: int, **settings) -> list[float]:
@@ -65,19 +73,20 @@ def test_unknown_schedule_is_an_error():
 def test_adamw_takes_its_settings_and_refuses_half_precision():
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    optimizer = build_adamw(module.parameters(), OptimConfig(lr=0.3, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.2))
+    optimizer = build_optimizer(module, OptimConfig(lr=0.3, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.2))
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.3, (0.8, 0.95), 1e-6, 0.2)
     assert len(group["params"]) == 1
     with pytest.raises(ConfigError, match="fp32"):
-        build_adamw(module.bfloat16().parameters(), OptimConfig())
+        build_optimizer(module.bfloat16(), OptimConfig())
 
 
 def test_adamw_step_is_the_papers():
     """Algorithm 2 of Loshchilov & Hutter 2019, two steps by hand in float64."""
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    module = nn.ParameterList([parameter])
     lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.99, 1e-8, 0.05
-    optimizer = build_adamw([parameter], OptimConfig(lr=lr, betas=[beta1, beta2], eps=eps, weight_decay=decay))
+    optimizer = build_optimizer(module, OptimConfig(lr=lr, betas=[beta1, beta2], eps=eps, weight_decay=decay))
     theta, m, v = parameter.detach().clone(), torch.zeros(2).double(), torch.zeros(2).double()
     for step, gradient in enumerate((torch.tensor([0.3, -1.0]).double(), torch.tensor([-0.7, 0.2]).double()), 1):
         parameter.grad = gradient.clone()
@@ -86,3 +95,134 @@ def test_adamw_step_is_the_papers():
         update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
         theta = theta - lr * decay * theta - lr * update
         torch.testing.assert_close(parameter.detach(), theta, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- other optimizers, through the engine
+
+
+@pytest.fixture
+def process_group():
+    yield
+    close_process_group()
+
+
+def make_engine(optimizer: str, *, shard: bool = False, lr: float = 1e-2) -> TrainEngine:
+    return TrainEngine(
+        PackedCausalLM(tiny_model("qwen2", hidden_size=64)),
+        optim=OptimConfig(optimizer=optimizer, lr=lr, warmup_style="cosine", weight_decay=0.1),
+        fsdp=FSDPConfig(),
+        grad_clip=1.0,
+        device=torch.device("cpu"),
+        total_steps=8,
+        gradient_checkpointing=False,
+        shard=shard,
+    )
+
+
+def train(engine: TrainEngine, first: int, count: int) -> list[tuple[float, float]]:
+    seen = []
+    for number in range(first, first + count):
+        engine.forward_backward(make_batch([(5, 9), (12, 10)], seed=number), TokenBudget(rows=1), smooth_loss, COLUMNS)
+        result = engine.step()
+        engine.step_schedule()
+        seen.append((result.grad_norm, result.lr))
+    return seen
+
+
+def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.parameters_for_rollout()}
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
+    engine = make_engine("Muon")
+    start = dict(tiny_model("qwen2", hidden_size=64).named_parameters())
+    engine.forward_backward(make_batch([(5, 9), (12, 10)]), TokenBudget(rows=1), smooth_loss, COLUMNS)
+    norm = engine._gradient_norm()
+    gradients = {name: p.grad / (norm + 1e-6) for name, p in engine.hf_model.named_parameters()}
+    engine.step()
+    hidden = [name for name in start if ".layers." in name and start[name].ndim == 2]
+    others = [name for name in start if name not in hidden]
+    assert len(hidden) == 14
+    for name, gradient in gradients.items():
+        start[name].grad = gradient
+    torch.optim.Muon([start[name] for name in hidden], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    torch.optim.AdamW([start[name] for name in others], lr=1e-2, weight_decay=0.1).step()
+    for name, tensor in engine.parameters_for_rollout():
+        torch.testing.assert_close(tensor, start[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_moments_of_8_bits_take_the_step_of_adamw_and_less_memory():
+    one, other = make_engine("AdamW"), make_engine("AdamW8bit")
+    before = weights_of(one)
+    train(one, 0, 3)
+    train(other, 0, 3)
+    name = "model.layers.0.self_attn.q_proj.weight"  # 4,096 elements: torchao leaves smaller ones in fp32
+    moment = other.optimizer.state[other.hf_model.get_parameter(name)]["exp_avg"]
+    assert moment.codes.nbytes + moment.scale.nbytes < 4096 * 1.02
+    steps = [(weights_of(engine)[name] - before[name]).flatten() for engine in (one, other)]
+    assert torch.cosine_similarity(*steps, dim=0) > 0.98
+    assert not torch.equal(*steps)
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW8bit"])
+@pytest.mark.usefixtures("process_group")
+def test_a_reload_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str, shard: bool):
+    whole, first, second = (make_engine(optimizer, shard=shard) for _ in range(3))
+    undisturbed = train(whole, 0, 4)
+    before = train(first, 0, 2)
+    first.save(tmp_path)
+    train(second, 50, 1)
+    second.load(tmp_path)
+    assert before + train(second, 2, 2) == undisturbed
+    rates = [lr for _, lr in undisturbed]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == 1e-2 > rates[-1]
+    assert [float(group["lr"]) for group in second.optimizer.param_groups] == pytest.approx(
+        [5e-3] * len(second.optimizer.param_groups)
+    ), "half way down the cosine"
+    expected = weights_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(second).items())
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("AdamW", "Muon"), ("Muon", "AdamW"), ("AdamW8bit", "AdamW")])
+def test_moments_of_another_optimizer_are_refused(tmp_path: Path, saver: str, loader: str):
+    engine = make_engine(saver)
+    train(engine, 0, 1)
+    engine.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"Set optim\.optimizer"):
+        make_engine(loader).load(tmp_path)
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
+    with pytest.raises(MissingDependencyError, match="AdamW8bit needs the package 'torchao.*pip install torchao"):
+        make_engine("AdamW8bit")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_64_micro_batches_in_bf16_accumulate_in_fp32():
+    """Against the sum in float64 of the 64 gradients, each of which is the same bf16 computation."""
+    engine = TrainEngine(
+        PackedCausalLM(tiny_model("qwen2")),
+        optim=OptimConfig(),
+        fsdp=FSDPConfig(),
+        grad_clip=None,
+        device=torch.device("cpu"),
+        total_steps=1,
+        gradient_checkpointing=False,
+        shard=True,
+        compute_dtype=torch.bfloat16,
+    )
+    batch, each = make_batch([(3, 4)] * 64), TokenBudget(rows=1)
+    engine.forward_backward(batch, each, smooth_loss, COLUMNS)
+    together = flat_gradient(engine).double()
+    total, rounded = torch.zeros_like(together), torch.zeros_like(together, dtype=torch.bfloat16)
+    for row in range(64):
+        engine.forward_backward(batch[[row]], each, smooth_loss, COLUMNS)
+        gradient = flat_gradient(engine)
+        total += gradient.double()
+        rounded += gradient.bfloat16()
+    assert ((together - total).norm() / total.norm()).item() < 1e-6
+    assert ((rounded.double() - total).norm() / total.norm()).item() > 1e-3, "adding up in bf16 would be seen"

@@ -91,6 +91,16 @@ def test_checkpointing_leaves_gradients_as_they_are(family: str, monkeypatch: py
     assert len(calls) == 4 * plain
 
 
+def test_a_share_of_the_layers_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_attention_calls(monkeypatch)
+    module = PackedCausalLM(tiny_model("qwen2", dtype=torch.float64, num_hidden_layers=4)).train()
+    expected = gradients(module, PACKINGS["mixed"])
+    plain = len(calls)
+    apply_checkpointing(module.model, share=0.3)  # two of four
+    assert_gradients_equal(gradients(module, PACKINGS["mixed"]), expected, 1e-12)
+    assert len(calls) == plain * 2.5
+
+
 def test_recompute_sees_its_own_batch_when_others_came_between() -> None:
     module = PackedCausalLM(tiny_model("qwen2", dtype=torch.float64)).train()
     expected = gradients(module, PACKINGS["mixed"])

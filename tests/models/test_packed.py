@@ -7,7 +7,7 @@ from hypothesis.strategies import integers, lists, tuples
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from verl.models.attention import Layout, group_by_length
+from verl.models.layout import Layout, group_by_length
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import DataError
 
@@ -110,6 +110,8 @@ def test_laying_out_blocks_and_restoring_them_is_the_identity(lengths: list[int]
     laid_out = torch.cat([tokens[block.index] for block in layout.blocks])
     assert torch.equal(laid_out[layout.restore], tokens)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    for index, rows, length in layout.blocks:
+    for index, keys, rows, length, context in layout.blocks:
+        assert context == 0
+        assert torch.equal(keys, index)
         owners = sequence[index].view(rows, length)
         assert bool((owners == owners[:, :1]).all())  # padding is of the same sequence

@@ -113,7 +113,7 @@ def test_dropping_the_scaling_is_noticed(family: str, batch: PackedBatch, monkey
 def test_dropping_sequence_isolation_is_noticed(
     family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_sequence(lengths: tuple[int, ...], ends: Tensor) -> Layout:
+    def one_sequence(lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...]) -> Layout:
         return Layout((sum(lengths),), ends[[0, -1]])
 
     monkeypatch.setattr(packed, "Layout", one_sequence)

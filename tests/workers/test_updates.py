@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.algorithms.masked import AGGREGATION_MODES, aggregation_weights
+from verl.distributed.collectives import ALONE
 from verl.protocol import DataProto
-from verl.workers.updates import mini_batches
+from verl.workers.updates import global_weights, mini_batches
 
 
 def rows(count: int) -> DataProto:
@@ -42,3 +44,10 @@ def test_the_batch_itself_is_left_alone(shuffle):
     for piece in mini_batches(batch, 2, epochs=1, shuffle=shuffle, seed=0):
         piece.batch["x"] += 100
     assert batch.batch["x"].tolist() == [0, 1, 2, 3] or not shuffle
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_weights_of_one_process_are_those_of_its_rows_to_the_bit(mode):
+    mask = (torch.rand(7, 13, generator=torch.Generator().manual_seed(0)) > 0.4).long()
+    for part in (mask, mask * 0, mask[:1], mask * (torch.arange(7) > 2)[:, None]):
+        assert torch.equal(global_weights(part, mode, ALONE), aggregation_weights(part, mode))

@@ -8,9 +8,7 @@ from verl.config.fsdp import FSDPConfig
 from verl.config.optim import OptimConfig
 from verl.config.setting import setting
 
-NO_COMPILE = "nothing is compiled in this version"
 ALWAYS_CHUNKED = "entropy is always computed in recomputed chunks"
-NO_ULYSSES = "sequence parallelism needs several ranks, which this version does not run"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,13 +52,16 @@ class ActorConfig:
     use_kl_loss: bool = setting(False, "add KL to the reference to the loss")
     kl_loss_coef: float = setting(0.001, "weight of that KL", at_least=0)
     kl_loss_type: str = setting("low_var_kl", "estimator of that KL", choices=KL_ESTIMATORS)
-    use_torch_compile: bool = setting(False, "compile the model", no_effect=NO_COMPILE)
+    use_torch_compile: bool | None = setting(None, "torch.compile of the decoder layers; null: on CUDA")
+    share_prompts: bool = setting(
+        True, "actor and reference compute a prompt once for its responses in a micro-batch, where that saves 10 %"
+    )
     ppo_epochs: int = setting(1, "passes over a batch", above=0)
     shuffle: bool = setting(False, "new order of rows in each pass over a batch")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
-    ulysses_sequence_parallel_size: int = setting(1, "ranks that share one sequence", planned=NO_ULYSSES)
+    ulysses_sequence_parallel_size: int = setting(1, "ranks that share the tokens of a sequence", above=0)
     entropy_from_logits_with_chunking: bool = setting(
         False, "entropy in chunks", no_effect=ALWAYS_CHUNKED, also=(True,)
     )

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from verl.config.setting import setting
 
-_ALWAYS = "a checkpoint always holds Hugging Face weights, optimizer, schedule and random state"
+_ALWAYS = (
+    "a checkpoint always holds Hugging Face weights (with LoRA adapters, and merged weights where hf_model is among "
+    "these), optimizer, schedule and random state"
+)
 _ALL = ["model", "optimizer", "extra"]
 _ALSO = ([*_ALL, "hf_model"], ["hf_model", *_ALL], ["model", "hf_model", "optimizer", "extra"])
 

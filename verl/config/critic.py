@@ -3,15 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.actor import NO_ULYSSES
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.choices import LOSS_AGGREGATIONS, STRATEGIES
+from verl.config.choices import ATTENTION_KERNELS, LOSS_AGGREGATIONS, STRATEGIES
 from verl.config.fsdp import FSDPConfig
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.setting import setting
-
-_LORA = "read with critic.model.lora_rank > 0 only, which is not available in this version"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,16 +33,25 @@ class CriticModelConfig:
     )
     use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect="weights are read once a process")
     enable_gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass")
-    enable_activation_offload: bool = setting(
-        False, "keep activations on the host", planned="activations stay on the device; use gradient checkpointing"
+    attention_kernel: str = setting(
+        "auto",
+        "for packed sequences on CUDA; auto: the fastest that is installed and proved",
+        choices=ATTENTION_KERNELS,
     )
+    gradient_checkpointing_share: float = setting(
+        1.0, "share of the decoder layers that recompute: less where memory is left", above=0, at_most=1
+    )
+    enable_activation_offload: bool = setting(False, "keep the inputs of checkpointed layers on the host")
     use_remove_padding: bool = setting(
         True, "compute on packed sequences", no_effect="sequences are always packed; there is no padded path"
     )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", planned="LoRA is not built yet")
-    lora_alpha: int = setting(16, "scale of LoRA adapters", no_effect=_LORA)
-    target_modules: Any = setting("all-linear", "modules that get adapters", no_effect=_LORA)
+    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", at_least=0)
+    lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
+    target_modules: Any = setting(
+        "all-linear", "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names"
+    )
+    exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
 
 
 def _critic_optim() -> OptimConfig:
@@ -89,6 +95,6 @@ class CriticConfig:
         follows="actor_rollout_ref.actor.loss_agg_mode",
     )  # fmt: skip
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
-    ulysses_sequence_parallel_size: int = setting(1, "ranks that share one sequence", planned=NO_ULYSSES)
+    ulysses_sequence_parallel_size: int = setting(1, "ranks that share the tokens of a sequence", above=0)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.choices import ATTENTION_KERNELS
 from verl.config.setting import setting
 
-_LORA = "read with lora_rank > 0 only, which is not available in this version"
 _SHM = "weights are read through the page cache once a process"
 
 
@@ -29,20 +29,28 @@ class ModelConfig:
     override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
     dtype: str | None = setting(
         None,
-        "dtype of the trained parameters; null: float32 (computed in bfloat16 on CUDA)",
+        "dtype of the parameters; null: float32, computed in bfloat16 on CUDA (frozen ones of LoRA there: bfloat16)",
         choices=("float32", "bfloat16", "float64"),
     )
     enable_gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass")
-    enable_activation_offload: bool = setting(
-        False, "keep activations on the host", planned="activations stay on the device; use gradient checkpointing"
+    attention_kernel: str = setting(
+        "auto",
+        "for packed sequences on CUDA; auto: the fastest that is installed and proved",
+        choices=ATTENTION_KERNELS,
     )
+    gradient_checkpointing_share: float = setting(
+        1.0, "share of the decoder layers that recompute: less where memory is left", above=0, at_most=1
+    )
+    enable_activation_offload: bool = setting(False, "keep the inputs of checkpointed layers on the host")
     use_remove_padding: bool = setting(
         True, "compute on packed sequences", no_effect="sequences are always packed; there is no padded path"
     )
-    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", planned="LoRA is not built yet")
-    lora_alpha: int = setting(16, "scale of LoRA adapters", no_effect=_LORA)
-    target_modules: Any = setting("all-linear", "modules that get adapters", no_effect=_LORA)
-    exclude_modules: Any = setting(None, "modules that get no adapters", no_effect=_LORA)
+    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", at_least=0)
+    lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
+    target_modules: Any = setting(
+        "all-linear", "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names"
+    )
+    exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
     use_liger: bool = setting(False, "Liger kernels", no_effect="log-probs are fused and chunked by our own code")
     use_fused_kernels: bool = setting(
         True, "fused log-probs", no_effect="log-probs are always fused and chunked", also=(False,)

@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass
 
+from verl.config.choices import OPTIMIZERS
 from verl.config.setting import setting
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    lr: float = setting(1e-6, "peak learning rate of AdamW", at_least=0)
+    optimizer: str = setting(
+        "AdamW",
+        "AdamW; AdamW8bit: moments of 8 bits (torchao); Muon: hidden matrices by Muon, all else by AdamW",
+        choices=OPTIMIZERS,
+    )
+    lr: float = setting(1e-6, "peak learning rate", at_least=0)
     lr_warmup_steps_ratio: float = setting(0.0, "share of all steps spent warming up", at_least=0, at_most=1)
     lr_warmup_steps: int = setting(
         -1, "steps spent warming up; -1: take lr_warmup_steps_ratio", at_least=-1, null_is_default=True

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from verl.config.actor import ALWAYS_CHUNKED, NO_COMPILE, NO_ULYSSES
+from verl.config.actor import ALWAYS_CHUNKED
 from verl.config.choices import STRATEGIES
 from verl.config.fsdp import FSDPConfig
 from verl.config.setting import setting
@@ -13,8 +13,8 @@ class RefConfig:
     strategy: str = setting(
         "fsdp", "how weights are sharded", choices=STRATEGIES, follows="actor_rollout_ref.actor.strategy"
     )
-    use_torch_compile: bool = setting(
-        False, "compile the model", no_effect=NO_COMPILE, follows="actor_rollout_ref.actor.use_torch_compile"
+    use_torch_compile: bool | None = setting(
+        None, "compile the decoder layers; null: as the actor", follows="actor_rollout_ref.actor.use_torch_compile"
     )
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
@@ -31,7 +31,7 @@ class RefConfig:
     )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     ulysses_sequence_parallel_size: int = setting(
-        1, "ranks that share one sequence", planned=NO_ULYSSES,
+        1, "ranks that share the tokens of a sequence", above=0,
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     )  # fmt: skip
     entropy_from_logits_with_chunking: bool = setting(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from verl.config.actor import NO_ULYSSES
 from verl.config.choices import STRATEGIES
 from verl.config.fsdp import FSDPConfig
 from verl.config.profiler import ProfilerConfig
@@ -61,7 +60,9 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int = setting(
         32768, "tokens a forward pass", follows="critic.forward_max_token_len_per_gpu", no_effect=_UNREAD
     )
-    ulysses_sequence_parallel_size: int = setting(1, "ranks that share one sequence", planned=NO_ULYSSES)
+    ulysses_sequence_parallel_size: int = setting(
+        1, "ranks that share one sequence", planned="reward models are not built yet"
+    )
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 

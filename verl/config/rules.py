@@ -1,5 +1,6 @@
 """Contradictions between keys. Each rule yields one message per contradiction: expectation, fact, way out."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,18 +80,24 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
             f"Set it to at least {longest}, or leave it unset."
         )
     reported = set()  # one message for a budget and those that follow it
-    for key, micro_batch in _micro_batches(config):
+    for key, micro_batch, ranks in _micro_batches(config):
         budget = micro_batch.max_tokens
-        if budget is None or budget >= longest or budget in reported or key.startswith(inactive_sections(config)):
+        if (
+            budget is None
+            or budget * ranks >= longest
+            or budget in reported
+            or key.startswith(inactive_sections(config))
+        ):
             continue
         reported.add(budget)
         yield (
             f"{key} must hold one whole sequence (data.max_prompt_length + data.max_response_length = "
-            f"{prompt} + {response}), got {budget}. Set it to at least {longest}."
+            f"{prompt} + {response}), got {budget}. Set it to at least {-(-longest // ranks)}."
         )
 
 
-def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch]]:
+def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]:
+    """(key, size, ranks that share the tokens of a micro-batch) in the order of TOKEN_BUDGETS."""
     roles = config.actor_rollout_ref
     chosen = (
         update_micro_batch(roles.actor),
@@ -99,7 +106,46 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch]]:
         update_micro_batch(config.critic),
         value_micro_batch(config.critic),
     )
-    yield from zip(TOKEN_BUDGETS, chosen)
+    actor, ref, critic = (role.ulysses_sequence_parallel_size for role in (roles.actor, roles.ref, config.critic))
+    yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic))
+
+
+def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
+    """Every size of a group of ranks divides the number of ranks: those asked for, or those launched."""
+    roles, trainer = config.actor_rollout_ref, config.trainer
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if trainer.n_gpus_per_node is not None:
+        ranks = trainer.nnodes * trainer.n_gpus_per_node
+    for section, ulysses, fsdp_key, fsdp in (
+        ("actor_rollout_ref.actor", roles.actor.ulysses_sequence_parallel_size, "", roles.actor.fsdp_config),
+        ("actor_rollout_ref.ref", roles.ref.ulysses_sequence_parallel_size, "", roles.ref.fsdp_config),
+        ("critic", config.critic.ulysses_sequence_parallel_size, ".model", config.critic.model.fsdp_config),
+    ):
+        if f"{section}.".startswith(inactive_sections(config)):
+            continue
+        inherits = section.endswith(".ref") and ulysses == roles.actor.ulysses_sequence_parallel_size
+        if ranks % ulysses and not inherits:
+            yield (
+                f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got {ulysses} and {ranks}. "
+                f"Set it to {_nearest_divisor(ranks, ulysses)}."
+            )
+        if 0 < fsdp.fsdp_size < ranks and ranks % fsdp.fsdp_size:
+            yield (
+                f"{section}{fsdp_key}.fsdp_config.fsdp_size must divide the number of ranks, got {fsdp.fsdp_size} and "
+                f"{ranks}. Set it to {_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
+            )
+
+
+def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
+    models = (("actor_rollout_ref.model", config.actor_rollout_ref.model), ("critic.model", config.critic.model))
+    for section, model in models:
+        if section.startswith(inactive_sections(config)):
+            continue
+        if model.enable_activation_offload and not model.enable_gradient_checkpointing:
+            yield (
+                f"{section}.enable_activation_offload keeps the inputs of checkpointed layers on the host, but "
+                f"{section}.enable_gradient_checkpointing=False. Set that to True, or the former to False."
+            )
 
 
 def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
@@ -194,6 +240,28 @@ def engine_is_available(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
+    roles = config.actor_rollout_ref
+    for section, model, key, optim in (
+        ("actor_rollout_ref.model", roles.model, "actor_rollout_ref.actor.optim", roles.actor.optim),
+        ("critic.model", config.critic.model, "critic.optim", config.critic.optim),
+    ):
+        if section.startswith(inactive_sections(config)):
+            continue
+        for name, value in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules)):
+            is_list = isinstance(value, list) and all(isinstance(entry, str) for entry in value) and value != []
+            if not (is_list or isinstance(value, str) or (value is None and name == "exclude_modules")):
+                yield (
+                    f"{section}.{name} must be a list of names, or a regular expression, or all-linear, "
+                    f"got {value!r}. Set {section}.target_modules=all-linear."
+                )
+        if model.lora_rank > 0 and optim.optimizer == "Muon":
+            yield (
+                f"{key}.optimizer=Muon orthogonalises updates of whole weight matrices, which {section}.lora_rank="
+                f"{model.lora_rank} leaves frozen. Set {key}.optimizer=AdamW, or {section}.lora_rank=0."
+            )
+
+
 def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.total_training_steps is None and trainer.total_epochs is None:
@@ -245,11 +313,14 @@ RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
     batch_divides_into_mini_batches,
     sequences_fit,
+    ranks_can_be_divided,
+    activations_are_checkpointed,
     algorithm_has_what_it_needs,
     losses_make_sense,
     kl_is_estimated_from_drawn_tokens,
     training_samples_vary,
     engine_is_available,
+    adapters_can_be_trained,
     run_has_an_end_and_a_start,
     validation_has_data,
     loggers_are_known,
@@ -266,6 +337,15 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
         yield "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not enter the loss."
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
         yield "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the reward."
+    for section, model in (
+        ("actor_rollout_ref.model", config.actor_rollout_ref.model),
+        ("critic.model", config.critic.model),
+    ):
+        plain = type(model)()
+        for key in ("lora_alpha", "target_modules", "exclude_modules"):
+            value = getattr(model, key)
+            if model.lora_rank == 0 and value != getattr(plain, key):
+                yield f"{section}.{key}={value} has no effect: it is read with {section}.lora_rank > 0 only."
     if not validation.do_sample and validation.temperature > 0:
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no effect without "
@@ -273,3 +353,13 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
         )
     if validation.n > 1 and is_greedy(validation):
         yield f"Greedy validation gives {validation.n} equal responses a prompt; set val_kwargs.do_sample=True to vary."
+    for section, fsdp in (
+        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
+        ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
+        ("critic.model", config.critic.model.fsdp_config),
+    ):
+        if fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload):
+            yield (
+                f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the host always, so "
+                "param_offload and optimizer_offload have no effect."
+            )

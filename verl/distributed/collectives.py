@@ -1,16 +1,54 @@
-"""The collectives that the package needs, each an identity in a world of one."""
+"""The collectives that the package needs, each an identity where a rank is alone."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def world_size() -> int:
-    """Ranks of the default process group; 1 where none was started."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along one axis of the mesh, this one being number `rank` of `size`. `group` None: all there are."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
 
 
-def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of `tensor` over all ranks, in place where there are several. Every rank must call it."""
-    if world_size() > 1:
-        dist.all_reduce(tensor)
+ALONE = Axis()
+
+
+def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of `tensor` along the axis, in place where it has several ranks. Every one of them must call it."""
+    if axis.size > 1:
+        dist.all_reduce(tensor, group=axis.group)
     return tensor
+
+
+def sum_of(number: int, axis: Axis) -> int:
+    """The sum of a host number along the axis: over gloo, so that no device is waited for."""
+    return int(all_reduce_sum(torch.tensor(number), axis).item())
+
+
+def max_of(number: int, axis: Axis) -> int:
+    """The largest of a host number along the axis."""
+    if axis.size == 1:
+        return number
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
+    return int(largest.item())
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """A small picklable value of every rank, in the order of ranks."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    sum_of(0, axis)

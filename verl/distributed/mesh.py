@@ -1,40 +1,137 @@
-"""The device mesh: which ranks there are, and along which axes they work."""
+"""The mesh: which ranks there are, and along which axes they work."""
 
 import atexit
+import functools
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl.distributed.collectives import ALONE, Axis
 from verl.utils.errors import ConfigError
 
-SHARD_AXIS = "shard"
+REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
+DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
 
 
-def init_mesh(device: torch.device) -> DeviceMesh:
-    """A mesh with the one axis `shard` over every rank, which today is this process alone.
+@dataclass(frozen=True)
+class Mesh:
+    """This process among all ranks.
+
+    Ranks along `sequence` (neighbours) share the tokens of the same rows; ranks along `data` have rows of their own.
+    Weights are split over `weights`, whatever the other axes: ("shard",) over all ranks, or ("replicate", "shard")
+    where `fsdp_size` ranks hold one copy. None: one process, whose weights stay whole.
+    """
+
+    device: torch.device
+    world: Axis = ALONE
+    data: Axis = ALONE
+    sequence: Axis = ALONE
+    weights: DeviceMesh | None = None
+
+
+def init_mesh(
+    device: torch.device, *, fsdp_size: int = -1, sequence_parallel_size: int = 1, shard: bool = True
+) -> Mesh:
+    """The mesh over every rank that was launched: those of torchrun, or this process alone.
 
     Starts the default process group if nobody has: NCCL for CUDA (with gloo beside it for CPU tensors), else gloo. A
-    single process needs no address and no environment for it, since its store lives in its own memory.
+    single process needs no address and no environment for it, since its store lives in its own memory; one that is
+    not to `shard` starts none at all. Several ranks always shard. On CUDA a rank takes the device of its LOCAL_RANK.
+
+    `fsdp_size`: ranks that hold one copy of the weights; below 1, or as many as there are, means all.
+
+    Raises ConfigError where a size does not divide the number of ranks, or where torchrun's variables are incomplete.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1:
-        raise ConfigError(
-            f"Training runs in one process here, but WORLD_SIZE is {launched}. Launch with plain `python` instead of "
-            "torchrun, or unset WORLD_SIZE."
-        )
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    world_size = dist.get_world_size() if dist.is_initialized() else _launched_ranks()
+    _check_sizes(world_size, fsdp_size, sequence_parallel_size)
+    device = _own_device(device)
+    if world_size == 1 and not shard:
+        return Mesh(device)
     if not dist.is_initialized():
-        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        # NCCL warns about leaked communicators when a process ends without this.
-        atexit.register(close_process_group)
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(SHARD_AXIS,))
+        _start_process_group(device, world_size)
+    return _build(device, fsdp_size, sequence_parallel_size)
 
 
 def close_process_group() -> None:
     """Undo `init_mesh`; meshes made before are useless afterwards."""
+    _build.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@functools.cache  # the actor's, the critic's and the reference's engine share groups, and with them NCCL's buffers
+def _build(device: torch.device, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
+    world = Axis(dist.get_world_size(), dist.get_rank())
+    if 0 < fsdp_size < world.size:
+        shape, names = (world.size // fsdp_size, fsdp_size), (REPLICATE_AXIS, SHARD_AXIS)
+    else:
+        shape, names = (world.size,), (SHARD_AXIS,)
+    weights = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if sequence_parallel_size == 1:
+        return Mesh(device, world, world, ALONE, weights)
+    shape = (world.size // sequence_parallel_size, sequence_parallel_size)
+    ranks = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_AXIS, SEQUENCE_AXIS))
+    data, sequence = (
+        Axis(ranks.size(number), ranks.get_local_rank(name), ranks.get_group(name))
+        for number, name in enumerate((DATA_AXIS, SEQUENCE_AXIS))
+    )
+    return Mesh(device, world, data, sequence, weights)
+
+
+def _launched_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _start_process_group(device: torch.device, world_size: int) -> None:
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"WORLD_SIZE={world_size} says that several ranks were launched, but {' and '.join(missing)} of the "
+                "environment are not set. Launch with torchrun, which sets them, or unset WORLD_SIZE for one process."
+            )
+        dist.init_process_group(backend)
+    # NCCL warns about leaked communicators when a process ends without this.
+    atexit.register(close_process_group)
+
+
+def _own_device(device: torch.device) -> torch.device:
+    """On CUDA the device of this rank, made current; elsewhere `device`."""
+    if device.type != "cuda":
+        return device
+    if _launched_ranks() > 1:
+        # A launcher that hides the other ranks' devices leaves one, which is number 0 whatever the rank.
+        visible = torch.cuda.device_count()
+        index = int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0
+        if index >= visible:
+            raise ConfigError(
+                f"Every rank needs a GPU of its own, but LOCAL_RANK={index} and {visible} are visible. Launch "
+                f"--nproc_per_node={visible}."
+            )
+        device = torch.device("cuda", index)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def _check_sizes(world_size: int, fsdp_size: int, sequence_parallel_size: int) -> None:
+    if world_size % sequence_parallel_size:
+        raise ConfigError(
+            "ulysses_sequence_parallel_size must divide the number of ranks, got "
+            f"{sequence_parallel_size} and {world_size}. Set it to one of {_divisors(world_size)}."
+        )
+    if 0 < fsdp_size < world_size and world_size % fsdp_size:
+        raise ConfigError(
+            f"fsdp_config.fsdp_size must divide the number of ranks, got {fsdp_size} and {world_size}. "
+            f"Set it to one of {_divisors(world_size)}, or to -1 for all."
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)

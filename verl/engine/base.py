@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,28 @@ import torch
 from torch import nn
 
 from verl.config import FSDPConfig, OptimConfig
-from verl.distributed.collectives import all_reduce_sum
-from verl.distributed.fsdp import apply_fsdp, full_tensor, reshard
-from verl.distributed.mesh import init_mesh
-from verl.engine.guard import find_offenders
+from verl.distributed.collectives import gather_objects, max_of
+from verl.distributed.fsdp import apply_fsdp, full_tensor, keeps_gathered, recover, reshard, sync_gradients
+from verl.distributed.mesh import Mesh, init_mesh
+from verl.distributed.offload import Offload, apply_activation_offload
+from verl.distributed.sequence_parallel import apply_sequence_parallel
+from verl.engine.compile import apply_compile
+from verl.engine.guard import find_offenders_in_turns
+from verl.engine.memory import PassGuard, Result, memory_hints
 from verl.engine.microbatch import TokenBudget, plan_micro_batches
-from verl.engine.optim import Schedule, build_adamw, build_schedule
+from verl.engine.optim import Schedule, build_optimizer, build_schedule, set_learning_rate
 from verl.engine.packing import MicroBatch, MiniBatch
 from verl.engine.state import load_state, save_state, transformer_of
+from verl.engine.totals import LossOutput, Totals
 from verl.models.attention import apply_checkpointing
+from verl.models.lora import merged_parameters
+from verl.models.rope import use_fast_rope
 from verl.protocol import DataProto
+from verl.utils.errors import ConfigError, DataError
 
 # Activations of a pass stay nearer to the caches: on two cores, the update of a small model on 10,000 tokens took 0.6 s
 # in passes of 4,096 tokens and 0.74 s in one.
 CPU_PASS_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """What a loss function returns for one micro-batch."""
-
-    loss: torch.Tensor  # scalar: this micro-batch's share of the mini-batch's loss
-    means: dict[str, torch.Tensor] = field(default_factory=dict)  # (M,), averaged over the mini-batch's response_mask
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars: shares of a number of the mini-batch
 
 
 # (outputs of the module, packed columns, row number of each token) -> LossOutput
@@ -64,16 +64,29 @@ class TrainEngine:
     """Owns one packed module (`PackedCausalLM`, `PackedValueModel`), with optimizer and schedule if it is trained.
 
     On CUDA the module is sharded by FSDP2, also over a mesh of one: fp32 parameters, moments and accumulated gradients,
-    bf16 forward and backward. On CPU it stays a plain module of its own dtype. The module is in train mode for every
-    pass, so that log-probs before and during an update come from the same numerics (dropout is zeroed at load).
+    bf16 forward and backward. On CPU one process keeps a plain module of its own dtype, and several shard it. The
+    module is in train mode for every pass, so that log-probs before and during an update come from the same numerics
+    (dropout is zeroed at load).
+
+    Several ranks (see `Mesh`) make every call together. Each data-parallel rank gives its own rows of the mini-batch,
+    and as many calls; ranks along the sequence axis give the same rows. Losses are shares of the whole mini-batch's, so
+    gradients are summed over the ranks; metrics, the gradient's norm, skipped steps and offenders are the same on all.
+
+    Parallelism is applied from outside, in this order, each step around what the ones before left:
+    LoRA (by the worker, before this engine), sequence parallelism, checkpointing and off-load of activations, compile,
+    sharding, then the optimizer, and off-load of parameters and moments.
 
     Args:
         module: wrapper with the Hugging Face module as attribute `model`; moved to `device` and sharded in place.
         optim: None for a module that is only evaluated.
         grad_clip: largest total norm of the gradient; None or 0 clips nothing.
         total_steps: training steps of the run, for the schedule.
+        sequence_parallel_size: ranks that share the tokens of the same rows (Ulysses).
+        activation_offload: keep on the host what checkpointed layers hold for the backward pass.
         shard, compute_dtype: instead of the defaults by device (CUDA: True and bf16; CPU: False and None, which means
-            the dtype of the parameters).
+            the dtype of the parameters). Several ranks shard in any case.
+        compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
+        share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves enough (`MiniBatch`).
     """
 
     def __init__(
@@ -86,32 +99,89 @@ class TrainEngine:
         device: torch.device,
         total_steps: int,
         gradient_checkpointing: bool,
+        checkpointing_share: float = 1.0,
+        sequence_parallel_size: int = 1,
+        activation_offload: bool = False,
         shard: bool | None = None,
         compute_dtype: torch.dtype | None = None,
+        compile_backend: str | None = None,
+        share_prompts: bool = True,
     ) -> None:
-        self.device = device
+        self.mesh: Mesh = init_mesh(
+            device,
+            fsdp_size=fsdp.fsdp_size,
+            sequence_parallel_size=sequence_parallel_size,
+            shard=device.type == "cuda" if shard is None else shard,
+        )
+        self.device = device = self.mesh.device
+        self.share_prompts = share_prompts
         self.grad_clip = grad_clip
-        self.is_sharded = device.type == "cuda" if shard is None else shard
         if compute_dtype is None and device.type == "cuda":
             compute_dtype = torch.bfloat16
         self.module = module.to(device).train()
+        if device.type == "cuda":
+            use_fast_rope(self.module)
+        if self.mesh.sequence.size > 1:
+            apply_sequence_parallel(self.module, self.mesh.sequence)
         # Checkpointing before sharding: the recomputed forward must find the weights gathered by the layer's own hooks.
         if gradient_checkpointing:
-            apply_checkpointing(transformer_of(self.hf_model))
-        if self.is_sharded:
-            apply_fsdp(self.module, init_mesh(device), fsdp, compute_dtype=compute_dtype)
-        self.optimizer: torch.optim.AdamW | None = None
+            apply_checkpointing(transformer_of(self.hf_model), share=checkpointing_share)
+        if activation_offload:
+            if not gradient_checkpointing:
+                raise ConfigError(
+                    "enable_activation_offload keeps the inputs of checkpointed layers on the host, but checkpointing "
+                    "is off. Set enable_gradient_checkpointing=True as well."
+                )
+            apply_activation_offload(self.module, device)
+        if compile_backend is not None:
+            apply_compile(self.module, device, backend=compile_backend)
+        self._keeps_gathered = False
+        if self.mesh.weights is not None:
+            self._keeps_gathered = keeps_gathered(self.module, self.mesh.weights, fsdp, compute_dtype)
+            apply_fsdp(
+                self.module,
+                self.mesh.weights,
+                fsdp,
+                compute_dtype=compute_dtype,
+                keep_gathered=self._keeps_gathered,
+            )
+        self.optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule = lambda step: 1.0
-        self._base_lr = 0.0
+        self._base_lr = self._lr = 0.0
         if optim is not None:
             # After sharding, which replaces the parameters.
-            self.optimizer = build_adamw(self.module.parameters(), optim)
+            self.optimizer = build_optimizer(self.module, optim)
             self._schedule = build_schedule(optim, total_steps)
             self._base_lr = optim.lr
         self._pending: _Pending | None = None
         self._schedule_position = 0
         self._stepped_since_schedule = False
         self._set_schedule_position(0)
+        hints = memory_hints(fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None)
+        self.guard = PassGuard(device, self.mesh.world, hints)
+        # A plain module lies on the host anyway, and rollout engines may alias its weights.
+        moves = self.is_sharded and not fsdp.offload_policy
+        self._parameters = Offload(self.module.parameters, device) if moves and fsdp.param_offload else None
+        self._moments = Offload(self._moment_tensors, device) if moves and fsdp.optimizer_offload else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are shards (FSDP2), also where one rank has all of them."""
+        return self.mesh.weights is not None
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Parameters, and moments if asked for, lie on the device for as long as this lasts: what `param_offload` and
+        `optimizer_offload` keep on the host comes and goes with the outermost one.
+
+        Every method does so for itself; hold it around several calls, and all is moved once.
+        """
+        with ExitStack() as stack:
+            if self._parameters is not None:
+                stack.enter_context(self._parameters.on_device())
+            if optimizer and self._moments is not None:
+                stack.enter_context(self._moments.on_device())
+            yield
 
     # ---------------------------------------------------------------- evaluation
 
@@ -122,15 +192,19 @@ class TrainEngine:
         no_grad rather than inference_mode: rollout engines alias these weights, and inference tensors would leak.
         """
         self.module.train()
-        mini_batch = MiniBatch(batch, (), self.device)
-        plan = self._plan(mini_batch.lengths, budget)
-        pieces: dict[str, list[torch.Tensor]] = {}
-        for rows in plan:
-            for name, values in self.module(mini_batch.pack(rows).packed, **forward_arguments).items():
-                pieces.setdefault(name, []).append(values)
-        if self.is_sharded:
-            reshard(self.module)
-        return {name: mini_batch.unpack(plan, parts) for name, parts in pieces.items()}
+        mini_batch = self._mini_batch(batch, ())
+
+        def passes(plan: list[list[int]]) -> dict[str, torch.Tensor]:
+            pieces: dict[str, list[torch.Tensor]] = {}
+            with self.on_device():
+                for rows in plan:
+                    for name, values in self.module(mini_batch.pack(rows).packed, **forward_arguments).items():
+                        pieces.setdefault(name, []).append(values)
+                if self.is_sharded:
+                    reshard(self.module)
+            return {name: mini_batch.unpack(plan, parts) for name, parts in pieces.items()}
+
+        return self._with_room(mini_batch, budget, passes)
 
     # ---------------------------------------------------------------- training
 
@@ -140,25 +214,38 @@ class TrainEngine:
         budget: TokenBudget,
         loss_fn: LossFunction,
         columns: Iterable[str],
+        *,
+        on_restart: Callable[[], None] = lambda: None,
         **forward_arguments: Any,
     ) -> dict[str, float]:
         """Gradients of one whole mini-batch, from zero, whatever the micro-batches; returns its means and sums.
 
         `columns` are the batch's (B, R) columns that `loss_fn` reads, beside `response_mask` and `weights`, which it
-        always gets. The host waits for the device once, at the end.
+        always gets. The host waits for the device once, at the end. Where memory runs out (see `PassGuard`), all starts
+        again with smaller passes; `on_restart` is for a `loss_fn` that remembers its calls.
         """
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
-        mini_batch = MiniBatch(batch, dict.fromkeys(("response_mask", "weights", *columns)), self.device)
-        plan = self._plan(mini_batch.lengths, budget)
-        totals = _Totals(self.device)
-        for rows in plan:
-            micro_batch = mini_batch.pack(rows)
-            totals.add(self._backward(micro_batch, loss_fn, forward_arguments), micro_batch.columns["response_mask"])
-        metrics, loss_is_finite = totals.read()
-        self._pending = _Pending(mini_batch, plan, loss_fn, forward_arguments, loss_is_finite)
-        return metrics
+        mini_batch = self._mini_batch(batch, dict.fromkeys(("response_mask", "weights", *columns)))
+
+        def passes(plan: list[list[int]]) -> dict[str, float]:
+            totals = Totals(self.mesh)
+            with self.on_device():
+                for number, rows in enumerate(plan):
+                    if self._keeps_gathered:
+                        sync_gradients(self.module, number == len(plan) - 1)
+                    micro_batch = mini_batch.pack(rows)
+                    output = self._backward(micro_batch, loss_fn if rows else None, forward_arguments)
+                    if output is not None:
+                        totals.add(output, micro_batch.columns["response_mask"])
+                if self.is_sharded:
+                    reshard(self.module)  # the weights are about to change
+            metrics, loss_is_finite = totals.read()
+            self._pending = _Pending(mini_batch, plan, loss_fn, forward_arguments, loss_is_finite)
+            return metrics
+
+        return self._with_room(mini_batch, budget, passes, on_restart)
 
     def step(self) -> StepResult:
         """Clip and step on the gradients of `forward_backward`, then drop them.
@@ -169,7 +256,7 @@ class TrainEngine:
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         assert self._pending is not None, "step() comes after forward_backward()"
         norm = self._gradient_norm()
-        grad_norm, lr = norm.item(), self.optimizer.param_groups[0]["lr"]
+        grad_norm, lr = norm.item(), self._lr
         skipped = not (self._pending.loss_is_finite and math.isfinite(grad_norm))
         offenders: list[str] = []
         if skipped:
@@ -177,7 +264,8 @@ class TrainEngine:
         else:
             if self.grad_clip:
                 nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
-            self.optimizer.step()
+            with self.guard.told("the optimizer's step"), self.on_device(optimizer=True):
+                self.optimizer.step()
             self._stepped_since_schedule = True
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = None
@@ -195,47 +283,98 @@ class TrainEngine:
     # ---------------------------------------------------------------- weights
 
     def parameters_for_rollout(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of the Hugging Face module, as its `named_parameters` (a tied weight once).
+        """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied weight once).
 
-        The tensors alias the parameters wherever this rank has all of them: read, don't write.
+        The tensors alias the parameters wherever this rank has all of them: read, don't write. Adapters are merged into
+        new tensors, one after the other.
         """
-        for name, parameter in self.hf_model.named_parameters():
-            yield name, full_tensor(parameter)
+        with self.on_device():
+            for name, tensor in merged_parameters(self.hf_model):
+                # What this rank has all of is the parameter's own memory, which goes away afterwards.
+                yield name, tensor if self._parameters is None else tensor.clone()
 
     @property
     def hf_model(self) -> Any:
         """The Hugging Face module within the wrapper."""
         return self.module.model
 
-    def save(self, folder: Path, *, tokenizer: Any = None) -> None:
-        """`huggingface/` (configuration, fp32 weights, tokenizer if given) and, if trained, `optim.pt` in `folder`."""
-        save_state(folder, self.hf_model, self.optimizer, self._schedule_position, tokenizer=tokenizer)
+    def save(self, folder: Path, *, tokenizer: Any = None, merged: bool = False) -> None:
+        """`huggingface/` (configuration, fp32 weights, tokenizer if given) and, if trained, `optim.pt` in `folder`.
+
+        With LoRA `lora_adapter/` instead, in peft's format, and `huggingface/` beside it if `merged`.
+        """
+        with self.on_device(optimizer=True):
+            save_state(
+                folder,
+                self.hf_model,
+                self.optimizer,
+                {"schedule_position": self._schedule_position, "lowered_budgets": self.guard.lowered},
+                self.mesh.world,
+                tokenizer=tokenizer,
+                merged=merged,
+            )
 
     def load(self, folder: Path) -> None:
         """Go back to what `save` wrote, bit for bit: weights, moments and the position in the schedule.
 
         Learning rate, decay and the shape of the schedule are those of this engine's configuration.
         """
-        position = load_state(folder, self.hf_model, self.optimizer, self.device)
-        if self.is_sharded:
-            reshard(self.module)
+        with self.on_device(optimizer=True):
+            progress = load_state(folder, self.hf_model, self.optimizer)
+            if self.is_sharded:
+                reshard(self.module)
         self._pending = None
         self._stepped_since_schedule = False
-        self._set_schedule_position(position)
+        self._set_schedule_position(progress.get("schedule_position", 0))
+        self.guard.lowered = dict(progress.get("lowered_budgets", {}))
 
     # ---------------------------------------------------------------- inner parts
 
-    def _plan(self, lengths: list[int], budget: TokenBudget) -> list[list[int]]:
-        """The budget is the most a pass may take; on a CPU passes near CPU_PASS_TOKENS are faster than larger ones."""
+    def _with_room(
+        self,
+        mini_batch: MiniBatch,
+        budget: TokenBudget,
+        passes: Callable[[list[list[int]]], Result],
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> Result:
+        def start_again() -> None:
+            with self.on_device():
+                recover(self.module)
+            self.module.zero_grad(set_to_none=True)
+            on_restart()
+
+        lengths = [-(-length // self.mesh.sequence.size) for length in mini_batch.lengths]  # of one rank
+        return self.guard.run(budget, lengths, lambda size: self._plan(mini_batch, size), passes, start_again)
+
+    def _plan(self, mini_batch: MiniBatch, budget: TokenBudget) -> list[list[int]]:
+        """The budget is the most a pass may take on one rank; on a CPU passes near CPU_PASS_TOKENS are faster than
+        larger ones. Every rank gets as many micro-batches as the one that needs most: those in excess are empty."""
+        if self.mesh.data.size > 1 and not len(mini_batch):
+            raise DataError(
+                f"Every data-parallel rank needs rows of each mini-batch, but rank {self.mesh.data.rank} of "
+                f"{self.mesh.data.size} got none. Deal the rows evenly, or train on fewer ranks."
+            )
+        if budget.max_tokens is not None:
+            budget = replace(budget, max_tokens=budget.max_tokens * self.mesh.sequence.size)
         if self.device.type == "cpu" and budget.max_tokens is not None:
-            enough = max([CPU_PASS_TOKENS, *lengths])
+            enough = max([CPU_PASS_TOKENS, *mini_batch.lengths])
             budget = replace(budget, max_tokens=min(budget.max_tokens, enough))
-        return plan_micro_batches(lengths, budget)
+        plan = plan_micro_batches(mini_batch.lengths, budget, mini_batch.prompts)
+        return plan + [[]] * (max_of(len(plan), self.mesh.world) - len(plan))
+
+    def _mini_batch(self, batch: DataProto, columns: Iterable[str]) -> MiniBatch:
+        return MiniBatch(
+            batch, columns, self.device, share_prompts=self.share_prompts, sequence=self.mesh.sequence
+        )  # fmt: skip
 
     def _backward(
-        self, micro_batch: MicroBatch, loss_fn: LossFunction, forward_arguments: dict[str, Any]
-    ) -> LossOutput:
+        self, micro_batch: MicroBatch, loss_fn: LossFunction | None, forward_arguments: dict[str, Any]
+    ) -> LossOutput | None:
+        """Without `loss_fn` for a micro-batch of no rows: this rank takes part in the pass's collectives, no more."""
         outputs = self.module(micro_batch.packed, **forward_arguments)
+        if loss_fn is None:
+            torch.stack([values.sum() for values in outputs.values()]).sum().backward()
+            return None
         result = loss_fn(outputs, micro_batch.columns, micro_batch.sequence)
         result.loss.backward()
         return result
@@ -251,45 +390,26 @@ class TrainEngine:
 
         def is_finite(rows: Sequence[int]) -> bool:
             optimizer.zero_grad(set_to_none=True)
-            micro_batch = pending.mini_batch.pack(rows)
-            loss = self._backward(micro_batch, pending.loss_fn, pending.forward_arguments).loss.detach()
-            return bool((loss.isfinite() & self._gradient_norm().isfinite()).item())
+            loss_fn = pending.loss_fn if rows else None
+            output = self._backward(pending.mini_batch.pack(rows), loss_fn, pending.forward_arguments)
+            finite = math.isfinite(self._gradient_norm().item())
+            finite = finite and (output is None or math.isfinite(output.loss.item()))
+            return max_of(int(not finite), self.mesh.world) == 0
 
-        return [pending.mini_batch.describe(row) for row in find_offenders(pending.plan, is_finite)]
+        with self.on_device():
+            rows = find_offenders_in_turns([rows for rows in pending.plan if rows], is_finite, self.mesh)
+            if self.is_sharded:
+                reshard(self.module)
+        place = f" of data-parallel rank {self.mesh.data.rank}" if self.mesh.data.size > 1 else ""
+        names = [pending.mini_batch.describe(row) + place for row in rows]
+        return [name for found in gather_objects(names, self.mesh.data) for name in found]
+
+    def _moment_tensors(self) -> list[torch.Tensor]:
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def _set_schedule_position(self, position: int) -> None:
         self._schedule_position = position
+        self._lr = self._base_lr * self._schedule(position)
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._base_lr * self._schedule(position)
-
-
-class _Totals:
-    """Numbers of a mini-batch, added up on the device in float64 so that their order hardly matters."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._loss = self._zero
-        self._tokens = self._zero
-        self._means: dict[str, torch.Tensor] = {}
-        self._sums: dict[str, torch.Tensor] = {}
-
-    def add(self, output: LossOutput, response_mask: torch.Tensor) -> None:
-        """Count in one micro-batch; `response_mask` (M,)."""
-        mask = response_mask.bool()
-        self._loss = self._loss + output.loss.detach()
-        self._tokens = self._tokens + mask.sum()
-        for name, values in output.means.items():
-            total = torch.where(mask, values.detach().double(), 0.0).sum()
-            self._means[name] = self._means.get(name, self._zero) + total
-        for name, value in output.sums.items():
-            self._sums[name] = self._sums.get(name, self._zero) + value.detach()
-
-    def read(self) -> tuple[dict[str, float], bool]:
-        """All means and sums of all ranks, and whether the loss is finite."""
-        everything = torch.stack([self._loss, self._tokens, *self._means.values(), *self._sums.values()])
-        loss, tokens, *numbers = all_reduce_sum(everything).tolist()
-        num_means = len(self._means)
-        metrics = {name: number / max(tokens, 1.0) for name, number in zip(self._means, numbers[:num_means])}
-        metrics.update(zip(self._sums, numbers[num_means:]))
-        return metrics, math.isfinite(loss)
+            set_learning_rate(self.optimizer, self._lr)

@@ -29,12 +29,15 @@ class FlopsModel:
     """The two numbers per layer and the one per model that FLOPs follow from (Kaplan et al. 2020, section 2.1).
 
     A forward pass costs 2 FLOPs per token and active matrix parameter, and 4 * attention width per pair of a query and
-    a key that it sees; a backward pass costs twice that. Recomputation under gradient checkpointing is not counted.
+    a key that it sees; a backward pass costs twice that, but for matrices that are frozen (LoRA) only once.
+    Recomputation under gradient checkpointing is not counted, and a prompt counts for each of its responses, also where
+    it is computed once for all: the share of the device's peak is comparable between the two, and may exceed 1.
     """
 
     matrix_parameters: int  # active per token: the head counts, looked-up embeddings and idle experts do not
     attention_width: int  # heads * head size
     windows: tuple[int | None, ...]  # per layer: how many keys a query sees at most, None for all
+    frozen_parameters: int = 0  # of the matrix parameters: nobody asks for their gradient
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "FlopsModel":
@@ -46,6 +49,7 @@ class FlopsModel:
             matrix_parameters=_active_matrix_parameters(model, config),
             attention_width=heads * head_dim,
             windows=_windows(config),
+            frozen_parameters=_active_matrix_parameters(model, config, frozen=True),
         )
 
     def forward(self, lengths: Sequence[int]) -> float:
@@ -55,7 +59,7 @@ class FlopsModel:
 
     def train(self, lengths: Sequence[int]) -> float:
         """FLOPs of forward and backward."""
-        return 3.0 * self.forward(lengths)
+        return 3.0 * self.forward(lengths) - 2.0 * self.frozen_parameters * sum(lengths)
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
@@ -74,7 +78,7 @@ def model_flops_utilization(flops: float, seconds: float, device: torch.device) 
     return None if peak is None else flops / seconds / peak
 
 
-def _active_matrix_parameters(model: PreTrainedModel, config: Any) -> int:
+def _active_matrix_parameters(model: PreTrainedModel, config: Any, *, frozen: bool = False) -> int:
     head = model.get_output_embeddings()
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if head is not None:
@@ -83,7 +87,7 @@ def _active_matrix_parameters(model: PreTrainedModel, config: Any) -> int:
     active_share = config.num_experts_per_tok / experts if experts else 1.0
     total = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and id(parameter) not in looked_up:
+        if parameter.ndim >= 2 and id(parameter) not in looked_up and not (frozen and parameter.requires_grad):
             total += parameter.numel() * (active_share if ".experts." in name else 1.0)
     return round(total)
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from verl.distributed.collectives import sum_of
+from verl.distributed.mesh import Mesh
+
 
 def find_offenders(
     groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool], *, limit: int = 8
@@ -29,4 +32,28 @@ def find_offenders(
     for group in groups:
         if len(found) < limit and not is_finite(group):
             search(group)
+    return found
+
+
+def find_offenders_in_turns(
+    groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool], mesh: Mesh
+) -> list[int]:
+    """This rank's offenders, where every pass needs all ranks and adds up their gradients.
+
+    Ranks with rows of their own search one after the other, while the others take part in each pass with no rows at
+    all: what is not finite then belongs to the rank that searches. `is_finite` must give all ranks the same answer.
+    """
+    found: list[int] = []
+    for turn in range(mesh.data.size):
+        if turn == mesh.data.rank:
+
+            def announced(rows: Sequence[int]) -> bool:
+                sum_of(1, mesh.world)
+                return is_finite(rows)
+
+            found = find_offenders(groups, announced)
+            sum_of(0, mesh.world)
+        else:
+            while sum_of(0, mesh.world):
+                is_finite([])
     return found

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from verl.utils.errors import ConfigError
 
@@ -11,12 +12,14 @@ from verl.utils.errors import ConfigError
 class TokenBudget:
     """The size of a micro-batch: at most `max_tokens` packed tokens, or exactly `rows` rows (the last may have fewer).
 
-    `key` is the configuration key that errors name.
+    `key` is the configuration key that errors name: that of the tokens, also where rows are given; `phase` is what the
+    passes are for.
     """
 
     max_tokens: int | None = None
     rows: int | None = None
     key: str = "the key *_max_token_len_per_gpu of this role"
+    phase: str = "a pass over the model"
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.rows is None):
@@ -30,12 +33,22 @@ class TokenBudget:
             raise ConfigError(f"A micro-batch needs room for at least one token or row, got {size}. Raise {self.key}.")
 
 
-def plan_micro_batches(lengths: Sequence[int], budget: TokenBudget) -> list[list[int]]:
+class SharedPrompts(NamedTuple):
+    """Which of B rows compute their prompt together, if they stand in one micro-batch."""
+
+    number: Sequence[int]  # (B,) equal for rows whose prompt is shared
+    lengths: Sequence[int]  # (B,) tokens of each row's prompt
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], budget: TokenBudget, prompts: SharedPrompts | None = None
+) -> list[list[int]]:
     """Row numbers of every micro-batch; each row stands in exactly one, rows within one ascend.
 
     By rows: consecutive chunks. By tokens: no more bins than first-fit decreasing needs (<= 11/9 of the optimum + 1),
-    filled evenly where an even filling fits, in the order of their first rows. Raises ConfigError for a row longer than
-    the budget. O(rows * log(bins)) for each count of bins tried.
+    filled evenly where an even filling fits, in the order of their first rows. A shared prompt counts once; its rows
+    stay together, or, where they exceed the budget, are dealt evenly to micro-batches that compute the prompt again.
+    Raises ConfigError for a row longer than the budget. O(rows * log(bins)) for each count of bins tried.
     """
     if budget.rows is not None:
         return [
@@ -48,14 +61,46 @@ def plan_micro_batches(lengths: Sequence[int], budget: TokenBudget) -> list[list
                 f"A micro-batch holds at most {budget.max_tokens} tokens, but row {row} has {length}. "
                 f"Raise {budget.key} to at least {max(lengths)} (prompt and response together)."
             )
-    fallback = _first_fit_decreasing(lengths, budget.max_tokens)
+    if prompts is None:
+        return _ordered(_fill(lengths, budget.max_tokens))
+    units = _inseparable(lengths, prompts, budget.max_tokens)
+    tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
+    bins = _fill(tokens, budget.max_tokens)
+    return _ordered([[row for unit in members for row in units[unit]] for members in bins])
+
+
+def _inseparable(lengths: Sequence[int], prompts: SharedPrompts, max_tokens: int) -> list[list[int]]:
+    """The rows of each prompt, in as few parts as the budget allows."""
+    rows_of: dict[int, list[int]] = {}
+    for row, number in enumerate(prompts.number):
+        rows_of.setdefault(number, []).append(row)
+    units: list[list[int]] = []
+    for rows in rows_of.values():
+        if _num_tokens(rows, lengths, prompts) <= max_tokens:
+            units.append(rows)
+            continue
+        responses = [lengths[row] - prompts.lengths[row] for row in rows]
+        parts = _fill(responses, max_tokens - prompts.lengths[rows[0]])
+        units += [[rows[member] for member in part] for part in parts]
+    return units
+
+
+def _num_tokens(rows: Sequence[int], lengths: Sequence[int], prompts: SharedPrompts) -> int:
+    """Of rows of one prompt."""
+    prompt = prompts.lengths[rows[0]]
+    return prompt + sum(lengths[row] - prompt for row in rows)
+
+
+def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Bins of at most `max_tokens`, as even as their number allows."""
+    fallback = _first_fit_decreasing(lengths, max_tokens)
     # No two rows of more than half the budget share a bin.
-    fewest = max(-(-sum(lengths) // budget.max_tokens), sum(2 * length > budget.max_tokens for length in lengths), 1)
+    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths), 1)
     for num_bins in range(fewest, len(fallback) + 1):
         bins = _longest_first(lengths, num_bins)
-        if all(sum(lengths[row] for row in rows) <= budget.max_tokens for rows in bins):
-            return _ordered(bins)
-    return _ordered(fallback)
+        if all(sum(lengths[row] for row in rows) <= max_tokens for rows in bins):
+            return bins
+    return fallback
 
 
 def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:

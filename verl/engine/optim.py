@@ -1,38 +1,166 @@
-"""AdamW and learning-rate schedules."""
+"""Optimizers, their state in a checkpoint, and learning-rate schedules."""
 
+import importlib
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
-from verl.utils.errors import ConfigError
+from verl.config.choices import OPTIMIZERS
+from verl.distributed.fsdp import decoder_layers, full_tensor, shard_like
+from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.imports import require
 
 # Maps the number of finished training steps to a factor on the learning rate.
 Schedule = Callable[[int], float]
 
 
-def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), fused: one kernel on CUDA, one pass on CPU.
+def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that `optim.optimizer` names, over the trained parameters of `module`; after sharding, which
+    replaces them.
 
-    One group: weights, biases and norms decay alike, as users of verl's recipes expect of `optim.weight_decay`.
+    AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101, algorithm 2), fused: one kernel on CUDA, one pass on CPU.
+    Weights, biases and norms decay alike, as users of verl's recipes expect of `optim.weight_decay`.
+    AdamW8bit: the same with moments of 8 bits, on one rank.
+    Muon: matrices of the decoder layers by orthogonalised momentum (Jordan et al. 2024), at the size of AdamW's updates
+    (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves both; all else by AdamW.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         if parameter.dtype in (torch.bfloat16, torch.float16):
             raise ConfigError(
                 f"Trained parameters must be fp32, found {parameter.dtype}: small updates would be rounded away. "
                 "Load the model with dtype=torch.float32; on CUDA forward and backward still run in bf16."
             )
-    return torch.optim.AdamW(
-        trained,
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    if config.optimizer == "AdamW":
+        return _adamw(trained, config)
+    if config.optimizer == "AdamW8bit":
+        return _adamw_8bit(trained, config)
+    if config.optimizer == "Muon":
+        hidden = {id(weight) for layer in decoder_layers(module) for weight in layer.parameters() if weight.ndim == 2}
+        return JointOptimizer(
+            _adamw([parameter for parameter in trained if id(parameter) not in hidden], config),
+            torch.optim.Muon(
+                [parameter for parameter in trained if id(parameter) in hidden],
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+        )
+    raise ConfigError(f"optim.optimizer must be one of {', '.join(OPTIMIZERS)}, got '{config.optimizer}'.")
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers over different parameters behind one `step`, with one `state` and one list of groups."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([{**group} for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Of all groups; in place where it is a tensor, which a compiled step reads."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, fused=True, **_settings(config))
+
+
+def _adamw_8bit(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters):
+        raise ConfigError(
+            "optim.optimizer=AdamW8bit works on one rank: its blocks of moments cannot be put together from several. "
+            "Set optim.optimizer=AdamW; over several ranks every one keeps only its share of the moments."
+        )
+    require("torchao.optim", "optim.optimizer=AdamW8bit", "pip install torchao")
+    return importlib.import_module("verl.engine.adamw_8bit").AdamW8bit(parameters, **_settings(config))
+
+
+def _settings(config: OptimConfig) -> dict[str, Any]:
+    betas = (config.betas[0], config.betas[1])
+    return {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+
+
+# ---------------------------------------------------------------- moments in a checkpoint
+
+
+def saved_moments(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]], *, keep: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Whole moments on the host by the name of their parameter; without `keep` gathered for the ranks that do, and
+    dropped. Every rank must call it."""
+    to_saved = getattr(optimizer, "moment_to_saved", _moment_to_saved)
+    moments: dict[str, dict[str, Any]] = {}
+    for name, parameter in named_parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            whole = full_tensor(value)
+            if keep:
+                moments.setdefault(name, {})[key] = to_saved(whole)
+    return moments
+
+
+def restore_moments(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    saved: dict[str, dict[str, Any]],
+) -> None:
+    """Undo `saved_moments`. Raises CheckpointError where they are of other parameters or of another optimizer."""
+    from_saved = getattr(optimizer, "moment_from_saved", _moment_from_saved)
+    parameters = dict(named_parameters)
+    kinds = {id(parameter): _keys(part) for part in _parts(optimizer) for parameter in _parameters(part)}
+    optimizer.state.clear()
+    for name, moments in saved.items():
+        parameter = parameters.get(name)
+        if parameter is None or set(moments) != kinds.get(id(parameter)):
+            fact = "does not train" if parameter is None else "does not keep"
+            raise CheckpointError(
+                f"The checkpoint has moments {sorted(moments)} of '{name}', which this run {fact}. Set optim.optimizer "
+                "as it was when they were saved, or start another run from the checkpoint's weights."
+            )
+        optimizer.state[parameter] = {key: from_saved(key, value, parameter) for key, value in moments.items()}
+
+
+def _moment_to_saved(whole: torch.Tensor) -> Any:
+    return whole.cpu()
+
+
+def _moment_from_saved(key: str, saved: Any, parameter: torch.Tensor) -> torch.Tensor:
+    if isinstance(saved, dict):
+        raise CheckpointError("The checkpoint's moments are in 8 bits. Set optim.optimizer=AdamW8bit, as it was then.")
+    # The fused step counts on the device; the counter is a scalar and never sharded.
+    return saved.to(parameter.device) if key == "step" else shard_like(saved, parameter.detach())
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    return optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    return {"momentum_buffer"} if isinstance(optimizer, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+
+
+# ---------------------------------------------------------------- schedules
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:

@@ -2,13 +2,21 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from verl.distributed.collectives import ALONE, Axis
+from verl.engine.microbatch import SharedPrompts
 from verl.models.packed import PackedBatch
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
+
+# Rows share their prompt where that leaves out more than this part of their tokens. On a CPU, with a small model (0.7 M
+# parameters) and 64 tokens a response, the update took 0.85 to 0.95 of the time where 14 % were left out, 0.8 where
+# 24 % and 1.07 where 8 %: responses apart from their prompt cost an attention call more for each prompt and layer.
+MIN_SAVING = 0.1
 
 
 @dataclass(frozen=True)
@@ -21,9 +29,18 @@ class MicroBatch:
 
 
 class MiniBatch:
-    """The rows of one update or one evaluation, and how to pack some of them."""
+    """The rows of one update or one evaluation, and how to pack some of them. Ranks along `sequence` have the same rows
+    and share their tokens."""
 
-    def __init__(self, batch: DataProto, columns: Iterable[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: DataProto,
+        columns: Iterable[str],
+        device: torch.device,
+        *,
+        share_prompts: bool = False,
+        sequence: Axis = ALONE,
+    ) -> None:
         required = ("input_ids", "attention_mask", "response_mask", *columns)
         present = set(batch.batch.keys())
         missing = [name for name in required if name not in present]
@@ -39,21 +56,30 @@ class MiniBatch:
         self.response_length: int = batch.batch["response_mask"].shape[1]
         self.present = self.attention_mask[:, self.attention_mask.shape[1] - self.response_length :].bool()
         self.device = device
+        self.sequence = sequence
+        self.prompts = self._find_shared_prompts() if share_prompts else None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Real tokens of each row."""
         return self.attention_mask.sum(dim=1).tolist()
 
     def pack(self, rows: Sequence[int]) -> MicroBatch:
-        """The packed tokens, columns (M,) and row numbers (M,) of some rows."""
+        """The packed tokens, columns (M,) and row numbers (M,) of some rows; of no rows one token, with M = 0."""
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
         # Boolean indexing waits for its device, so it happens where the batch lives: on the host.
         present = self.present[chosen]
-        packed = PackedBatch.from_rows(self.input_ids[chosen], self.attention_mask[chosen], self.response_length)
+        if rows:
+            packed = PackedBatch.from_rows(self.input_ids[chosen], self.attention_mask[chosen], self.response_length)
+        else:
+            packed = PackedBatch.from_sequences([[0]])
+        if rows and self.prompts is not None:
+            packed_rows = [row for row in rows if self.lengths[row]]
+            packed = packed.with_shared_prompts(*([of_row[row] for row in packed_rows] for of_row in self.prompts))
+        packed = packed.split(self.sequence.size, self.sequence.rank)
         columns = {name: self._send(column[chosen][present]) for name, column in self.columns.items()}
         sequence = self._send(chosen.repeat_interleave(present.sum(dim=1)))
         return MicroBatch(packed.to(self.device), columns, sequence)
@@ -67,6 +93,22 @@ class MiniBatch:
         result = torch.empty_like(in_plan_order)
         result[order] = in_plan_order
         return result
+
+    def _find_shared_prompts(self) -> SharedPrompts | None:
+        """Rows whose prompts are equal, token for token, where sharing saves enough; None if there are none."""
+        end = self.attention_mask.shape[1] - self.response_length
+        ids, mask = self.input_ids[:, :end].cpu().numpy(), self.attention_mask[:, :end].bool().cpu().numpy()
+        prompt_lengths: list[int] = mask.sum(axis=1).tolist()
+        rows_of: dict[bytes, list[int]] = {}
+        for row in range(len(self)):
+            rows_of.setdefault(ids[row][mask[row]].tobytes(), []).append(row)
+        number = list(range(len(self)))
+        for rows in rows_of.values():
+            saved = (len(rows) - 1) * prompt_lengths[rows[0]]
+            if saved > MIN_SAVING * sum(self.lengths[row] for row in rows):
+                for row in rows:
+                    number[row] = rows[0]
+        return SharedPrompts(number, prompt_lengths) if number != list(range(len(self))) else None
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         """To the device; from pinned memory where the host would otherwise wait for all work queued before the copy."""

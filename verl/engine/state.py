@@ -1,15 +1,25 @@
-"""What an engine writes to disk and reads back: Hugging Face weights, moments by parameter name, schedule position."""
+"""What an engine writes to disk and reads back: weights or adapters, moments by parameter name, schedule position."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from verl.distributed.collectives import Axis, barrier
 from verl.distributed.fsdp import full_tensor, shard_like
+from verl.engine.optim import restore_moments, saved_moments
 from verl.models.critic import VALUE_HEAD_FILE, CriticModel
 from verl.models.load import quiet_transformers
+from verl.models.lora import (
+    ADAPTER_FOLDER,
+    adapted_layers,
+    adapter_state,
+    load_adapters,
+    merged_state,
+    save_adapters,
+)
 from verl.utils.errors import CheckpointError
 
 WEIGHTS_FOLDER = "huggingface"
@@ -20,60 +30,92 @@ def save_state(
     folder: Path,
     hf_model: Any,
     optimizer: torch.optim.Optimizer | None,
-    schedule_position: int,
+    progress: dict[str, Any],
+    world: Axis,
     *,
     tokenizer: Any = None,
+    merged: bool = False,
 ) -> None:
     """Write `huggingface/` (loadable by transformers alone) and, with an optimizer, `optim.pt`.
 
-    `optim.pt` maps each trained parameter's name to its whole `exp_avg`, `exp_avg_sq` and `step`: nothing in it depends
-    on how many ranks there were.
+    With LoRA, `lora_adapter/` (loadable by peft alone) instead, and `huggingface/` with the adapters merged into the
+    weights only where `merged` asks for it.
+
+    `optim.pt` holds `progress` and, for each trained parameter's name, the whole moments (`exp_avg`, `exp_avg_sq` and
+    `step` of AdamW): nothing in them depends on how many ranks there were. Every rank of `world` must call this, to
+    gather what is sharded; the first one writes, and all return when it has.
     """
+    writes = world.rank == 0
     weights = folder / WEIGHTS_FOLDER
-    weights.mkdir(parents=True, exist_ok=True)
-    with quiet_transformers():
-        hf_model.save_pretrained(weights, state_dict=_full_state_dict(hf_model))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(weights)
-    if optimizer is None:
-        return
-    moments = {
-        name: {key: full_tensor(value).cpu() for key, value in optimizer.state[parameter].items()}
-        for name, parameter in hf_model.named_parameters()
-        if parameter in optimizer.state
-    }
-    torch.save({"moments": moments, "schedule_position": schedule_position}, folder / OPTIMIZER_FILE)
+    written = []
+    if adapted_layers(hf_model):
+        written.append(folder / ADAPTER_FOLDER)
+        _save_adapters(folder / ADAPTER_FOLDER, hf_model, writes=writes)
+    if merged or not written:
+        written.append(weights)
+        state = _full_state_dict(hf_model, keep=writes)
+        if writes:
+            weights.mkdir(parents=True, exist_ok=True)
+            with quiet_transformers():
+                hf_model.save_pretrained(weights, state_dict=state)
+    if tokenizer is not None and writes:
+        for place in written:
+            tokenizer.save_pretrained(place)
+    if optimizer is not None:
+        moments = saved_moments(optimizer, hf_model.named_parameters(), keep=writes)
+        if writes:
+            torch.save({"moments": moments, **progress}, folder / OPTIMIZER_FILE)
+    barrier(world)
 
 
-def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
-    """Read what `save_state` wrote into the module and the optimizer, in place; returns the schedule's position.
+def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Read what `save_state` wrote into the module and the optimizer, in place; returns its `progress`.
 
     In place, so that a rollout engine that aliases the weights sees them too.
     """
-    _load_weights(folder / WEIGHTS_FOLDER, hf_model)
+    if adapted_layers(hf_model):
+        _load_adapters(folder / ADAPTER_FOLDER, hf_model)
+    elif (folder / ADAPTER_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{folder} was saved by a LoRA run, and this one trains all weights. Set lora_rank as in "
+            f"{folder / ADAPTER_FOLDER / 'adapter_config.json'}, or start another run from merged weights."
+        )
+    else:
+        _load_weights(folder / WEIGHTS_FOLDER, hf_model)
     if optimizer is None:
-        return 0
+        return {}
     if not (folder / OPTIMIZER_FILE).is_file():
         raise CheckpointError(f"Expected '{OPTIMIZER_FILE}' in {folder}, found none: it was saved without optimizer.")
     saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-    parameters = dict(hf_model.named_parameters())
-    unknown = sorted(set(saved["moments"]) - set(parameters))
-    if unknown:
-        raise CheckpointError(f"{folder / OPTIMIZER_FILE} has moments of {unknown[:3]}, which this model has not.")
-    optimizer.state.clear()
-    for name, moments in saved["moments"].items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            # The fused step counts on the device; the counter is a scalar and never sharded.
-            key: value.to(device) if key == "step" else shard_like(value, parameter.detach())
-            for key, value in moments.items()
-        }
-    return saved["schedule_position"]
+    restore_moments(optimizer, hf_model.named_parameters(), saved.pop("moments"))
+    return saved
 
 
 def transformer_of(model: PreTrainedModel | CriticModel) -> PreTrainedModel:
     """The transformers module: a policy itself, the body of a critic."""
     return model.body if isinstance(model, CriticModel) else model
+
+
+def _save_adapters(folder: Path, hf_model: Any, *, writes: bool) -> None:
+    state = adapter_state(transformer_of(hf_model))
+    if writes:
+        save_adapters(folder, transformer_of(hf_model), state)
+    if isinstance(hf_model, CriticModel):
+        head = {name: full_tensor(tensor).cpu() for name, tensor in hf_model.value_head.state_dict().items()}
+        if writes:
+            save_file(head, folder / VALUE_HEAD_FILE)
+
+
+def _load_adapters(folder: Path, hf_model: Any) -> None:
+    load_adapters(folder, transformer_of(hf_model))
+    if not isinstance(hf_model, CriticModel):
+        return
+    if not (folder / VALUE_HEAD_FILE).is_file():
+        raise CheckpointError(f"{folder} has no {VALUE_HEAD_FILE}: it holds a policy, not a critic.")
+    saved = load_file(folder / VALUE_HEAD_FILE)
+    with torch.no_grad():
+        for name, tensor in hf_model.value_head.state_dict().items():
+            tensor.copy_(shard_like(saved[name], tensor))
 
 
 def _load_weights(folder: Path, hf_model: Any) -> None:
@@ -107,15 +149,17 @@ def _read_weights(folder: Path, hf_model: Any) -> dict[str, torch.Tensor]:
     return body | {f"value_head.{name}": tensor for name, tensor in load_file(folder / VALUE_HEAD_FILE).items()}
 
 
-def _full_state_dict(hf_model: Any) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host, at least fp32; tied names share one tensor, as `save_pretrained` expects."""
+def _full_state_dict(hf_model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors on the host, adapters merged in, at least fp32; tied names share one tensor, as `save_pretrained`
+    expects. Without `keep` gathered for the ranks that do, and dropped."""
     copies: dict[int, torch.Tensor] = {}
 
-    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor, whole in merged_state(hf_model):
+        if not keep:
+            continue
         if id(tensor) not in copies:
-            half = tensor.dtype in (torch.bfloat16, torch.float16)
-            copies[id(tensor)] = full_tensor(tensor).to("cpu", torch.float32 if half else tensor.dtype)
-        return copies[id(tensor)]
-
-    state = hf_model.state_dict(keep_vars=True)  # keep_vars: tied names stay one object
-    return {name: on_host(tensor) for name, tensor in state.items()}
+            half = whole.dtype in (torch.bfloat16, torch.float16)
+            copies[id(tensor)] = whole.to("cpu", torch.float32 if half else whole.dtype)
+        state[name] = copies[id(tensor)]
+    return state

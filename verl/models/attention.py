@@ -7,14 +7,15 @@ of it, so that two models in one process never see each other's batch.
 On CUDA in bf16 or fp16 `torch.nn.attention.varlen` computes it. Everywhere else, and wherever that kernel lacks what
 the layer asks for (soft cap, sinks, odd head sizes), sequences of similar length are laid out as right-padded blocks:
 causal attention needs no padding mask then, because padding comes after every real token.
+
+A prompt that several responses share stands in the batch once (`Layout.shared`): each response sees it as if it stood
+before it.
 """
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,89 +24,18 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.attention_kernels import choose_kernel
+from verl.models.layout import Layout
+from verl.models.shared_prompts import shared_prompt_attention
 from verl.utils.errors import ModelError
 
 IMPLEMENTATION = "verl_packed"
 _SLOT = "verl_packing"
 # From torch 2.12 on, fewer key heads than query heads must be announced; 2.11 counts them itself.
 VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-# Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in one block.
-_LINEAR_COST = 64
-# Work of a padded block over the work of its real tokens.
-_MAX_WASTE = 1.4
-# Largest s * L * L of a block of more than one sequence: bounds the score matrix of explicit attention.
-_MAX_BLOCK = 2**24
-
-
-class Block(NamedTuple):
-    """s sequences padded on the right to L. `index (s * L,)`: which packed token stands where."""
-
-    index: Tensor
-    rows: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the S packed sequences begin and end. `lengths` are positive and sum to N; `cu_seqlens` is (S+1,) int32."""
-
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor
-    _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """Padded blocks over the sequences sorted by length, longest first; padding adds less than 40 % of work."""
-        starts = [0, *accumulate(self.lengths)]
-        blocks = []
-        for members in group_by_length(self.lengths):
-            length = self.lengths[members[0]]
-            start = torch.tensor([starts[member] for member in members])[:, None]
-            last = torch.tensor([self.lengths[member] - 1 for member in members])[:, None]
-            # Padding repeats the sequence's own last token: finite values, and none of another sequence.
-            index = start + torch.arange(length)[None, :].minimum(last)
-            blocks.append(Block(index.flatten().to(self.cu_seqlens.device), len(members), length))
-        return blocks
-
-    @cached_property
-    def restore(self) -> Tensor:
-        """(N,) int64: where each packed token stands in the concatenated blocks."""
-        starts = [0, *accumulate(self.lengths)]
-        restore = torch.empty(starts[-1], dtype=torch.int64)
-        offset = 0
-        for members in group_by_length(self.lengths):
-            for member in members:
-                count = self.lengths[member]
-                restore[starts[member] : starts[member] + count] = torch.arange(offset, offset + count)
-                offset += self.lengths[members[0]]
-        return restore.to(self.cu_seqlens.device)
-
-    def band(self, length: int, window: int) -> Tensor:
-        """(L, L) bool: which keys a query sees, itself and the `window - 1` before it."""
-        if (length, window) not in self._bands:
-            position = torch.arange(length, device=self.cu_seqlens.device)
-            distance = position[:, None] - position[None, :]
-            self._bands[length, window] = (distance >= 0) & (distance < window)
-        return self._bands[length, window]
-
-
-def group_by_length(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Sequence numbers by falling length, cut where padding would waste too much or a group be too large."""
-    groups: list[list[int]] = []
-    real = 0
-    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        work = lengths[number] * (lengths[number] + _LINEAR_COST)
-        if groups:
-            longest, count = lengths[groups[-1][0]], len(groups[-1]) + 1
-            fits = count * longest * longest <= _MAX_BLOCK
-            if fits and count * longest * (longest + _LINEAR_COST) < _MAX_WASTE * (real + work):
-                groups[-1].append(number)
-                real += work
-                continue
-        groups.append([number])
-        real = work
-    return groups
 
 
 class Facts(NamedTuple):
@@ -123,6 +53,8 @@ class PackingSlot:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.seen: list[Facts] | None = None  # a list while the load check records what layers ask for
+        self.kernel = "auto"  # see `attention_kernels.choose_kernel`
+        self.sequence_parallel: SequenceParallel | None = None  # where the model sees a part of the tokens
 
     def holding(self, layout: Layout | None) -> "_Holding":
         """A context in which the model's layers compute on `layout`."""
@@ -171,9 +103,9 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
         model.set_attn_implementation(previous)
 
 
-def apply_checkpointing(module: nn.Module, enabled: bool = True) -> None:
+def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float = 1.0) -> None:
     """Recompute each decoder layer in the backward pass (non-reentrant), or stop doing so. `module` is a model of
-    transformers or anything around one."""
+    transformers or anything around one. With a `share` below 1 only so many of the layers, the first ones."""
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     if not enabled:
         # The older name goes in transformers 6, the newer one came within 5.
@@ -187,6 +119,15 @@ def apply_checkpointing(module: nn.Module, enabled: bool = True) -> None:
     contexts = prepare(model).checkpoint_contexts
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "context_fn": contexts})
+    if share < 1:
+        layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+        if not layers:
+            raise ModelError(
+                f"The family '{model.config.model_type}' recomputes all of its layers or none, got "
+                f"gradient_checkpointing_share={share}. Set it to 1."
+            )
+        for layer in layers[math.ceil(share * len(layers)) :]:
+            layer.gradient_checkpointing = False
 
 
 def layer_facts(module: nn.Module, head_dim: int, scaling: float | None, asked: dict[str, Any]) -> Facts:
@@ -219,7 +160,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv), Hq a multiple of Hk -> (1, N, Hq, Dv).
+    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv), Hq a multiple of Hk -> (1, N, Hq, Dv). Under sequence
+    parallelism N are this rank's tokens, and attention itself is over all tokens of this rank's heads.
     Raises ModelError for what packed attention cannot honour: a mask, a bias, dropout, attention to the future.
     """
     slot: PackingSlot | None = getattr(module, _SLOT, None)
@@ -234,8 +176,17 @@ def packed_attention(
     if slot.seen is not None:
         slot.seen.append(facts)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attend = _varlen_attention if varlen_can(q, v, facts) else block_attention
-    return attend(q, k, v, layout, facts)[None], None
+    if slot.sequence_parallel is not None:
+        q, k, v = slot.sequence_parallel.to_heads(q, k, v)
+        if facts.sinks is not None:
+            facts = facts._replace(sinks=slot.sequence_parallel.own_heads(facts.sinks))
+    if varlen_can(q, v, facts):
+        out = _varlen_attention(q, k, v, layout, facts, slot.kernel)
+    else:
+        out = block_attention(q, k, v, layout, facts)
+    if slot.sequence_parallel is not None:
+        out = slot.sequence_parallel.to_tokens(out)
+    return out[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
@@ -263,15 +214,25 @@ def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain and fits
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
-    """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D) by one kernel."""
-    longest = max(layout.lengths)
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts, kernel: str = "auto") -> Tensor:
+    """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D) by a kernel for packed sequences."""
     # A window that covers every sequence is plain causal attention, which has the faster kernel.
-    left = -1 if facts.window is None or facts.window >= longest else facts.window - 1
+    window = None if facts.window is None or facts.window >= layout.longest else facts.window
+    if layout.shared and window is None:
+        return shared_prompt_attention(q, k, v, layout.parts, facts.scale)
+    longest, ends = layout.longest, layout.cu_seqlens
+    if not layout.shared and window is None:
+        attend = choose_kernel(kernel, q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
+        return attend(q, k, v, layout.lengths, ends, facts.scale)
+    key_ends = ends
+    if layout.shared and window is not None:
+        # The kernel aligns the last query of a sequence with its last key, so keys may begin before the queries.
+        keys, key_ends = layout.keys_within(window)
+        k, v = k.index_select(0, keys), v.index_select(0, keys)
+    left = -1 if window is None else window - 1
     grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
-    ends = layout.cu_seqlens
     out = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=facts.scale, window_size=(left, 0), **grouped
+        q, k, v, ends, key_ends, longest, longest, scale=facts.scale, window_size=(left, 0), **grouped
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
@@ -280,23 +241,25 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
     """(N, Hq, D), (N, Hk, D), (N, Hk, Dv) -> (N, Hq, Dv), block by block."""
     outputs = []
-    for index, rows, length in layout.blocks:
-        shape = (rows, length)
+    for index, keys, rows, length, context in layout.blocks:
         q_block, k_block, v_block = (
-            tensor.index_select(0, index).unflatten(0, shape).transpose(1, 2) for tensor in (q, k, v)
+            tensor.index_select(0, places).unflatten(0, (rows, -1)).transpose(1, 2)
+            for tensor, places in ((q, index), (k, keys), (v, keys))
         )
-        windowed = facts.window is not None and facts.window < length
-        if facts.cap is not None or facts.sinks is not None:
-            seen = layout.band(length, facts.window if windowed and facts.window else length)
+        whole = context + length
+        window = whole if facts.window is None else min(facts.window, whole)
+        explicit = facts.cap is not None or facts.sinks is not None
+        seen = layout.band(length, context, window) if explicit or context or window < whole else None
+        if explicit:
+            assert seen is not None
             out = _explicit(q_block, k_block, v_block, seen, facts)
         else:
-            band = layout.band(length, facts.window) if windowed and facts.window else None
             out = F.scaled_dot_product_attention(
                 q_block,
                 k_block,
                 v_block,
-                attn_mask=band,
-                is_causal=band is None,
+                attn_mask=seen,
+                is_causal=seen is None,
                 scale=facts.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -305,7 +268,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Tensor:
-    """Attention written out, for soft caps and sinks. The (s, Hq, L, L) scores are made again in the backward pass
+    """Attention written out, for soft caps and sinks. The (s, Hq, L, K) scores are made again in the backward pass
     rather than kept."""
     if not torch.is_grad_enabled():
         return _scores_to_values(q, k, v, seen, facts.scale, facts.cap, facts.sinks)
@@ -320,7 +283,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Te
 def _scores_to_values(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """q (s, Hq, L, D), k (s, Hk, L, D), v (s, Hk, L, Dv), seen (L, L) -> (s, Hq, L, Dv).
+    """q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K) -> (s, Hq, L, Dv).
 
     Scores and softmax are in fp32 at least. A sink is one more score per head that takes probability and has no value.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -17,14 +17,20 @@ from verl.utils.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """S sequences end to end, N tokens in all, M of them response tokens to be predicted."""
+    """S segments end to end, N tokens in all, M response tokens to be predicted.
+
+    A segment is a whole sequence, or, after `with_shared_prompts`, a prompt or one of its responses.
+    """
 
     input_ids: Tensor  # (N,) int64
-    position_ids: Tensor  # (N,) int64, restarting at 0 with each sequence
-    cu_seqlens: Tensor  # (S+1,) int32, where each sequence begins, and N
+    position_ids: Tensor  # (N,) int64, of each token in its sequence
+    cu_seqlens: Tensor  # (S+1,) int32, where each segment begins, and N
     lengths: tuple[int, ...]  # S lengths, as host numbers: reading them costs no synchronisation
+    shared: tuple[int, ...] = ()  # number of responses of each shared prompt, as in `Layout`
     predict: Tensor  # (M,) int64, packed index of the token before each response token
     targets: Tensor  # (M,) int64, the response token ids
+    places: Tensor | None = None  # (m,) int64 in a part of `split`: which of the M predictions are made from it
+    num_predictions: int = 0  # M in a part of `split`
 
     @property
     def max_seqlen(self) -> int:
@@ -74,6 +80,77 @@ class PackedBatch:
             mask[row, : len(sequence)] = 1
         return cls.from_rows(ids, mask, longest - 1)
 
+    def with_shared_prompts(self, prompts: Sequence[int], prompt_lengths: Sequence[int]) -> "PackedBatch":
+        """These S sequences, where those of equal number in `prompts` (S,) have their prompt in common, once.
+
+        The prompts are the first `prompt_lengths` (S,) tokens; that they are equal is the caller's word. The M
+        predicted tokens keep their order.
+        """
+        assert not self.shared, "prompts are shared already"
+        members: dict[int, list[int]] = {}
+        for sequence, prompt in enumerate(prompts):
+            members.setdefault(prompt, []).append(sequence)
+        if len(members) == len(self.lengths):
+            return self
+        starts = [0, *accumulate(self.lengths)]
+        plain: list[range] = []
+        shared: dict[range, list[range]] = {}  # tokens of a prompt: those of its responses
+        for group in members.values():
+            answered = [i for i in group if self.lengths[i] > prompt_lengths[i]]
+            first = (answered or group)[0]
+            if len(answered) < 2:
+                plain.append(range(starts[first], starts[first + 1]))
+            else:
+                prompt = range(starts[first], starts[first] + prompt_lengths[first])
+                shared[prompt] = [range(starts[i] + prompt_lengths[i], starts[i + 1]) for i in answered]
+        segments = [*plain, *shared, *chain.from_iterable(shared.values())]
+        lengths = tuple(len(segment) for segment in segments)
+        kept = torch.cat([torch.arange(segment.start, segment.stop) for segment in segments])
+        place = torch.empty(starts[-1], dtype=torch.int64)
+        place[kept] = torch.arange(len(kept))
+        for prompt, responses in shared.items():
+            # The first token of every response is predicted from the last one of the prompt.
+            place[[response.start - 1 for response in responses]] = place[prompt.stop - 1].item()
+        device = self.input_ids.device
+        kept = kept.to(device)
+        return replace(
+            self,
+            input_ids=self.input_ids[kept],
+            position_ids=self.position_ids[kept],
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
+            lengths=lengths,
+            shared=tuple(len(responses) for responses in shared.values()),
+            predict=place.to(device)[self.predict],
+        )
+
+    def split(self, parts: int, part: int) -> "PackedBatch":
+        """What one of `parts` ranks computes of it: N / parts consecutive tokens, and the predictions made from them.
+
+        Segments remain those of the whole, which attention sees. Where `parts` does not divide N, one more segment is
+        added, at the front: shared prompts and their responses are the last ones.
+        """
+        if parts == 1:
+            return self
+        added = -len(self.input_ids) % parts
+        lengths = (added, *self.lengths) if added else self.lengths
+        ids = torch.cat([self.input_ids.new_zeros(added), self.input_ids])
+        positions = torch.cat([torch.arange(added).to(self.position_ids), self.position_ids])
+        size = len(ids) // parts
+        predict = self.predict + added
+        places = (predict // size == part).nonzero().squeeze(1)
+        own = slice(part * size, (part + 1) * size)
+        return replace(
+            self,
+            input_ids=ids[own],
+            position_ids=positions[own],
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.cu_seqlens.device),
+            lengths=lengths,
+            predict=predict[places] - own.start,
+            targets=self.targets[places],
+            places=places,
+            num_predictions=len(self.targets),
+        )
+
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, without waiting for the copy."""
         moved = {
@@ -85,18 +162,28 @@ class PackedBatch:
 
 
 def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch) -> Tensor:
-    """(N, H): the last hidden states of a transformers base model over a packed batch."""
-    with slot.holding(Layout(batch.lengths, batch.cu_seqlens)):
+    """(N, H): the last hidden states of a transformers base model over a packed batch, or over a part of one."""
+    assert (batch.places is None) == (slot.sequence_parallel is None), "parts are for ranks that share their tokens"
+    with slot.holding(Layout(batch.lengths, batch.cu_seqlens, batch.shared)):
         output = body(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
     return output.last_hidden_state[0]
+
+
+def _of_whole_batch(slot: PackingSlot, batch: PackedBatch, values: Tensor) -> Tensor:
+    """(m,) of this part's predictions -> (M,) of all parts', on every rank."""
+    if batch.places is None:
+        return values
+    assert slot.sequence_parallel is not None
+    return slot.sequence_parallel.gather(values, batch.places, batch.num_predictions)
 
 
 class PackedCausalLM(nn.Module):
     """Log-probs of response tokens under a causal LM. The model is switched to packed attention in place."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
         self.slot = prepare(model)
+        self.slot.kernel = attention_kernel
         self.head: Head = head_of(model)
         self.model = model
 
@@ -114,19 +201,22 @@ class PackedCausalLM(nn.Module):
             temperature=temperature,
             entropy=entropy,
         )
-        return {"log_probs": log_probs, "entropy": entropies} if entropy else {"log_probs": log_probs}
+        outputs = {"log_probs": log_probs, "entropy": entropies} if entropy else {"log_probs": log_probs}
+        return {name: _of_whole_batch(self.slot, batch, values) for name, values in outputs.items()}
 
 
 class PackedValueModel(nn.Module):
     """Values before response tokens. The critic's body is switched to packed attention in place."""
 
-    def __init__(self, model: CriticModel) -> None:
+    def __init__(self, model: CriticModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
         self.slot = prepare(model)
+        self.slot.kernel = attention_kernel
         self.model = model
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """`values` (M,): what the critic expects before each response token, fp32 (float64 if the model is)."""
         hidden = packed_hidden_states(self.model.body, self.slot, batch).index_select(0, batch.predict)
         values = self.model.value_head(hidden).squeeze(-1)
-        return {"values": values.to(torch.promote_types(values.dtype, torch.float32))}
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return {"values": _of_whole_batch(self.slot, batch, values)}

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from verl.models.lora import adapted_layers, plain_modules, plain_parameters
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import nearest_names
 from verl.utils.reserved_memory import ReservedMemory
@@ -42,17 +43,19 @@ def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device)
 class ModelTwin:
     """`module` computes what the trainer's model computes, with its own attention, in eval mode.
 
-    It is built on meta, so nothing that the trainer hangs on its module (checkpointing, compile, hooks, train mode)
-    reaches it. On CPU a parameter whose dtype agrees is the trainer's own: an optimizer step is seen at once and
-    nothing is copied. Every other parameter is a copy at an address of its own, which on CUDA outlives `release` and
-    `restore`; there the weights that several linear layers apply to one input lie behind one another (see `stacked`).
+    It is built on meta, so nothing that the trainer hangs on its module (adapters, checkpointing, compile, hooks, train
+    mode) reaches it. On CPU a parameter whose dtype agrees is the trainer's own: an optimizer step is seen at once and
+    nothing is copied. Every other parameter, a weight that LoRA has adapters for among them, is a copy at an address of
+    its own, which on CUDA outlives `release` and `restore`; there the weights that several linear layers apply to one
+    input lie behind one another (see `stacked`).
     """
 
     def __init__(self, model: PreTrainedModel, *, attention: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         self.dtype = dtype
         self._source = model
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(plain_parameters(model))
+        self._merged = {f"{name}.weight" for name in adapted_layers(model)}
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
         self._num_updates = 0
@@ -65,7 +68,7 @@ class ModelTwin:
             self._memory.grow(num_bytes)
         self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
         for name, parameter in self._parameters.items():
-            if self._can_alias(parameter):
+            if self._can_alias(parameter) and name not in self._merged:
                 self._aliased.add(name)
                 self._place(name, parameter)
             else:
@@ -201,7 +204,7 @@ def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, 
     """Where each parameter stands: its own name, and those of the modules tied to it."""
     first_name = {id(parameter): name for name, parameter in parameters.items()}
     places: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in plain_parameters(model, remove_duplicate=False):
         places[first_name[id(parameter)]].append(name)
     return places
 
@@ -233,7 +236,7 @@ def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device) -> None:
     """Give the twin the model's buffers, and the tensors that stand on modules as plain attributes."""
-    for name, original in model.named_modules():
+    for name, original in plain_modules(model):
         mine = twin.get_submodule(name)
         for key, buffer in original._buffers.items():
             if buffer is not None:

@@ -115,7 +115,9 @@ class PPOTrainer:
                     tokenizer=self.tokenizer,
                 )
             )
-        if self.config.needs_reference:
+        if self.config.needs_reference and roles.model.lora_rank > 0:
+            self.ref_policy_wg = self.actor_rollout_wg  # its frozen weights, without the adapters
+        elif self.config.needs_reference:
             self.ref_policy_wg = WorkerGroup(ReferenceWorker(roles, device=self.device))
 
     # ---------------------------------------------------------------- the run

@@ -40,5 +40,21 @@ class CheckpointError(VerlError, RuntimeError):
     """A checkpoint is missing, incomplete or does not match its checksums."""
 
 
+class OutOfMemoryError(VerlError, MemoryError):
+    """Device or host memory ran out, and smaller passes did not help."""
+
+
+class WorkerError(VerlError, RuntimeError):
+    """A method of a worker raised on one rank or on several; the message has ranks, role, method and traceback."""
+
+
+class WorkerLostError(VerlError, RuntimeError):
+    """The process of a rank ended, or was ended, while the driver needed it."""
+
+
+class DeadlineError(VerlError, TimeoutError):
+    """A call on a group was not done in time; the message has the ranks that were not, and what they were at."""
+
+
 class NonFiniteError(VerlError, ArithmeticError):
     """Loss or gradient was not finite more often than the policy allows."""

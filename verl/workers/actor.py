@@ -1,6 +1,7 @@
 """The actor: samples responses, tells log-probs, learns; one set of weights, one rollout engine beside it."""
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +10,27 @@ import torch
 from verl.algorithms.importance import mismatch_metrics
 from verl.config import ActorRolloutRefConfig, log_prob_micro_batch, update_micro_batch
 from verl.engine.base import TrainEngine
+from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
+from verl.engine.memory import told_as_out_of_memory
 from verl.engine.microbatch import TokenBudget
 from verl.models.load import check_vocabulary, load_causal_lm
+from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, register
 from verl.workers.losses import PolicyObjective
-from verl.workers.trained import TrainedWorker
+from verl.workers.reference import reference_budget
+from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
+
+_LESS_ROLLOUT = (
+    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens, or keep the "
+    "trainer's weights and moments on the host meanwhile: actor_rollout_ref.actor.fsdp_config.param_offload=True, "
+    "optimizer_offload=True."
+)
 
 
 class ActorRolloutWorker(TrainedWorker):
@@ -36,25 +47,32 @@ class ActorRolloutWorker(TrainedWorker):
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.checkpoint = config.actor.checkpoint
         model_config, actor = config.model, config.actor
         assert model_config.path is not None
         model = load_causal_lm(
             model_config.path,
-            dtype=model_config.dtype or torch.float32,
+            dtype=parameter_dtype(model_config, device),
             trust_remote_code=model_config.trust_remote_code,
             override_config=model_config.override_config,
             max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
         )
         check_vocabulary(model, tokenizer)
+        add_adapters(model, model_config, "actor_rollout_ref.model")
         self.objective = PolicyObjective(actor)
         self.engine = TrainEngine(
-            PackedCausalLM(model),
+            PackedCausalLM(model, attention_kernel=model_config.attention_kernel),
             optim=actor.optim,
             fsdp=actor.fsdp_config,
             grad_clip=actor.grad_clip,
             device=device,
             total_steps=total_steps,
             gradient_checkpointing=model_config.enable_gradient_checkpointing,
+            checkpointing_share=model_config.gradient_checkpointing_share,
+            sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+            activation_offload=model_config.enable_activation_offload,
+            compile_backend=compile_backend(actor.use_torch_compile, device, model.config.model_type),
+            share_prompts=actor.share_prompts,
         )
         self.flops = FlopsModel.from_model(model)
         self.rollout = create_rollout_engine(config.rollout, model=model, tokenizer=tokenizer, device=device)
@@ -78,7 +96,8 @@ class ActorRolloutWorker(TrainedWorker):
         if self.rollout_is_asleep:
             self.sync_weights()
         self.rollout.forget_prefixes()
-        completions = list(self.rollout.generate(requests, params, seed=seed, step=step))
+        with self._told_as_out_of_memory("generation"):
+            completions = list(self.rollout.generate(requests, params, seed=seed, step=step))
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()
             self.rollout_is_asleep = True
@@ -99,7 +118,11 @@ class ActorRolloutWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` (B, R) of the current weights."""
-        budget = TokenBudget(*log_prob_micro_batch(self.config.rollout))
+        budget = TokenBudget(
+            *log_prob_micro_batch(self.config.rollout),
+            key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+            phase="the pass for old log-probs",
+        )
         answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature, entropy=True)
         columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
         metrics: dict[str, float] = {}
@@ -107,6 +130,15 @@ class ActorRolloutWorker(TrainedWorker):
             mask = batch.batch["response_mask"]
             metrics = mismatch_metrics(batch.batch["rollout_log_probs"], answer["log_probs"], mask)
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """`ref_log_prob` (B, R), as `ReferenceWorker` tells them: with LoRA the frozen weights are the reference."""
+        assert self.config.model.lora_rank > 0, "without adapters the first policy is gone"
+        budget = reference_budget(self.config.ref)
+        with adapters_off(self.engine.hf_model):
+            answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature)
+        return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, batch: DataProto) -> dict[str, float]:
@@ -121,15 +153,20 @@ class ActorRolloutWorker(TrainedWorker):
             batch,
             self.objective,
             name="actor",
-            mini_batch_rows=(actor.ppo_mini_batch_size or len(batch)) * self.config.rollout.n,
+            mini_batch_rows=actor.ppo_mini_batch_size and actor.ppo_mini_batch_size * self.config.rollout.n,
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
             loss_agg_mode=actor.loss_agg_mode,
-            budget=TokenBudget(*update_micro_batch(actor), key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+            budget=TokenBudget(
+                *update_micro_batch(actor),
+                key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+                phase="the actor's update",
+            ),
             temperature=self.config.rollout.temperature,
             entropy=True,
         )
         flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
+        flops /= self.engine.mesh.sequence.size  # the work on these rows is shared
         share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
         if share is not None:
             metrics["perf/mfu/actor"] = share
@@ -138,7 +175,11 @@ class ActorRolloutWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self) -> None:
         """Hand the trainer's weights to the rollout engine."""
-        if self.rollout_is_asleep:
-            self.rollout.wake()
-            self.rollout_is_asleep = False
-        self.rollout.update_weights(self.engine.parameters_for_rollout())
+        with self._told_as_out_of_memory("the hand-over of weights to the rollout"):
+            if self.rollout_is_asleep:
+                self.rollout.wake()
+                self.rollout_is_asleep = False
+            self.rollout.update_weights(self.engine.parameters_for_rollout())
+
+    def _told_as_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
+        return told_as_out_of_memory(phase, self.engine.device, _LESS_ROLLOUT, rank=self.engine.guard.rank)

@@ -12,7 +12,7 @@ from verl.models.packed import PackedValueModel
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.workers.losses import ValueObjective
-from verl.workers.trained import TrainedWorker
+from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
 
 
@@ -30,29 +30,39 @@ class CriticWorker(TrainedWorker):
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.checkpoint = config.checkpoint
         assert config.model.path is not None
         critic = load_critic(
             config.model.path,
-            dtype=config.model.dtype or torch.float32,
+            dtype=parameter_dtype(config.model, device),
             trust_remote_code=config.model.trust_remote_code,
             override_config=config.model.override_config,
             max_length=max_length,
         )
+        add_adapters(critic.body, config.model, "critic.model")
+        if config.model.lora_rank > 0 and device.type == "cuda":
+            critic.value_head.float()  # trained in full beside the frozen bf16 body
         self.objective = ValueObjective(config.cliprange_value)
         self.engine = TrainEngine(
-            PackedValueModel(critic),
+            PackedValueModel(critic, attention_kernel=config.model.attention_kernel),
             optim=config.optim,
             fsdp=config.model.fsdp_config,
             grad_clip=config.grad_clip,
             device=device,
             total_steps=total_steps,
             gradient_checkpointing=config.model.enable_gradient_checkpointing,
+            checkpointing_share=config.model.gradient_checkpointing_share,
+            sequence_parallel_size=config.ulysses_sequence_parallel_size,
+            activation_offload=config.model.enable_activation_offload,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` (B, R), each before its response token."""
-        return DataProto.from_dict(tensors=self.engine.infer(batch, TokenBudget(*value_micro_batch(self.config))))
+        budget = TokenBudget(
+            *value_micro_batch(self.config), key="critic.forward_max_token_len_per_gpu", phase="the pass for values"
+        )
+        return DataProto.from_dict(tensors=self.engine.infer(batch, budget))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, batch: DataProto) -> dict[str, float]:
@@ -63,9 +73,11 @@ class CriticWorker(TrainedWorker):
             batch,
             self.objective,
             name="critic",
-            mini_batch_rows=(config.ppo_mini_batch_size or len(batch)) * config.rollout_n,
+            mini_batch_rows=config.ppo_mini_batch_size and config.ppo_mini_batch_size * config.rollout_n,
             epochs=config.ppo_epochs,
             shuffle=config.shuffle,
             loss_agg_mode=config.loss_agg_mode,
-            budget=TokenBudget(*update_micro_batch(config), key="critic.ppo_max_token_len_per_gpu"),
+            budget=TokenBudget(
+                *update_micro_batch(config), key="critic.ppo_max_token_len_per_gpu", phase="the critic's update"
+            ),
         )

@@ -22,6 +22,10 @@ class Objective(Protocol):
         """The batch columns to pack for it, out of those there are."""
         ...
 
+    def restart(self) -> None:
+        """Forget the passes over this mini-batch: they start again, because memory ran out."""
+        ...
+
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput: ...
 
 
@@ -77,6 +81,10 @@ class PolicyObjective:
             loss = loss + coef * term(inputs, columns)
         return LossOutput(loss=loss, means=means, sums=sums)
 
+    def restart(self) -> None:
+        """See `Objective.restart`. What is remembered is of one update of the whole batch."""
+        self._seen = []
+
     def take_mismatch(self) -> dict[str, float]:
         """How far trainer and rollout engine disagree on the tokens of the last update, where it computed the old
         log-probs itself; empty otherwise."""
@@ -95,6 +103,9 @@ class ValueObjective:
 
     def columns(self, available: set[str]) -> list[str]:
         return ["values", "returns"]
+
+    def restart(self) -> None:
+        """See `Objective.restart`. Nothing is remembered."""
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         result = clipped_value_loss(

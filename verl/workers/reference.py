@@ -2,13 +2,24 @@
 
 import torch
 
-from verl.config import ActorRolloutRefConfig, log_prob_micro_batch
+from verl.config import ActorRolloutRefConfig, RefConfig, log_prob_micro_batch
 from verl.engine.base import TrainEngine
+from verl.engine.compile import compile_backend
 from verl.engine.microbatch import TokenBudget
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
+from verl.workers.trained import parameter_dtype
+
+
+def reference_budget(config: RefConfig) -> TokenBudget:
+    """The size of passes for reference log-probs, whoever makes them."""
+    return TokenBudget(
+        *log_prob_micro_batch(config),
+        key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        phase="the pass for reference log-probs",
+    )
 
 
 class ReferenceWorker(Worker):
@@ -19,25 +30,28 @@ class ReferenceWorker(Worker):
         assert config.model.path is not None
         model = load_causal_lm(
             config.model.path,
-            dtype=config.model.dtype or torch.float32,
+            dtype=parameter_dtype(config.model, device, is_trained=False),
             trust_remote_code=config.model.trust_remote_code,
             override_config=config.model.override_config,
             max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
             check=False,  # the actor's load has checked the same model
         )
         self.engine = TrainEngine(
-            PackedCausalLM(model.requires_grad_(False)),
+            PackedCausalLM(model.requires_grad_(False), attention_kernel=config.model.attention_kernel),
             optim=None,
             fsdp=config.ref.fsdp_config,
             grad_clip=None,
             device=device,
             total_steps=0,
             gradient_checkpointing=False,
+            sequence_parallel_size=config.ref.ulysses_sequence_parallel_size,
+            compile_backend=compile_backend(config.ref.use_torch_compile, device, model.config.model_type),
+            share_prompts=config.actor.share_prompts,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` (B, R)."""
-        budget = TokenBudget(*log_prob_micro_batch(self.config.ref))
+        budget = reference_budget(self.config.ref)
         answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature)
         return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})

@@ -1,24 +1,53 @@
-"""What actor and critic have in common: an engine that is trained, and its checkpoint."""
+"""What actor and critic have in common: an engine that is trained, its adapters, and its checkpoint."""
 
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
+from verl.config import CheckpointConfig, CriticModelConfig, ModelConfig
 from verl.engine.base import TrainEngine
+from verl.models.lora import apply_lora
 from verl.single_controller import Dispatch, Worker, register
 
 
 class TrainedWorker(Worker):
-    """A worker whose `engine` learns. `tokenizer` is saved beside the weights."""
+    """A worker whose `engine` learns. `tokenizer` is saved beside the weights, `checkpoint` says what else is."""
 
     engine: TrainEngine
     tokenizer: Any
+    checkpoint: CheckpointConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path) -> None:
-        """Weights in Hugging Face format with the tokenizer, optimizer and schedule."""
-        self.engine.save(folder, tokenizer=self.tokenizer)
+        """Weights in Hugging Face format, or adapters in peft's, with the tokenizer, optimizer and schedule."""
+        self.engine.save(folder, tokenizer=self.tokenizer, merged="hf_model" in self.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
         """Undo `save_checkpoint`."""
         self.engine.load(folder)
+
+
+def parameter_dtype(
+    config: ModelConfig | CriticModelConfig, device: torch.device, *, is_trained: bool = True
+) -> torch.dtype | str:
+    """What weights are loaded in: fp32 if they are trained; otherwise, also frozen under LoRA, what CUDA computes in."""
+    if config.dtype is not None:
+        return config.dtype
+    is_frozen = not is_trained or config.lora_rank > 0
+    return torch.bfloat16 if is_frozen and device.type == "cuda" else torch.float32
+
+
+def add_adapters(model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str) -> None:
+    """Put in the adapters that the configuration asks for, if any; before anything else is done to the model."""
+    if config.lora_rank > 0:
+        apply_lora(
+            model,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            target_modules=config.target_modules,
+            exclude_modules=config.exclude_modules,
+            section=section,
+        )

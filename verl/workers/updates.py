@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from verl.algorithms.masked import aggregation_weights
+from verl.distributed.collectives import Axis, all_reduce_sum, max_of
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.protocol import DataProto
+from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
 from verl.workers.losses import Objective
 
@@ -21,6 +23,39 @@ def mini_batches(batch: DataProto, rows: int, *, epochs: int, shuffle: bool, see
         order = torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
         for start in range(0, len(batch), rows):
             yield batch if rows >= len(batch) and not shuffle else batch.select_idxs(order[start : start + rows])
+
+
+def global_weights(response_mask: torch.Tensor, mode: str, data: Axis) -> torch.Tensor:
+    """`aggregation_weights` (B, R) of this rank's rows, by counts of the whole mini-batch on all ranks of `data`."""
+    mask = response_mask.bool()
+    tokens, sequences = all_reduce_sum(torch.stack([mask.sum(), mask.any(-1).sum()]), data).tolist()
+    if mode == "token-mean":
+        # One over all tokens each, which is how seq-mean-token-sum weighs with as many sequences.
+        return aggregation_weights(mask, "seq-mean-token-sum", num_sequences=tokens)
+    return aggregation_weights(mask, mode, num_sequences=sequences)
+
+
+def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int | None) -> int:
+    """How many of a mini-batch's rows each data-parallel rank has, where they are dealt evenly. None: all it has.
+
+    Raises ConfigError or DataError, on every rank, where mini-batches would not be the same on all.
+    """
+    data = engine.mesh.data
+    most, fewest = max_of(len(batch), data), -max_of(-len(batch), data)
+    if most != fewest:
+        raise DataError(
+            f"Every data-parallel rank needs as many rows of a batch as the others, got {fewest} to {most}. Pad the "
+            "batch with rows whose response_mask is 0, or choose a train_batch_size that the ranks divide."
+        )
+    if mini_batch_rows is None:
+        return len(batch)
+    if mini_batch_rows % data.size:
+        raise ConfigError(
+            f"The data-parallel ranks must divide the rows of a mini-batch (ppo_mini_batch_size * rollout.n), got "
+            f"{data.size} and {mini_batch_rows}. Nearest that fit: {mini_batch_rows // data.size * data.size} or "
+            f"{(mini_batch_rows // data.size + 1) * data.size} rows."
+        )
+    return mini_batch_rows // data.size
 
 
 def _seed(batch: DataProto) -> int:
@@ -35,7 +70,7 @@ def run_updates(
     objective: Objective,
     *,
     name: str,
-    mini_batch_rows: int,
+    mini_batch_rows: int | None,
     epochs: int,
     shuffle: bool,
     loss_agg_mode: str,
@@ -44,27 +79,39 @@ def run_updates(
 ) -> dict[str, float]:
     """One optimizer step per mini-batch, one step of the schedule; metrics are means over the optimizer steps.
 
+    `mini_batch_rows` counts the rows of all data-parallel ranks together, `batch` has those of this one (None: one
+    mini-batch of all). Every rank must call this, with equally many rows.
     The learning rate and the number of skipped steps are reported as `<name>/lr` and `<name>/skipped_updates`.
     """
     collected: dict[str, list[float]] = {}
     skipped, lr = 0, 0.0
-    for mini_batch in mini_batches(batch, mini_batch_rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch)):
-        mini_batch = mini_batch.select()  # a column more, and the caller's batch stays as it is
-        mini_batch.batch["weights"] = aggregation_weights(mini_batch.batch["response_mask"], loss_agg_mode)
-        columns = objective.columns(set(mini_batch.batch.keys()))
-        metrics = engine.forward_backward(mini_batch, budget, objective, columns, **forward_arguments)
-        result = engine.step()
-        lr = result.lr
-        metrics[f"{name}/grad_norm"] = result.grad_norm
-        if result.skipped:
-            skipped += 1
-            logger.warning(
-                "%s: non-finite loss or gradient; this update is skipped on all ranks. Samples: %s.",
-                name,
-                ", ".join(result.offenders) or "none alone, only together",
+    rows = rows_of_a_rank(engine, batch, mini_batch_rows)
+    with engine.on_device(optimizer=True):
+        for mini_batch in mini_batches(batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch)):
+            mini_batch = mini_batch.select()  # a column more, and the caller's batch stays as it is
+            mask = mini_batch.batch["response_mask"]
+            mini_batch.batch["weights"] = global_weights(mask, loss_agg_mode, engine.mesh.data)
+            columns = objective.columns(set(mini_batch.batch.keys()))
+            metrics = engine.forward_backward(
+                mini_batch, budget, objective, columns, on_restart=objective.restart, **forward_arguments
             )
-        for key, value in metrics.items():
-            collected.setdefault(key, []).append(value)
+            result = engine.step()
+            lr = result.lr
+            metrics[f"{name}/grad_norm"] = result.grad_norm
+            if result.skipped:
+                skipped += 1
+                _warn_of_skipped_step(engine, name, result.offenders)
+            for key, value in metrics.items():
+                collected.setdefault(key, []).append(value)
     engine.step_schedule()
     means = {key: sum(values) / len(values) for key, values in collected.items()}
     return {**means, f"{name}/lr": lr, f"{name}/skipped_updates": float(skipped)}
+
+
+def _warn_of_skipped_step(engine: TrainEngine, name: str, offenders: list[str]) -> None:
+    if engine.mesh.world.rank == 0:
+        logger.warning(
+            "%s: non-finite loss or gradient; this update is skipped on all ranks. Samples: %s.",
+            name,
+            ", ".join(offenders) or "none alone, only together",
+        )

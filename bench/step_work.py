@@ -1,0 +1,103 @@
+"""What every side of `step.py` does: one GRPO step on the same model, prompts and response lengths.
+
+The model and a tokenizer lie in `folder/model`. The lengths of responses are those of `rollout_work.py`, drawn once and
+imposed on every step.
+"""
+
+import argparse
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rollout_work import draw_limits, parse_lengths
+
+SAMPLED_EVERY_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepJob:
+    """All that one side has to do."""
+
+    folder: str
+    device: str
+    vocabulary: int
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    lengths: str  # of responses: fixed:L or tail:L
+    steps: int  # the first is a warm-up
+    micro_tokens: int  # of a forward-backward pass
+    checkpointing: bool
+    compile: bool
+    old_log_probs: bool  # a pass for them, though the whole batch is one update
+    vllm_memory: float  # share of the device that vLLM may take
+    backend: str  # of torch.compile
+    seed: int
+
+    @property
+    def longest(self) -> int:
+        return parse_lengths(self.lengths)[1]
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    def limits(self) -> NDArray[np.int64]:
+        """(prompts, samples): tokens of each response."""
+        return draw_limits(self.lengths, self.rows, self.seed).reshape(self.prompts, self.samples)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "StepJob":
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+class DeviceMemory:
+    """The most memory in use on the whole device, whoever allocated it, looked at every 20 ms."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak_gib = 0.0
+        self.device = device
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "DeviceMemory":
+        if self.device.type == "cuda":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        if self.device.type == "cuda":
+            self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(SAMPLED_EVERY_S):
+            free, total = torch.cuda.mem_get_info()
+            self.peak_gib = max(self.peak_gib, (total - free) / 2**30)
+
+
+def serve(run: Callable[[StepJob], dict[str, Any]], description: str | None) -> None:
+    """The command line of a side: a job in a file, the result as JSON in another. `run` gives `versions`, `steps` with
+    the seconds of every phase, and whatever else is worth a line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--job", type=Path, required=True, help="file that step.py wrote")
+    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    arguments = parser.parse_args()
+    job = StepJob.read(arguments.job)
+    with DeviceMemory(job.torch_device) as memory:
+        result = run(job)
+    result["peak_gib"] = memory.peak_gib
+    arguments.json.write_text(json.dumps(result) + "\n", encoding="utf-8")

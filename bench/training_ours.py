@@ -1,0 +1,110 @@
+"""Our training engine at the work of `training.py`, which starts this script: AdamW, FSDP2 over a mesh of one."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+
+import numpy as np
+import torch
+from rollout_models import versions
+from tensordict import TensorDict
+from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
+
+from verl.config import ActorConfig, FSDPConfig, OptimConfig
+from verl.distributed.fsdp import full_tensor
+from verl.engine.base import LossOutput, TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.models.attention import prepare
+from verl.models.packed import PackedCausalLM
+from verl.protocol import DataProto
+from verl.utils.logging import configure_logging
+from verl.workers.losses import Columns, PolicyObjective
+
+
+class Ours:
+    """A `Side`."""
+
+    def __init__(self, job: Job) -> None:
+        configure_logging()
+        self.versions = versions(job.device)
+        self.entropy = job.entropy
+        self.budget = TokenBudget(max_tokens=job.micro_tokens)
+        self.objective = PolicyObjective(ActorConfig())
+        model = trained_model(job)
+        prepare(model)
+        if job.lora:
+            from verl.models.lora import apply_lora
+
+            apply_lora(model, rank=job.lora, alpha=2 * job.lora)
+        self.engine = TrainEngine(
+            PackedCausalLM(model),
+            optim=OptimConfig(lr=LEARNING_RATE),  # its moments come with the first step
+            fsdp=FSDPConfig(),
+            grad_clip=CLIP_NORM,
+            device=torch.device(job.device),
+            total_steps=100,
+            gradient_checkpointing=job.checkpointing,
+            checkpointing_share=job.checkpointing_share,
+            compile_backend=job.backend if job.compile else None,
+            share_prompts=job.share_prompts,
+        )
+
+    def gradients(self, rows: list[Row]) -> Numbers:
+        batch = as_batch(rows)
+        columns = self.objective.columns(set(batch.batch.keys()))
+        metrics = self.engine.forward_backward(
+            batch, self.budget, self._loss, columns, temperature=1.0, entropy=self.entropy
+        )
+        return Numbers(metrics["actor/pg_loss"], metrics["log_prob"])
+
+    def _loss(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+        log_probs = outputs["log_probs"]
+        result = self.objective({"entropy": log_probs, **outputs}, columns, sequence)
+        return LossOutput(loss=result.loss, means={**result.means, "log_prob": log_probs.detach()}, sums=result.sums)
+
+    def norm(self) -> float:
+        gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        return full_tensor(torch.nn.utils.get_total_norm(gradients)).item()
+
+    def step(self) -> float:
+        result = self.engine.step()
+        if result.skipped:
+            raise RuntimeError("the gradient is not finite")
+        return result.grad_norm
+
+    def log_probs(self, rows: list[Row]) -> float:
+        batch = as_batch(rows)
+        answer = self.engine.infer(batch, self.budget, temperature=1.0)
+        return (answer["log_probs"].sum() / batch.batch["response_mask"].sum()).item()
+
+
+def as_batch(rows: list[Row]) -> DataProto:
+    """The columns that a rollout and an advantage estimator leave: prompts padded left, responses right."""
+    prompt_width = max(len(row.prompt) for row in rows)
+    response_width = max(len(row.response) for row in rows)
+    ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    advantages = torch.zeros(len(rows), response_width)
+    for number, row in enumerate(rows):
+        real = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
+        ids[number, real] = torch.tensor([*row.prompt, *row.response])
+        mask[number, real] = 1
+        advantages[number] = row.advantage
+    response_mask = mask[:, prompt_width:]
+    columns = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "response_mask": response_mask,
+        "advantages": advantages * response_mask,
+        "weights": response_mask / response_mask.sum(),
+    }
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+    uids = np.array([f"prompt-{numbers[row.prompt]}" for row in rows], dtype=object)
+    return DataProto(batch=TensorDict(columns, batch_size=[len(rows)]), non_tensor_batch={"uid": uids})
+
+
+if __name__ == "__main__":
+    serve(Ours, __doc__)

@@ -1,0 +1,216 @@
+"""What every side of `training.py` trains on, and how it is timed.
+
+A mini-batch is rows of random tokens, prompt and response, of about `tokens` tokens in all; `lengths` says how long a
+row is, in the words of `rollout_work.py`. The loss is the policy gradient at ratio 1, -sum(A exp(l - detach(l))) / M
+over all M response tokens, with a random advantage A for each row. Prompts and responses are equal for all sides, so
+are the weights: mean log-prob and norm of the gradient must agree.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from rollout_models import random_model
+from rollout_work import draw_limits, parse_lengths
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from verl.engine.flops import FlopsModel, model_flops_utilization
+
+SHORTEST_RESPONSE = 1
+CLIP_NORM = 1.0
+LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that one side has to do."""
+
+    folder: str  # of the model's config.json
+    device: str
+    vocabulary: int
+    lengths: str  # of a row, prompt included: fixed:L or tail:L
+    prompt_tokens: int  # of each row
+    samples: int  # rows that share a prompt
+    tokens: int  # of the mini-batch
+    micro_tokens: int  # of a forward-backward pass
+    checkpointing: bool
+    optimizer: bool  # step too; without, gradients alone
+    lora: int  # rank; 0 trains all weights
+    entropy: bool  # computed in the update too, as trainers do for their logs
+    compile: bool
+    share_prompts: bool
+    backend: str  # of torch.compile
+    repeats: int
+    seed: int
+    checkpointing_share: float = 1.0  # of the layers, which only ours can choose
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+class Row(NamedTuple):
+    """One trajectory."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+class Numbers(NamedTuple):
+    """What a pass says of itself, to compare the sides: means over all response tokens."""
+
+    loss: float
+    log_prob: float
+
+
+class Side(Protocol):
+    """One engine with its model, ready to train on rows. Its calls return when the device is done."""
+
+    versions: str
+
+    def gradients(self, rows: list[Row]) -> Numbers:
+        """Gradients of the whole mini-batch, from zero."""
+        ...
+
+    def norm(self) -> float:
+        """L2 norm of the gradients that are there now. Not timed."""
+        ...
+
+    def step(self) -> float:
+        """Clip, step, and drop the gradients; their norm before."""
+        ...
+
+    def log_probs(self, rows: list[Row]) -> float:
+        """The log-prob pass; the mean log-prob of the response tokens."""
+        ...
+
+
+def draw_rows(job: Job) -> list[Row]:
+    """Whole prompts of `samples` rows, as many as fit into `tokens` tokens, at least one."""
+    _, longest = parse_lengths(job.lengths)
+    lengths = draw_limits(job.lengths, max(job.samples, 4 * job.tokens // longest * job.samples), job.seed)
+    draw = np.random.default_rng(job.seed)
+    rows: list[Row] = []
+    for start in range(0, len(lengths), job.samples):
+        group = np.maximum(lengths[start : start + job.samples] - job.prompt_tokens, SHORTEST_RESPONSE)
+        if rows and sum(row.length for row in rows) + group.sum() + job.prompt_tokens * len(group) > job.tokens:
+            break
+        prompt = tuple(draw.integers(job.vocabulary, size=job.prompt_tokens).tolist())
+        for count in group:
+            response = tuple(draw.integers(job.vocabulary, size=count).tolist())
+            rows.append(Row(prompt, response, float(draw.standard_normal())))
+    return rows
+
+
+def trained_model(job: Job) -> PreTrainedModel:
+    """The random model with fp32 parameters; with LoRA on CUDA its frozen weights stay bf16."""
+    model = random_model(job.folder, job.device)
+    return model if job.lora else model.float()
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def update_flops(job: Job, rows: list[Row]) -> tuple[float, float]:
+    """Model FLOPs of an update and of a log-prob pass: the head counts at response tokens alone, causal attention at
+    its pairs, recomputation not at all. Frozen weights (LoRA) have no gradient of their own."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder))
+    lengths = [row.length for row in rows]
+    shape = FlopsModel.from_model(model)
+    unread = sum(lengths) - sum(len(row.response) for row in rows)
+    forward = shape.forward(lengths) - 2.0 * model.get_output_embeddings().weight.numel() * unread
+    matrices = forward - 4.0 * shape.attention_width * sum(n * (n + 1) / 2 for n in lengths) * len(shape.windows)
+    return 3.0 * forward - (matrices if job.lora else 0.0), forward
+
+
+def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
+    """A warm-up with all phases, then the timed repeats; seconds are the best of them, peaks the highest."""
+    rows = draw_rows(job)
+    recorder = _Recorder(job.device)
+    before = side.log_probs(rows)
+    numbers = side.gradients(rows)
+    norm = side.norm()
+    if job.optimizer:
+        side.step()
+    start_up_s = time.perf_counter() - start
+    print(f"start-up {start_up_s:.1f} s, {numbers}, log-prob pass {before:.6f}, norm {norm:.6g}", flush=True)
+    for _ in range(job.repeats):
+        recorder.time("log_prob", lambda: side.log_probs(rows))
+        recorder.time("gradients", lambda: side.gradients(rows))
+        if job.optimizer:
+            recorder.time("optimizer", side.step)
+        print(f"{recorder.seconds}", flush=True)
+    train_flops, forward_flops = update_flops(job, rows)
+    best = {name: min(seconds) for name, seconds in recorder.seconds.items()}
+    update_s = best["gradients"] + best.get("optimizer", 0.0)
+    device = torch.device(job.device)
+    return {
+        "versions": side.versions,
+        "start_up_s": start_up_s,
+        "rows": len(rows),
+        "tokens": sum(row.length for row in rows),
+        "response_tokens": sum(len(row.response) for row in rows),
+        "seconds": recorder.seconds,
+        "update_s": update_s,
+        "optimizer_s": best.get("optimizer"),
+        "log_prob_s": best["log_prob"],
+        "update_mfu": model_flops_utilization(train_flops, update_s, device),
+        "log_prob_mfu": model_flops_utilization(forward_flops, best["log_prob"], device),
+        "update_peak_gib": max(recorder.peaks.get("gradients", 0.0), recorder.peaks.get("optimizer", 0.0)),
+        "log_prob_peak_gib": recorder.peaks.get("log_prob", 0.0),
+        "loss": numbers.loss,
+        "update_log_prob": numbers.log_prob,
+        "log_prob": before,
+        "grad_norm": norm,
+    }
+
+
+class _Recorder:
+    """Seconds of every call and the device's peak memory, by name."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: dict[str, list[float]] = {}
+        self.peaks: dict[str, float] = {}
+
+    def time(self, name: str, work: Callable[[], object]) -> None:
+        gc.collect()
+        synchronize(self.device)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        work()
+        synchronize(self.device)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        if self.device == "cuda":
+            self.peaks[name] = max(self.peaks.get(name, 0.0), torch.cuda.max_memory_allocated() / 2**30)
+
+
+def serve(make: Callable[[Job], Side], description: str | None) -> None:
+    """The command line of a side: a job in a file, the result as JSON in another."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--job", type=Path, required=True, help="file that training.py wrote")
+    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    arguments = parser.parse_args()
+    job = Job.read(arguments.job)
+    start = time.perf_counter()
+    result = measure(make(job), job, start)
+    arguments.json.write_text(json.dumps(result) + "\n", encoding="utf-8")

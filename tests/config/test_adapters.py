@@ -1,0 +1,49 @@
+"""Keys of LoRA and of optimizers: how they are written, and what contradicts them."""
+
+import pytest
+
+from tests.config.conftest import Load
+from verl.utils.errors import ConfigError
+
+MODEL = "actor_rollout_ref.model"
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+def test_targets_are_a_list_or_a_text(build: Load):
+    model = build(f"{MODEL}.lora_rank=32", f'{MODEL}.target_modules=["q_proj","v_proj"]').actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (32, 16, ["q_proj", "v_proj"])
+    assert build(f"{MODEL}.lora_rank=8").actor_rollout_ref.model.target_modules == "all-linear"
+    assert build(f"{MODEL}.target_modules='.*_proj'").actor_rollout_ref.model.target_modules == ".*_proj"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=7"], "target_modules must be a list of names.*got 7"),
+        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"], r"target_modules must be a list of names.*got \[\]"),
+        ([f"{MODEL}.lora_rank=-1"], "lora_rank must be at least 0"),
+        ([f"{MODEL}.lora_alpha=0"], "lora_alpha must be above 0"),
+        ([f"{MODEL}.lora_rank=8", f"{OPTIM}.optimizer=Muon"], r"Muon orthogonalises.*Set .*optim\.optimizer=AdamW"),
+        ([f"{OPTIM}.optimizer=AdamW4bit"], "unknown value 'AdamW4bit'. Nearest known: AdamW8bit"),
+    ],
+)
+def test_contradictions_are_told_with_the_way_out(build: Load, overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        build(*overrides)
+
+
+def test_a_critic_that_nobody_trains_contradicts_nothing(build: Load):
+    build(
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "critic.model.lora_rank=8",
+        "critic.optim.optimizer=Muon",
+        "critic.enable=False",
+    )
+
+
+def test_keys_of_lora_without_a_rank_are_one_line(build: Load, log: pytest.LogCaptureFixture):
+    build(f"{MODEL}.lora_alpha=64")
+    assert [record.message for record in log.records if "has no effect" in record.message] == [
+        f"{MODEL}.lora_alpha=64 has no effect: it is read with {MODEL}.lora_rank > 0 only."
+    ]

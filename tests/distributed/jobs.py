@@ -1,0 +1,242 @@
+"""What the ranks of a test do: train a tiny model on their rows of a mini-batch. One process alone does the same."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.batches import COLUMNS, Shape, gradients_of, make_batch, moments_of, smooth_loss
+from tests.tiny_models import tiny_model
+from verl.config import FSDPConfig, OptimConfig
+from verl.distributed.collectives import Axis
+from verl.distributed.sequence_parallel import apply_sequence_parallel
+from verl.engine.base import TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.models.critic import CriticModel
+from verl.models.lora import apply_lora
+from verl.models.packed import PackedCausalLM, PackedValueModel
+from verl.protocol import DataProto
+from verl.utils.errors import VerlError
+from verl.workers.updates import run_updates
+
+WHOLE = TokenBudget(max_tokens=100_000)
+Deal = tuple[tuple[int, ...], ...]  # the rows of each data-parallel rank
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What distinguishes two engines over the same model."""
+
+    family: str = "qwen2"
+    double: bool = True
+    sequence: int = 1
+    fsdp_size: int = -1
+    checkpointing: bool = False
+    activation_offload: bool = False
+    param_offload: bool = False
+    offload_policy: bool = False
+    shard: bool | None = None
+    share_prompts: bool = True
+    lora: bool = False
+    compile_backend: str | None = None
+    device: str = "cpu"
+    compute_dtype: torch.dtype | None = None
+
+
+def new_engine(setup: Setup) -> TrainEngine:
+    """On CUDA the model is larger, so that kernels of bf16 can compute it, and tamer, so that rounding stays small."""
+    on_cuda = setup.device == "cuda"
+    size = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96} if on_cuda else {}
+    model = tiny_model(setup.family, dtype=torch.float64 if setup.double else torch.float32, **size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5 if on_cuda else 1.0)
+    if setup.lora:
+        apply_lora(model, rank=4, alpha=8)
+        with torch.no_grad():
+            for number, parameter in enumerate(part for part in model.parameters() if part.requires_grad):
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))  # B starts at zero
+    offload = setup.param_offload
+    return TrainEngine(
+        PackedCausalLM(model),
+        optim=OptimConfig(lr=1e-2),
+        fsdp=FSDPConfig(
+            fsdp_size=setup.fsdp_size,
+            param_offload=offload,
+            optimizer_offload=offload,
+            offload_policy=setup.offload_policy,
+        ),
+        grad_clip=0.5,
+        device=torch.device(setup.device),
+        total_steps=5,
+        gradient_checkpointing=setup.checkpointing,
+        sequence_parallel_size=setup.sequence,
+        activation_offload=setup.activation_offload,
+        shard=setup.shard,
+        share_prompts=setup.share_prompts,
+        compile_backend=setup.compile_backend,
+        compute_dtype=setup.compute_dtype,
+    )
+
+
+# Engines whose weights never change are made once.
+fixed_engine = functools.cache(new_engine)
+
+
+def own_rows(engine: TrainEngine, batch: DataProto, deal: Deal) -> DataProto:
+    return batch[list(deal[engine.mesh.data.rank])]
+
+
+def gradient(
+    setup: Setup, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, same_prompt: bool = False
+) -> dict[str, Any]:
+    """Of one mini-batch: the whole gradient, its norm, the metrics, and the log-probs of this rank's rows."""
+    engine = fixed_engine(setup)
+    batch = make_batch(shapes)
+    if same_prompt:
+        prompt, _ = shapes[0]
+        batch.batch["input_ids"][:, :prompt] = batch.batch["input_ids"][0, :prompt].clone()
+    batch = own_rows(engine, batch, deal)
+    log_probs = engine.infer(batch, budget, entropy=True)
+    metrics = engine.forward_backward(batch, budget, smooth_loss, COLUMNS, entropy=True)
+    metrics = {name: value for name, value in metrics.items() if name != "row"}  # numbers of rows are a rank's own
+    return {
+        "gradient": gradients_of(engine),
+        "norm": engine._gradient_norm().item(),
+        "metrics": metrics,
+        "log_probs": torch.stack(list(log_probs.values())),
+        "mesh": (engine.mesh.data.size, engine.mesh.sequence.size),
+    }
+
+
+def train(setup: Setup, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, steps: int) -> dict[str, Any]:
+    """Metrics of some steps, and the parameters and moments after them."""
+    engine = new_engine(setup)
+    log = _steps(engine, shapes, deal, budget, range(steps))
+    return {"log": log, **state_of(engine)}
+
+
+def _steps(
+    engine: TrainEngine, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, seeds: range
+) -> list[dict[str, float]]:
+    log = []
+    for seed in seeds:
+        batch = own_rows(engine, make_batch(shapes, seed=seed), deal)
+        metrics = engine.forward_backward(batch, budget, smooth_loss, COLUMNS)
+        log.append({"loss": metrics["loss"], "norm": engine.step().grad_norm})
+        engine.step_schedule()
+    return log
+
+
+def state_of(engine: TrainEngine) -> dict[str, Any]:
+    with engine.on_device(optimizer=True):
+        moments = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in moments_of(engine)]
+        moments = [value.clone() for value in moments]
+    return {"parameters": {name: value.clone() for name, value in engine.parameters_for_rollout()}, "moments": moments}
+
+
+def save(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dict[str, Any]:
+    """Two steps, a checkpoint, and two more."""
+    engine = new_engine(setup)
+    _steps(engine, shapes, deal, WHOLE, range(2))
+    saved = state_of(engine)
+    engine.save(folder)
+    return {**saved, "log": _steps(engine, shapes, deal, WHOLE, range(2, 4))}
+
+
+def load(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dict[str, Any]:
+    """What `save` has saved, and two steps from there."""
+    engine = new_engine(setup)
+    engine.load(folder)
+    loaded = state_of(engine)
+    return {**loaded, "log": _steps(engine, shapes, deal, WHOLE, range(2, 4))}
+
+
+def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> dict[str, Any]:
+    """One step, one with a NaN in `row`, and one more."""
+    engine = new_engine(setup)
+    budget = TokenBudget(rows=2)
+    engine.forward_backward(own_rows(engine, make_batch(shapes), deal), budget, smooth_loss, COLUMNS)
+    engine.step()
+    before = state_of(engine)
+    batch = make_batch(shapes, seed=1)
+    batch.batch["advantages"][row, 0] = float("nan")
+    engine.forward_backward(own_rows(engine, batch, deal), budget, smooth_loss, COLUMNS)
+    spoilt = engine.step()
+    after = state_of(engine)
+    engine.forward_backward(own_rows(engine, make_batch(shapes, seed=1), deal), budget, smooth_loss, COLUMNS)
+    unchanged = all(torch.equal(after["parameters"][name], value) for name, value in before["parameters"].items())
+    unchanged &= all(torch.equal(one, other) for one, other in zip(after["moments"], before["moments"], strict=True))
+    return {"spoilt": spoilt, "unchanged": unchanged, "next": engine.step()}
+
+
+class Smooth:
+    """`smooth_loss` as an objective of the workers."""
+
+    def columns(self, available: set[str]) -> list[str]:
+        return list(COLUMNS)
+
+    def restart(self) -> None: ...
+
+    def __call__(self, *args: Any) -> Any:
+        return smooth_loss(*args)
+
+
+def update(setup: Setup, shapes: Sequence[Shape], deal: Deal, mode: str, rows: int | None) -> dict[str, Any]:
+    """`run_updates` over the rows, weighted by `loss_agg_mode` = `mode`."""
+    engine = new_engine(setup)
+    metrics = run_updates(
+        engine,
+        own_rows(engine, make_batch(shapes), deal),
+        Smooth(),
+        name="actor",
+        mini_batch_rows=rows,
+        epochs=1,
+        shuffle=False,
+        loss_agg_mode=mode,
+        budget=WHOLE,
+    )
+    return {"loss": metrics["loss"], "norm": metrics["actor/grad_norm"], **state_of(engine)}
+
+
+def values_gradient(sequence: int, shapes: Sequence[Shape], deal: Deal) -> dict[str, torch.Tensor]:
+    """The critic's gradient of one mini-batch."""
+    critic = CriticModel.from_causal_lm(tiny_model("llama", dtype=torch.float64))
+    engine = TrainEngine(
+        PackedValueModel(critic),
+        optim=OptimConfig(),
+        fsdp=FSDPConfig(),
+        grad_clip=None,
+        device=torch.device("cpu"),
+        total_steps=1,
+        gradient_checkpointing=False,
+        sequence_parallel_size=sequence,
+    )
+
+    def loss_fn(outputs: Any, columns: Any, row: torch.Tensor) -> Any:
+        return smooth_loss({"log_probs": outputs["values"]}, columns, row)
+
+    engine.forward_backward(own_rows(engine, make_batch(shapes), deal), WHOLE, loss_fn, COLUMNS)
+    return gradients_of(engine)
+
+
+def error_of_update(shapes: Sequence[Shape], deal: Deal, rows: int | None) -> str:
+    return _error(lambda: update(Setup(), shapes, deal, "token-mean", rows))
+
+
+def error_of_heads() -> str:
+    model = tiny_model("qwen2", num_attention_heads=3, num_key_value_heads=1, head_dim=8)
+    return _error(lambda: apply_sequence_parallel(PackedCausalLM(model), Axis(size=2)))
+
+
+def _error(function: Any) -> str:
+    try:
+        function()
+    except VerlError as error:
+        numbers = re.search(r"got \w+ (and|to) \w+", str(error))
+        return f"{type(error).__name__}: {numbers[0] if numbers else error}"
+    return "none"

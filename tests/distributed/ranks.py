@@ -1,0 +1,72 @@
+"""Some gloo ranks that wait for functions to run together, as torchrun would have started them."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+# Of one call on all ranks. A rank that waits for a collective which the others never make would wait for 30 minutes.
+TIMEOUT_S = 90
+
+
+class Ranks:
+    """`size` processes; `call` runs a module-level function on each of them and gives the list of what they return."""
+
+    def __init__(self, size: int) -> None:
+        # A server that has imported everything once and forks: a second group of ranks costs nothing.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.jobs", "peft"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.size = size
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for connection in self.connections:
+            connection.send((function, args))
+        answers = []
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(TIMEOUT_S):
+                self.close()
+                raise TimeoutError(f"Rank {rank} gave no answer to {function.__name__} within {TIMEOUT_S} s.")
+            failed, answer = connection.recv()
+            if failed:
+                self.close()
+                raise RuntimeError(f"On rank {rank}:\n{answer}")
+            answers.append(answer)
+        return answers
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((False, function(*args)))
+        except Exception:  # noqa: BLE001 - a process border: the test shows where it happened
+            connection.send((True, traceback.format_exc()))

@@ -1,0 +1,142 @@
+"""Compiled decoder layers: the gradients of uncompiled ones, few graphs, and none more for other lengths."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import integers, lists, tuples
+from torch._dynamo.utils import counters
+
+from tests.engine.batches import COLUMNS, flat_gradient, make_batch, smooth_loss
+from tests.tiny_models import tiny_model
+from verl.config import FSDPConfig, OptimConfig
+from verl.distributed.mesh import close_process_group
+from verl.engine.base import TrainEngine
+from verl.engine.compile import KEY, apply_compile, compile_backend
+from verl.engine.microbatch import TokenBudget
+from verl.models.packed import PackedBatch, PackedCausalLM
+from verl.utils.errors import ConfigError
+
+CPU = torch.device("cpu")
+# Not 32 tokens first: at a count equal to the hidden size both are one symbol of the graph, which is compiled again.
+SHAPES = [(20, 11), (5, 9), (1, 3), (30, 20), (7, 1), (3, 14)]
+ONE_ROW = TokenBudget(rows=1)
+
+
+@pytest.fixture(autouse=True)
+def clean_start(monkeypatch):
+    """Counters and caches of one test, and no process group after it."""
+    torch._dynamo.reset()
+    counters.clear()
+    # pytest would catch every line that torch writes of a graph, which takes longer than compiling it.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    yield
+    close_process_group()
+
+
+def make_engine(compile_backend: str | None, family: str = "qwen2", **settings) -> TrainEngine:
+    return TrainEngine(
+        PackedCausalLM(tiny_model(family)),
+        optim=OptimConfig(lr=1e-2),
+        grad_clip=0.5,
+        device=CPU,
+        total_steps=5,
+        compile_backend=compile_backend,
+        **{"gradient_checkpointing": False, "fsdp": FSDPConfig(), "shard": False, **settings},
+    )
+
+
+def gradient(engine: TrainEngine, shapes, budget: TokenBudget) -> torch.Tensor:
+    engine.forward_backward(make_batch(shapes), budget, smooth_loss, COLUMNS)
+    return flat_gradient(engine)
+
+
+def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("qwen2", {"gradient_checkpointing": True, "shard": True}),
+        ("gemma2", {"shard": True}),
+    ],
+    ids=["checkpointing and FSDP2", "gemma2 and FSDP2"],
+)
+def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
+    plain, compiled = make_engine(None, family, **how), make_engine("aot_eager", family, **how)
+    batch = make_batch(SHAPES)
+    for _ in range(2):  # again after a step: the graphs must read the new weights
+        expected = plain.infer(batch, ONE_ROW)["log_probs"]
+        torch.testing.assert_close(compiled.infer(batch, ONE_ROW)["log_probs"], expected, rtol=1e-4, atol=2e-4)
+        for budget in (ONE_ROW, TokenBudget(rows=3)):
+            assert relative_l2(gradient(compiled, SHAPES, budget), gradient(plain, SHAPES, budget)) <= 1e-4
+        plain.step(), compiled.step()
+
+
+def test_all_layers_and_all_lengths_share_four_graphs():
+    engine = make_engine("aot_eager", gradient_checkpointing=True)
+    counters.clear()
+    gradient(engine, SHAPES[:1], ONE_ROW)
+    assert counters["stats"]["unique_graphs"] == 4
+    assert sum(counters["graph_break"].values()) <= 3  # one place, counted in each frame that it cuts
+    for shapes in (SHAPES, [(3, 3)], [(17, 80), (2, 2)]):
+        for budget in (ONE_ROW, TokenBudget(rows=4)):
+            gradient(engine, shapes, budget)
+    assert counters["stats"]["unique_graphs"] == 4
+    engine.infer(make_batch(SHAPES), ONE_ROW)  # without gradient; the embeddings' output differs in that from a layer's
+    assert counters["stats"]["unique_graphs"] in (8, 10)
+    known = counters["stats"]["unique_graphs"]
+    engine.infer(make_batch([(17, 80), (2, 2)]), TokenBudget(rows=2))
+    assert counters["stats"]["unique_graphs"] == known
+
+
+@given(shapes=lists(tuples(integers(1, 20), integers(1, 20)), min_size=1, max_size=6), rows=integers(1, 6))
+@settings(max_examples=15, deadline=None)
+def test_gradients_do_not_depend_on_compile(shapes, rows, engines):
+    plain, compiled = engines
+    budget = TokenBudget(rows=rows)
+    assert relative_l2(gradient(compiled, shapes, budget), gradient(plain, shapes, budget)) <= 2e-5
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return make_engine(None), make_engine("aot_eager")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointing_stays_around_the_compiled_layer(checkpointing):
+    """What the layers keep for backward: their inputs alone where they are recomputed."""
+    engine = make_engine("aot_eager", gradient_checkpointing=checkpointing)
+    kept: list[int] = []
+    packed = PackedBatch.from_sequences([list(range(3, 40)), list(range(60, 100))])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        log_probs = engine.module(packed)["log_probs"]
+    wide = [numel for numel in kept if numel == 77 * 48]  # of the MLP's inner width
+    assert bool(wide) != checkpointing
+    log_probs.sum().backward()
+
+
+def test_the_log_says_once_what_is_compiled(caplog):
+    with caplog.at_level(logging.INFO, logger="verl"):
+        engine = make_engine("aot_eager")
+        for _ in range(2):
+            engine.infer(make_batch(SHAPES), ONE_ROW)
+    (line,) = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    assert line.startswith("2 decoder layers are compiled (aot_eager); the first took ")
+
+
+def test_without_a_compiler_the_error_names_the_key():
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
+        pytest.raises(ConfigError, match=f"{KEY}=false"),
+    ):
+        apply_compile(PackedCausalLM(tiny_model("qwen2")), CPU)
+
+
+def test_what_the_setting_means():
+    assert compile_backend(True, CPU, "opt") == "inductor"
+    assert compile_backend(False, torch.device("cuda"), "qwen2") is None
+    assert compile_backend(None, CPU, "qwen2") is None
+    assert compile_backend(None, torch.device("cuda"), "gpt_oss") is None

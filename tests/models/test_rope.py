@@ -1,0 +1,28 @@
+"""Which families get the rotary embedding's kernel."""
+
+import sys
+
+import pytest
+
+from tests.tiny_models import tiny_model
+from verl.models.rope import use_fast_rope
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(
+    ("family", "known"),
+    [("qwen2", True), ("llama", True), ("gemma2", True), ("phi", True), ("phi3", False), ("gpt2", False)],
+)
+def test_llamas_formula_is_found_by_its_text(family: str, known: bool, monkeypatch):
+    model = tiny_model(family)
+    name = type(model).__module__
+    original = getattr(sys.modules[name], "apply_rotary_pos_emb", None)
+    if original is not None:
+        monkeypatch.setattr(sys.modules[name], "apply_rotary_pos_emb", original)  # put back afterwards
+    assert use_fast_rope(model) == ([name] if known else [])
+    if known:
+        first = sys.modules[name].apply_rotary_pos_emb
+        assert first is not original
+        use_fast_rope(model)
+        assert sys.modules[name].apply_rotary_pos_emb is first

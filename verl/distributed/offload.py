@@ -1,0 +1,190 @@
+"""What need not lie on the device at the moment lies on the host: parameters and moments between phases, activations
+between forward and backward pass."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Pinned memory comes in powers of two, so it is taken in pieces of that size: one buffer for everything could be twice
+# as large as what it holds.
+CHUNK_BYTES = 2**28
+_ALIGNMENT = 512  # bytes
+# Activations on their way to the host, during which this many layers can compute.
+LEAVING_LAYERS = 2
+
+
+class Offload:
+    """Tensors whose memory is on their device only within `on_device`, and on the host (pinned on CUDA) otherwise.
+
+    The tensors stay the same objects: their storage is emptied and filled again, so what refers to them (FSDP2, an
+    optimizer) notices nothing. Nothing may read or write them outside: there is no memory behind them.
+
+    Args:
+        tensors: gives those that there are, whenever they go to the host. Scalars stay where they are.
+        device: where copies to the host start from. On a CPU they are copied within the host, as a proof.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._chunks: list[Tensor] = []
+        self._away: list[tuple[torch.UntypedStorage, int]] = []  # storages without memory, and the bytes they had
+        self._users = 0
+        self._to_host()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Bring the tensors back for as long as this lasts. May be nested: the outermost one moves."""
+        if self._users == 0:
+            self._to_device()
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._users == 0:
+                self._to_host()
+
+    def _to_host(self) -> None:
+        storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in _dense(self._tensors())}
+        self._away = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        for there, here in self._pieces():
+            here.copy_(there, non_blocking=True)
+        for storage, _ in self._away:
+            storage.resize_(0)  # the allocator hands it out again on this stream alone, after the copies
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # a rollout engine takes its pages from the driver
+
+    def _to_device(self) -> None:
+        for storage, num_bytes in self._away:
+            storage.resize_(num_bytes)
+        for there, here in self._pieces():
+            there.copy_(here, non_blocking=True)
+        self._away = []
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(bytes of a storage, their place on the host), chunk by chunk."""
+        position = 0
+        for storage, num_bytes in self._away:
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+            start = 0
+            while start < num_bytes:
+                number, offset = divmod(position, CHUNK_BYTES)
+                count = min(num_bytes - start, CHUNK_BYTES - offset)
+                yield there[start : start + count], self._chunk(number)[offset : offset + count]
+                start, position = start + count, position + count
+            position = -(-position // _ALIGNMENT) * _ALIGNMENT
+
+    def _chunk(self, number: int) -> Tensor:
+        while len(self._chunks) <= number:
+            pinned = self._device.type == "cuda"
+            self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+        return self._chunks[number]
+
+
+def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Tensors with memory of their own: the local part of a DTensor, the parts of a quantised one; no scalars."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            parts = (getattr(tensor, name) for name in names)
+            yield from _dense(part for part in parts if isinstance(part, Tensor))  # newer DTensors name their mesh too
+        elif tensor.ndim:
+            yield tensor
+
+
+def apply_activation_offload(module: nn.Module, device: torch.device) -> None:
+    """Keep on the host what the checkpointed layers of `module` hold for the backward pass: their inputs. After
+    `apply_checkpointing`, before compile and sharding. Returned numbers do not change."""
+    hooks = _ActivationHooks(device)
+    layers: list[Any] = [part for part in module.modules() if hasattr(part, "_gradient_checkpointing_func")]
+    assert layers, "activations are off-loaded where layers are checkpointed"
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(hooks.call, layer._gradient_checkpointing_func)
+
+
+class _Kept:
+    """One activation: on the host, and on the device while it has just left or is about to be used."""
+
+    def __init__(self, host: Tensor, before: "weakref.ref[_Kept] | None") -> None:
+        self.host = host
+        self.before = before  # kept just before this one, so wanted just after; weak: a graph may be dropped unused
+        self.on_device: tuple[Tensor, Any] | None = None  # and the event after which it has been copied
+
+    def leave(self) -> None:
+        """Free the memory on the device. The computing stream waits for the copy rather than the allocator: a host that
+        runs ahead would find no copy finished, and take new memory for every layer."""
+        if self.on_device is not None:
+            tensor, copied = self.on_device
+            torch.cuda.current_stream(tensor.device).wait_event(copied)
+            self.on_device = None
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+class _ActivationHooks:
+    """Copies on a stream of their own, beside the computation: out during the forward pass of the next layers, in again
+    during the backward pass of the layer after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.leaving: deque[weakref.ref[_Kept]] = deque()
+        self.last: weakref.ref[_Kept] | None = None
+
+    def call(self, checkpointed: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Checkpointing has hooks of its own around what happens within the layer: only the inputs come to ours.
+        with saved_tensors_hooks(self.pack, self.unpack):
+            return checkpointed(function, *args, **kwargs)
+
+    def pack(self, tensor: Tensor) -> _Kept | Tensor:
+        if not tensor.is_floating_point() or tensor.device.type != self.device.type:
+            return tensor  # positions and the like: small, and shared by all layers
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
+        kept = _Kept(host, self.last)
+        self.last = weakref.ref(kept)
+        if self.stream is None:
+            host.copy_(tensor.detach())
+            return kept
+        kept.on_device = (tensor.detach(), self._copy(host, tensor.detach()))
+        self.leaving.append(self.last)
+        if len(self.leaving) > LEAVING_LAYERS and (oldest := self.leaving.popleft()()) is not None:
+            oldest.leave()
+        return kept
+
+    def unpack(self, kept: _Kept | Tensor) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self.stream is None:
+            return kept.host.to(self.device, copy=True)
+        tensor = self._fetch(kept)
+        kept.leave()  # to the caller, once it has been copied
+        before = kept.before() if kept.before is not None else None
+        if before is not None:
+            self._fetch(before)
+        return tensor
+
+    def _fetch(self, kept: _Kept) -> Tensor:
+        """The activation's memory on the device, to be read after `leave`."""
+        if kept.on_device is None:
+            # Memory of the computing stream, which may still be at work on what lay there before.
+            tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self.device)
+            kept.on_device = (tensor, self._copy(tensor, kept.host))
+        return kept.on_device[0]
+
+    def _copy(self, to: Tensor, source: Tensor) -> Any:
+        """Copy beside the computation, after all that it has queued so far; gives the event of its end."""
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event()

@@ -1,0 +1,50 @@
+"""What a loss function returns for a micro-batch, and how its numbers add up to those of a mini-batch."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from verl.distributed.collectives import all_reduce_sum
+from verl.distributed.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch."""
+
+    loss: torch.Tensor  # scalar: this micro-batch's share of the mini-batch's loss
+    means: dict[str, torch.Tensor] = field(default_factory=dict)  # (M,), averaged over the mini-batch's response_mask
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars: shares of a number of the mini-batch
+
+
+class Totals:
+    """Numbers of a mini-batch, added up on the device in float64 so that their order hardly matters."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._axis = mesh.data  # ranks along the sequence axis count the same tokens
+        self._zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._loss = self._zero
+        self._tokens = self._zero
+        self._means: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, output: LossOutput, response_mask: torch.Tensor) -> None:
+        """Count in one micro-batch; `response_mask` (M,)."""
+        mask = response_mask.bool()
+        self._loss = self._loss + output.loss.detach()
+        self._tokens = self._tokens + mask.sum()
+        for name, values in output.means.items():
+            total = torch.where(mask, values.detach().double(), 0.0).sum()
+            self._means[name] = self._means.get(name, self._zero) + total
+        for name, value in output.sums.items():
+            self._sums[name] = self._sums.get(name, self._zero) + value.detach()
+
+    def read(self) -> tuple[dict[str, float], bool]:
+        """All means and sums of all ranks, and whether the loss is finite."""
+        everything = torch.stack([self._loss, self._tokens, *self._means.values(), *self._sums.values()])
+        loss, tokens, *numbers = all_reduce_sum(everything, self._axis).tolist()
+        num_means = len(self._means)
+        metrics = {name: number / max(tokens, 1.0) for name, number in zip(self._means, numbers[:num_means])}
+        metrics.update(zip(self._sums, numbers[num_means:]))
+        return metrics, math.isfinite(loss)

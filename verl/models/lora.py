@@ -1,0 +1,314 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): frozen weights W under trained factors, W x + (alpha / rank) B A x.
+
+peft's layers are put in place of linear layers within the Hugging Face module itself, which stays what it was to all
+others: same class, same attributes. Whoever needs weights under the names of the plain module (the rollout engine, a
+checkpoint) asks here.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from verl.distributed.fsdp import full_tensor, shard_like
+from verl.utils.errors import CheckpointError, ModelError
+from verl.utils.imports import require
+from verl.utils.registry import nearest_names
+
+ADAPTER_FOLDER = "lora_adapter"
+ALL_LINEAR = "all-linear"
+Targets = str | Sequence[str]
+
+_ADAPTER = "default"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+_CONFIG_FILE = "adapter_config.json"
+_SAVED_PREFIX = "base_model.model."  # peft's own, before the names of every file it writes
+
+
+def apply_lora(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    target_modules: Targets = ALL_LINEAR,
+    exclude_modules: Targets | None = None,
+    section: str = "actor_rollout_ref.model",
+) -> None:
+    """Freeze `model` and put adapters beside its linear layers, in place; before checkpointing, compile and sharding.
+
+    The adapters are fp32 (float64 in a float64 model) and compute what the base computes, for B starts at zero; A is
+    drawn with a seed of its own, so that all ranks start alike whatever they have drawn before.
+
+    Args:
+        model: a causal LM, or the body of a critic.
+        target_modules: "all-linear" (all but the head); a list of names or ends of names; or a regular expression that
+            matches whole names, as peft understands them. `exclude_modules` likewise.
+        section: the configuration section that errors name.
+
+    Raises:
+        ModelError: a name that no module has, or one that cannot have an adapter: head, embedding, stack of experts.
+    """
+    targets = _as_given(target_modules)
+    excluded = None if exclude_modules is None else _as_given(exclude_modules)
+    chosen = _chosen(model, targets, excluded, section)
+    # Not at the top: peft and accelerate take a second to import, and most runs train all weights.
+    peft = require("peft", "LoRA", "pip install peft")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        exclude_modules=excluded,
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
+        base_model_name_or_path=model.name_or_path,
+        task_type=None if model.get_output_embeddings() is None else "CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    model.requires_grad_(False)
+    for name, layer in adapted_layers(model).items():
+        assert isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)), name
+        for factor in _factors(layer):
+            # Trained in fp32: updates of some 1e-6 of a weight vanish in bf16.
+            factor.to(torch.promote_types(factor.weight.dtype, torch.float32)).requires_grad_(True)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers by the names that their base layers have in the plain module; empty without LoRA."""
+    found = {name: module for name, module in model.named_modules() if _is_adapted(module)}
+    assert len(found) == len({id(module) for module in found.values()})
+    return found
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model computes what its frozen weights compute: the policy as it was before training."""
+    layers = adapted_layers(model).values()
+    # Not by peft's enable_adapters(), which also switches requires_grad: FSDP2 looks at its first pass which parameters
+    # are trained, and if that pass were this one, would add up their gradients in another dtype ever after.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+# ---------------------------------------------------------------- the plain module
+
+
+def plain_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """`named_parameters` of the module without its adapters. Without LoRA the module's own."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        if not _is_adapter_part(name):
+            yield _plain(name), parameter
+
+
+def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules` of the module without its adapters."""
+    for name, module in model.named_modules():
+        if not _is_adapted(module) and not _is_adapter_part(name):
+            yield _plain(name), module
+
+
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the plain module, whole tensor W + scale * B A), one after the other; nothing is merged in place.
+
+    The sum is fp32 (float64 in a float64 model). Tensors without adapter alias the parameters where this rank has all
+    of them: read, don't write. Every rank must go through all of it.
+    """
+    yield from _whole(model, plain_parameters(model))
+
+
+def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name in the plain module, tensor as it stands in the model, whole tensor with its adapters) of its state dict:
+    persistent buffers too, and tied weights under each of their names. As `merged_parameters` otherwise."""
+    state = model.state_dict(keep_vars=True)
+    plain = [(_plain(name), tensor) for name, tensor in state.items() if not _is_adapter_part(name)]
+    for (_, tensor), (name, whole) in zip(plain, _whole(model, plain)):
+        yield name, tensor, whole
+
+
+def _whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    layers = adapted_layers(model)
+    for name, tensor in tensors:
+        owner, _, kind = name.rpartition(".")
+        whole = full_tensor(tensor)
+        yield name, _merged(layers[owner], whole) if kind == "weight" and owner in layers else whole
+
+
+@torch.no_grad()
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    a, b = (full_tensor(factor.weight) for factor in _factors(layer))
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    weight = weight.to(precise)
+    transposed = isinstance(layer.get_base_layer(), Conv1D)  # GPT-2: (in, out)
+    total = torch.addmm(weight.T if transposed else weight, b.to(precise), a.to(precise), alpha=layer.scaling[_ADAPTER])
+    return total.T.contiguous() if transposed else total
+
+
+# ---------------------------------------------------------------- files
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every factor, whole and on the host, under peft's names within the model. Every rank must call it."""
+    return {
+        _without_adapter_name(name): full_tensor(parameter).cpu()
+        for name, parameter in model.named_parameters()
+        if _is_adapter_part(name)
+    }
+
+
+def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]) -> None:
+    """Write `state` (of `adapter_state`) as `peft.PeftModel.from_pretrained` reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{_SAVED_PREFIX}{name}": tensor.contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
+    config: Any = copy.copy(model.peft_config[_ADAPTER])  # pyright: ignore
+    config.inference_mode = True
+    for kind in ("target_modules", "exclude_modules"):
+        if isinstance(names := getattr(config, kind), set):
+            setattr(config, kind, sorted(names))  # sets have another order in every process
+    config.save_pretrained(folder)
+
+
+def load_adapters(folder: Path, model: PreTrainedModel) -> None:
+    """Read what `save_adapters` wrote, or peft itself, into the adapters of `model`, in place."""
+    file = folder / _WEIGHTS_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"Expected the adapters of a LoRA run in {folder}, found none. The checkpoint was saved with lora_rank=0: "
+            "set lora_rank=0, or start another run from its weights (model.path=<its huggingface folder>)."
+        )
+    saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(file).items()}
+    factors = {
+        _without_adapter_name(name): parameter for name, parameter in model.named_parameters() if _is_adapter_part(name)
+    }
+    wrong = [
+        name
+        for name in {**factors, **saved}
+        if name not in saved or name not in factors or saved[name].shape != factors[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{file} does not fit the adapters of this run, first at '{wrong[0]}'. Set lora_rank, target_modules and "
+            f"exclude_modules as in {folder / _CONFIG_FILE}."
+        )
+    with torch.no_grad():
+        for name, parameter in factors.items():
+            parameter.copy_(shard_like(saved[name], parameter.detach()))
+
+
+# ---------------------------------------------------------------- names
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+
+
+def _factors(layer: Any) -> tuple[nn.Linear, nn.Linear]:
+    """A (rank, in) and B (out, rank)."""
+    return layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
+
+
+def _is_adapter_part(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\.base_layer(?=\.|$)", "", name)
+
+
+def _without_adapter_name(name: str) -> str:
+    return name.replace(f".{_ADAPTER}.", ".")
+
+
+# ---------------------------------------------------------------- what may have an adapter
+
+
+def _as_given(names: Targets) -> str | list[str]:
+    return names if isinstance(names, str) else [str(name) for name in names]
+
+
+def _chosen(
+    model: PreTrainedModel, targets: str | list[str], excluded: str | list[str] | None, section: str
+) -> list[str]:
+    """Names of the modules that get adapters. ModelError unless every name given means something, and all that are
+    chosen are linear layers other than the head."""
+    family = model.config.model_type
+    modules = {name: module for name, module in model.named_modules() if name}
+    head: Any = model.get_output_embeddings()
+    linear = [name for name, part in modules.items() if isinstance(part, (nn.Linear, Conv1D)) and part is not head]
+    stacks = sorted({name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim == 3})
+    fix = f"Set {section}.target_modules={_shown(sorted({name.rpartition('.')[2] for name in linear}))}."
+    if targets == ALL_LINEAR:
+        if stacks:
+            raise ModelError(
+                f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of matrices "
+                f"({stacks[0]}), beside which no adapter can be put, so that most weights would stay as they are. "
+                f"{fix[:-1]} to leave them so."
+            )
+        chosen = linear
+    else:
+        chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
+    if excluded is not None:
+        out = set(_matching(list(modules), excluded, f"{section}.exclude_modules", linear, "Drop the entry."))
+        chosen = [name for name in chosen if name not in out]
+    if not chosen:
+        raise ModelError(
+            f"{section}.exclude_modules={excluded} leaves no module for adapters. Exclude fewer, or set lora_rank=0."
+        )
+    for name in chosen:
+        if name in linear:
+            continue
+        kind = type(modules[name]).__name__
+        if modules[name] is head:
+            what = "the head, whose log-probs are computed in chunks from its weight alone"
+        else:
+            what = f"{kind}, a stack of experts" if name in stacks else kind
+        raise ModelError(
+            f"{section}.target_modules: '{name}' of '{family}' is {what}. Adapters go beside linear layers only. {fix}"
+        )
+    return chosen
+
+
+def _matching(
+    names: list[str], wanted: str | list[str], key: str, linear: list[str], fix: str
+) -> list[str]:  # fmt: skip
+    """The names that a list of (ends of) names or a regular expression means, by peft's rule."""
+    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    if isinstance(wanted, str):
+        try:
+            found = [name for name in names if re.fullmatch(wanted, name)]
+        except re.error as error:
+            raise ModelError(f"{key}={wanted} is no regular expression: {error}. {fix}") from error
+        if not found:
+            ends = [name for name in names if name.endswith(f".{wanted}")]
+            hint = f"Did you mean the list {_shown([wanted])}? " if ends else ""
+            raise ModelError(
+                f"{key}={wanted}: a text is a regular expression for whole names such as '{linear[0]}', and it "
+                f"matches none. {hint}Nearest: {nearest_names(wanted, leaves)}. {fix}"
+            )
+        return found
+    found = []
+    for entry in wanted:
+        meant = [name for name in names if name == entry or name.endswith(f".{entry}")]
+        if not meant:
+            raise ModelError(
+                f"{key}: the model has no module named '{entry}'. Nearest: {nearest_names(entry, leaves)}. {fix}"
+            )
+        found += meant
+    return list(dict.fromkeys(found))
+
+
+def _shown(names: list[str]) -> str:
+    return "[" + ",".join(names) + "]"

@@ -1,0 +1,55 @@
+"""A faster rotary embedding for models of transformers on CUDA."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+_NAME = "apply_rotary_pos_emb"
+
+
+def use_fast_rope(model: nn.Module) -> list[str]:
+    """Have the families within `model` whose rotary embedding is Llama's use a kernel for it where q and k lie on CUDA;
+    gives their modules' names. It is a function of transformers' module, so all models of a family in this process get
+    it. Twice changes nothing."""
+    changed = []
+    for name in sorted({type(part).__module__ for part in model.modules()}):
+        module = sys.modules[name]
+        function = getattr(module, _NAME, None)
+        if function is not None and name.startswith("transformers.models.") and _is_known(function):
+            setattr(module, _NAME, _with_kernel(inspect.unwrap(function)))
+            changed.append(name)
+    return changed
+
+
+def _is_known(function: Callable[..., Any]) -> bool:
+    """Whether it is Llama's, to the letter: heads rotated whole, halves apart."""
+    try:
+        return inspect.getsource(inspect.unwrap(function)) == _llama_source()
+    except (OSError, TypeError):  # no source, no proof
+        return False
+
+
+@cache
+def _llama_source() -> str:
+    return inspect.getsource(inspect.unwrap(getattr(modeling_llama, _NAME)))
+
+
+@cache
+def _with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    kernels: Any = importlib.import_module("verl.models.rope_kernels")  # triton exists beside CUDA only
+
+    @wraps(original)
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        packed = q.is_cuda and q.shape[0] == unsqueeze_dim == q.stride(3) == k.stride(3) == 1
+        if not packed or q.dtype == torch.float64 or cos.shape != (1, q.shape[2], q.shape[3]):
+            return original(q, k, cos, sin, unsqueeze_dim)
+        return kernels.rotate_heads(q, cos, sin, False), kernels.rotate_heads(k, cos, sin, False)
+
+    return rotated
