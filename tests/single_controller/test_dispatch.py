@@ -1,135 +1,212 @@
 """A call on a group is a call on every rank; rows come back in order, as many as there were."""
 
+import inspect
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.single_controller.workers import Counter, Other, negated, rows
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Execute, Worker, WorkerGroup, register, register_dispatch_mode
-from verl.single_controller.dispatch import Arguments, DispatchMode, bind, dispatch_mode
+from verl.single_controller import (
+    Dealt,
+    Dispatch,
+    GroupFuture,
+    Worker,
+    WorkerGroup,
+    get_predefined_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from verl.single_controller.dispatch import find_dispatch_mode
+from verl.single_controller.worker_group import DEADLINE_S, InProcess
 from verl.utils.errors import ConfigError
 
 
-def rows(count: int, start: int = 0) -> DataProto:
-    numbers = torch.arange(start, start + count)
-    return DataProto.from_dict(tensors={"x": numbers}, non_tensors={"name": [f"row {i}" for i in numbers.tolist()]})
+def several(size: int, worker_class: type[Worker] = Counter, shares: list[int] | None = None) -> WorkerGroup:
+    """A group of workers in this process, behind the same front as those of other processes."""
+    workers = [worker_class(number) for number in range(size)]  # pyright: ignore[reportCallIssue]
+    return WorkerGroup.over(InProcess(workers), "counter", worker_class, shares)
 
 
-class Counter(Worker):
-    """Remembers what came."""
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self.seen: list[int] = []
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def double(self, batch: DataProto, *, plus: int = 0) -> DataProto:
-        """Twice each number."""
-        self.seen.append(len(batch))
-        return DataProto.from_dict(tensors={"y": batch.batch["x"] * 2 + plus})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def sample(self, batch: DataProto, n: int) -> DataProto:
-        return batch.repeat(n, interleave=True)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def add(self, one: DataProto, other: DataProto) -> DataProto:
-        return DataProto.from_dict(tensors={"sum": one.batch["x"] + other.batch["x"]})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tell(self, word: str) -> str:
-        return f"{self.number}: {word}"
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def tell_first(self, word: str) -> str:
-        return f"{self.number}: {word}"
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def tell_only_first(self, word: str) -> str:
-        return f"{self.number}: {word}"
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update(self, batch: DataProto) -> dict[str, float]:
-        return {"rows": len(batch)}
-
-    @register()
-    def each(self, word: str) -> str:
-        return f"{self.number}: {word}"
-
-    def private(self) -> None: ...
+def workers_of(group: WorkerGroup) -> list[Counter]:
+    return group._ranks.workers  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Ranks:
-    """Several workers in this process behind the same `bind` that a group uses."""
-
-    def __init__(self, world_size: int) -> None:
-        self.workers = [Counter(number) for number in range(world_size)]
-
-    def __getattr__(self, name: str):
-        return bind(self._call, len(self.workers), getattr(Counter, name), name)
-
-    def _call(self, name: str, per_rank: list[Arguments]) -> list:
-        return [getattr(worker, name)(*args, **kwargs) for worker, (args, kwargs) in zip(self.workers, per_rank)]
+def with_lengths(lengths: list[int], *, mask: str = "attention_mask") -> DataProto:
+    batch = rows(len(lengths))
+    batch.batch[mask] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return batch
 
 
-@given(world_size=st.integers(1, 4), count=st.integers(1, 13), plus=st.integers(0, 3))
-def test_every_row_is_answered_once_and_in_order(world_size, count, plus):
-    ranks = Ranks(world_size)
-    answer = ranks.double(rows(count), plus=plus)
+sizes = st.integers(1, 4)
+some_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=13)
+
+
+@given(sizes, st.integers(1, 13), st.integers(0, 3))
+def test_every_row_is_answered_once_and_in_order(size, count, plus):
+    group = several(size)
+    answer = group.double(rows(count), plus=plus)
     assert answer.batch["y"].tolist() == [2 * i + plus for i in range(count)]
-    sizes = [worker.seen[0] for worker in ranks.workers]
-    assert len(set(sizes)) == 1, "no rank waits for another"
-    assert sum(sizes) < count + world_size
+    seen = [worker.seen[0] for worker in workers_of(group)]
+    assert min(seen) >= 1, "no rank is missing in the others' collectives"
+    assert max(seen) - min(seen) <= 1
 
 
-@given(world_size=st.integers(1, 4), count=st.integers(1, 9), n=st.integers(1, 3))
-def test_several_answers_a_row_lose_the_padding_whole(world_size, count, n):
-    answer = Ranks(world_size).sample(rows(count), n)
-    assert answer.batch["x"].tolist() == [i for i in range(count) for _ in range(n)]
-    assert list(answer.non_tensor_batch["name"]) == [f"row {i}" for i in range(count) for _ in range(n)]
+@given(sizes, some_lengths, st.integers(1, 3))
+def test_rows_dealt_by_tokens_come_back_in_order_with_all_their_answers(size, lengths, n):
+    answer = several(size).sample(with_lengths(lengths), n)
+    assert answer.batch["x"].tolist() == [i for i in range(len(lengths)) for _ in range(n)]
+    assert list(answer.non_tensor_batch["name"]) == [f"row {i}" for i in range(len(lengths)) for _ in range(n)]
 
 
-@given(world_size=st.integers(1, 4), count=st.integers(1, 9))
-def test_two_batches_of_one_call_stay_in_step(world_size, count):
-    answer = Ranks(world_size).add(rows(count), other=rows(count, start=100))
-    assert answer.batch["sum"].tolist() == [2 * i + 100 for i in range(count)]
+def test_ranks_get_equal_tokens_not_equal_rows():
+    group = several(2)
+    group.double(with_lengths([30, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]))
+    assert sorted(worker.seen[0] for worker in workers_of(group)) == [1, 10]
 
 
-def test_two_batches_of_different_length_are_refused():
+@given(sizes, some_lengths)
+def test_two_batches_of_one_call_stay_in_step(size, lengths):
+    answer = several(size).add(with_lengths(lengths), other=rows(len(lengths), start=100))
+    assert answer.batch["sum"].tolist() == [2 * i + 100 for i in range(len(lengths))]
+
+
+def test_what_cannot_be_dealt_is_told():
     with pytest.raises(ValueError, match=r"as many rows, got \[2, 3\]"):
-        Ranks(2).add(rows(2), rows(3))
+        several(2).add(rows(2), rows(3))
+    with pytest.raises(ValueError, match="without rows"):
+        several(2).double(rows(0))
+
+    class Picky(Counter):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def even(self, batch: DataProto) -> DataProto:
+            return batch[[i for i, x in enumerate(batch.batch["x"].tolist()) if x % 2 == 0]]
+
+    with pytest.raises(ValueError, match="equally many to each"):
+        several(2, Picky).even(with_lengths([1, 9, 1, 1]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_modes_without_batches(world_size):
-    ranks = Ranks(world_size)
-    everyone = [f"{number}: hello" for number in range(world_size)]
-    assert ranks.tell("hello") == everyone
-    assert ranks.tell_first("hello") == "0: hello"
-    assert ranks.tell_only_first("hello") == ["0: hello"]
-    assert ranks.each([f"w{i}" for i in range(world_size)]) == [f"{i}: w{i}" for i in range(world_size)]
+@given(sizes, st.integers(1, 13))
+def test_rows_added_for_metrics_are_masked(size, count):
+    given_to: list[DataProto] = []
+
+    class Keeper(Counter):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+        def keep(self, batch: DataProto) -> int:
+            given_to.append(batch)
+            return len(batch)
+
+    batch = with_lengths(list(range(1, count + 1)), mask="response_mask")
+    assert several(size, Keeper).keep(batch) == -(-count // size), "as many rows for each rank"
+    assert len({len(share) for share in given_to}) == 1
+    counted = [row for share in given_to for row in range(len(share)) if share.batch["response_mask"][row].any()]
+    assert len(counted) == count
+    total = sum((share.batch["response_mask"].sum(-1) * share.batch["x"]).sum().item() for share in given_to)
+    assert total == sum((i + 1) * i for i in range(count))
+
+
+def test_without_a_mask_nothing_is_added_for_metrics():
+    group = several(2)
+    group.update(rows(3))
+    assert sorted(worker.seen[0] for worker in workers_of(group)) == [1, 2]
+    with pytest.raises(ValueError, match="'response_mask' needs at least one row for each of 4"):
+        several(4).update(rows(3))
+
+
+def test_a_caller_may_deal_the_rows():
+    group = several(2)
+    answer = group.double(Dealt(rows(4), [[3], [2, 0, 1]]))
+    assert answer.batch["y"].tolist() == [0, 2, 4, 6]
+    assert [worker.seen for worker in workers_of(group)] == [[1], [3]]
+    with pytest.raises(ValueError, match="to 3 shares"):
+        several(3).double(Dealt(rows(4), [[3], [2, 0, 1]]))
+    assert several(1).double(Dealt(rows(2), [[0, 1]])).batch["y"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_modes_without_batches(size):
+    group = several(size)
+    everyone = [f"{number}: hello" for number in range(size)]
+    assert group.tell("hello") == everyone
+    assert group.tell_first("hello") == "0: hello"
+    assert group.tell_only_first("hello") == ["0: hello"]
+    assert group.each([f"w{i}" for i in range(size)]) == [f"{i}: w{i}" for i in range(size)]
     with pytest.raises(ValueError, match="one entry per rank"):
-        ranks.each(["too many"] * (world_size + 1))
-    assert ranks.update(rows(2 * world_size)) == {"rows": 2}
+        group.each(["too many"] * (size + 1))
+    with pytest.raises(ValueError, match="one entry per rank"):
+        group.each(size)
+    assert group.apply(negated, rows(5)).batch["y"].tolist() == [0, -1, -2, -3, -4]
+
+
+def test_ranks_that_work_on_the_same_rows_answer_once():
+    group = several(4, shares=[0, 0, 1, 1])
+    assert group.double(rows(5)).batch["y"].tolist() == [0, 2, 4, 6, 8]
+    assert [worker.seen for worker in workers_of(group)] == [[3], [3], [2], [2]]
+    assert group.share([1, 2]) == [1, 2]
+    assert len(group.tell("hello")) == 4
 
 
 def test_the_batch_of_the_caller_is_left_alone():
     batch = rows(3)
-    Ranks(2).sample(batch, 2)
+    several(2).sample(batch, 2)
     assert batch.batch["x"].tolist() == [0, 1, 2]
     assert list(batch.non_tensor_batch) == ["name"]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_call_that_does_not_block_gives_a_future(size):
+    group = several(size)
+    future = group.double_later(rows(4))
+    assert isinstance(future, GroupFuture)
+    assert future.done()
+    assert group.double(future, plus=1).batch["y"].tolist() == [1, 5, 9, 13], "resolved where it is an argument"
+    assert group.add(rows(4), other=future).batch["sum"].tolist() == [0, 3, 6, 9]
+    assert future.get() is future.result()
+
+
+def test_a_future_stays_one_where_a_method_wants_it():
+    class Patient(Counter):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+        def kind(self, value: object) -> str:
+            return type(value).__name__
+
+    group = several(1, Patient)
+    assert group.kind(group.double_later(rows(1))) == ["GroupFuture"]
+
+
 def test_a_group_offers_what_is_registered_and_says_what_is_not():
-    group = WorkerGroup(Counter())
+    group = WorkerGroup(Counter(0))
     assert group.double(rows(3)).batch["y"].tolist() == [0, 2, 4]
-    assert group.double.__doc__ == "Twice each number."
     assert group.tell("hello") == ["0: hello"]
     assert group.world_size == 1
     with pytest.raises(AttributeError, match="Counter has no registered method 'private'. Decorate it"):
         group.private()
+
+
+def test_a_bound_method_keeps_signature_and_docstring():
+    method = WorkerGroup(Counter(0)).double
+    assert method.__doc__ == "Twice each number."
+    assert method.__name__ == "double"
+    parameters = inspect.signature(method).parameters
+    assert list(parameters) == ["batch", "plus", "deadline_s"]
+    assert parameters["plus"].default == 0
+    assert parameters["deadline_s"].default == DEADLINE_S
+    assert inspect.signature(method).return_annotation is DataProto
+    assert method(rows(1), deadline_s=1.0).batch["y"].tolist() == [0]
+
+
+def test_a_name_that_calls_need_themselves_is_refused():
+    class Greedy(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def wait(self, deadline_s: float) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Greedy.wait has a parameter 'deadline_s'.*Rename"):
+        WorkerGroup(Greedy())
 
 
 def test_a_subclass_inherits_what_is_registered():
@@ -138,42 +215,59 @@ def test_a_subclass_inherits_what_is_registered():
         def more(self) -> int:
             return 1
 
-    group = WorkerGroup(More())
+    group = WorkerGroup(More(0))
     assert group.more() == 1
     assert group.tell_first("hello") == "0: hello"
 
 
-def test_a_users_mode():
-    """The last rank's answer counts."""
-    mode = DispatchMode(lambda size, args, kwargs: ([(args, kwargs)] * size, None), lambda outputs, _: outputs[-1])
-    register_dispatch_mode("last_rank", mode)
-    assert dispatch_mode("last_rank") is mode
+def test_a_users_mode_in_verls_form():
+    """The last rank's answer counts; every rank gets its number beside the argument."""
+
+    def dispatch(worker_group, *args, **kwargs):
+        return [[value] * worker_group.world_size for value in args], {"number": list(range(worker_group.world_size))}
+
+    register_dispatch_mode("last_rank", dispatch, lambda worker_group, output: output[worker_group.world_size - 1])
     with pytest.raises(ConfigError, match="exists already"):
-        register_dispatch_mode("last_rank", mode)
+        register_dispatch_mode("last_rank", dispatch, dispatch)
     with pytest.raises(ConfigError, match="Unknown dispatch mode 'nobody'"):
-        dispatch_mode("nobody")
+        find_dispatch_mode("nobody")
 
     class Last(Counter):
-        @register(dispatch_mode="last_rank")
-        def number_of(self) -> int:
-            return self.number
+        @register(dispatch_mode=Dispatch.LAST_RANK)  # pyright: ignore[reportAttributeAccessIssue]
+        def which(self, word: str, number: int | None = None) -> str:
+            return f"{word} {number}"
 
-    workers = [Last(number) for number in range(3)]
-    call = bind(lambda name, per_rank: [getattr(w, name)() for w in workers], 3, Last.number_of, "number_of")
-    assert call() == 2
+    assert several(3, Last).which("rank") == "rank 2"
+    update_dispatch_mode("last_rank", dispatch, lambda worker_group, output: output)
+    assert several(2, Last).which("rank") == ["rank 0", "rank 1"]
+
+
+@given(sizes, some_lengths)
+def test_predefined_functions_undo_their_own_dealing(size, lengths):
+    pair = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
+    group, batch = several(size), with_lengths(lengths)
+    (batches, word), named = pair["dispatch_fn"](group, batch, "a", flag=True)
+    assert word == ["a"] * size
+    assert named == {"flag": [True] * size}
+    assert pair["collect_fn"](group, batches).batch["x"].tolist() == batch.batch["x"].tolist()
 
 
 def test_a_worker_knows_its_rank(monkeypatch):
-    assert (Worker().rank, Worker().world_size) == (0, 1)
+    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (0, 1, 0, 1)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert (Worker().rank, Worker().world_size) == (3, 8)
+    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (3, 8, 3, 8)
+    assert (Other(same_share_for_all=True).data_rank, Other(same_share_for_all=True).data_size) == (0, 1)
 
 
 def test_object_columns_travel_with_their_rows():
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def names(self, batch):
-        return DataProto.from_dict(tensors={}, non_tensors={"name": np.array(batch.non_tensor_batch["name"])})
+    class Namer(Counter):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def names(self, batch: DataProto) -> DataProto:
+            return DataProto.from_dict(tensors={}, non_tensors={"name": np.array(batch.non_tensor_batch["name"])})
 
-    call = bind(lambda name, per_rank: [names(None, *args, **kwargs) for args, kwargs in per_rank], 3, names, "names")
-    assert list(call(rows(4)).non_tensor_batch["name"]) == [f"row {i}" for i in range(4)]
+    assert list(several(3, Namer).names(rows(4)).non_tensor_batch["name"]) == [f"row {i}" for i in range(4)]
+    lengths = [9, 1, 5, 2]
+    assert list(several(3, Namer).names(with_lengths(lengths)).non_tensor_batch["name"]) == list(
+        itertools.chain(f"row {i}" for i in range(4))
+    )

@@ -1,7 +1,29 @@
 """Single controller: one driver calls groups of SPMD workers."""
 
-from verl.single_controller.dispatch import Dispatch, Execute, register, register_dispatch_mode
-from verl.single_controller.spmd import WorkerGroup
+from verl.single_controller.breadcrumbs import breadcrumb
+from verl.single_controller.calls import GroupFuture
+from verl.single_controller.dealing import Dealt
+from verl.single_controller.dispatch import (
+    Dispatch,
+    Execute,
+    get_predefined_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
 from verl.single_controller.worker import Worker
+from verl.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Dispatch", "Execute", "Worker", "WorkerGroup", "register", "register_dispatch_mode"]
+__all__ = [
+    "Dealt",
+    "Dispatch",
+    "Execute",
+    "GroupFuture",
+    "Worker",
+    "WorkerGroup",
+    "breadcrumb",
+    "get_predefined_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+]

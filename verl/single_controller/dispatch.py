@@ -1,32 +1,49 @@
 """How one call on a group becomes one call on each rank, and how the answers come together.
 
-A dispatch mode is a pair of pure functions: `split(world_size, args, kwargs)` gives each rank its arguments,
-`collect(outputs)` joins what the ranks returned. The table is open: `register_dispatch_mode` adds a pair.
+A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` gives each share its arguments,
+`collect(outputs, undo)` joins what they returned. The table is open: `register_dispatch_mode` adds a pair.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.single_controller.dealing import (
+    MASK,
+    Dealt,
+    Rows,
+    balanced,
+    contiguous,
+    in_windows,
+    token_counts,
+    with_masked_rows,
+)
 from verl.utils.errors import ConfigError
 
 CALL_PLAN = "_verl_call_plan"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Function = TypeVar("Function", bound=Callable[..., Any])
+Split = Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments], Any]]
+Collect = Callable[[list[Any], Any], Any]
 
 
-class Dispatch(str, Enum):
-    """The modes known from the start."""
+class Dispatch:
+    """The modes known from the start; `register_dispatch_mode("my_mode", ...)` adds `Dispatch.MY_MODE`."""
 
     RANK_ZERO = "rank_zero"
     ONE_TO_ALL = "one_to_all"
     ALL_TO_ALL = "all_to_all"
     DP_COMPUTE = "dp_compute"
     DP_COMPUTE_PROTO = "dp_compute_proto"
+    DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     DP_COMPUTE_METRIC = "dp_compute_metric"
 
 
@@ -39,93 +56,235 @@ class Execute(str, Enum):
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What `@register` notes on a method."""
+    """What `@register` notes on a method. A call that is not `blocking` gives a future."""
 
     dispatch_mode: str
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
+    materialize_futures: bool = True
 
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A split/collect pair. `split` gives one (args, kwargs) per rank, and what `collect` needs to undo padding."""
+    """A split/collect pair. `split` gives one (args, kwargs) per share, and what `collect` needs to undo it.
 
-    split: Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments], Any]]
-    collect: Callable[[list[Any], Any], Any]
+    `by_share`: the ranks that work on the same rows (sequence parallel) get the same share, and the first of them
+    answers for all. Otherwise every rank is a share of its own.
+    """
+
+    split: Split
+    collect: Collect
+    by_share: bool = False
 
 
-def _same_for_all(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
-    return [(args, kwargs)] * world_size, None
+def same_for_all(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
+    return [(args, kwargs)] * num_shares, None
 
 
-def _one_entry_each(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
+def one_entry_each(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
     """Every argument is a list with one entry per rank."""
     for value in (*args, *kwargs.values()):
-        if len(value) != world_size:
-            raise ValueError(f"Expected one entry per rank ({world_size}), got {len(value)}.")
+        if not isinstance(value, Sequence) or len(value) != num_shares:
+            fact = len(value) if isinstance(value, Sequence) else type(value).__name__
+            raise ValueError(f"Expected one entry per rank ({num_shares}), got {fact}.")
     per_rank = [
         (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()})
-        for rank in range(world_size)
+        for rank in range(num_shares)
     ]
     return per_rank, None
 
 
 @dataclass(frozen=True)
-class Padding:
-    """How many of the rows that went to the ranks were added to make equal chunks; they are the last ones."""
+class Order:
+    """Where the rows of a batch went. Rows from `rows_of_caller` on were added so that every share has some."""
 
-    added: int = 0
-    rows: int = 1
+    shares: Rows
+    rows_of_caller: int
 
 
-def _split_protos(world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Padding]:
-    """Chunk every DataProto over the ranks, padded to equal size; other arguments go to all."""
-    padding = Padding()
-    chunks: dict[int | str, list[DataProto]] = {}
-    lengths = {len(value) for value in (*args, *kwargs.values()) if isinstance(value, DataProto)}
-    if len(lengths) > 1:
-        raise ValueError(f"All batches of one call must have as many rows, got {sorted(lengths)}.")
-    for key, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, DataProto):
-            padded, added = pad_dataproto_to_divisor(value, world_size)
-            padding = Padding(added, len(padded))
-            chunks[key] = padded.chunk(world_size)
-    per_rank = [
+def _deal(batch: DataProto, num_shares: int) -> Rows:
+    """As many tokens to each share, where a mask tells them; the rows of a prompt together."""
+    lengths = token_counts(batch)
+    if lengths is None:
+        return contiguous(len(batch), num_shares)
+    uids = batch.non_tensor_batch.get("uid")
+    return balanced(lengths, num_shares, None if uids is None else uids.tolist())
+
+
+def _deal_windows(batch: DataProto, num_shares: int) -> Rows:
+    """As many rows to each share, and mini-batches of the same rows as in one process."""
+    return in_windows(token_counts(batch) or [1] * len(batch), num_shares)
+
+
+def _split_batches(
+    num_shares: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    deal: Callable[[DataProto, int], Rows],
+    pad: Callable[[DataProto, int], DataProto],
+) -> tuple[list[Arguments], Order | None]:
+    """Deal the rows of every batch alike; other arguments go to all."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto | Dealt)]
+    if num_shares == 1 or not given:
+        undealt = {name: _undealt(value) for name, value in kwargs.items()}
+        return [(tuple(_undealt(value) for value in args), undealt)] * num_shares, None
+    if len(sizes := {len(_undealt(value)) for value in given}) > 1:
+        raise ValueError(f"All batches of one call must have as many rows, got {sorted(sizes)}.")
+    orders = [value.rows for value in given if isinstance(value, Dealt)]
+    batches = {id(value): _undealt(value) if orders else pad(_undealt(value), num_shares) for value in given}
+    if orders and (len(orders[0]) != num_shares or any(order != orders[0] for order in orders)):
+        raise ValueError(f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}.")
+    rows = orders[0] if orders else deal(batches[id(given[0])], num_shares)
+    chunks = {key: [_rows(batch, share) for share in rows] for key, batch in batches.items()}
+    per_share = [
         (
-            tuple(chunks[i][rank] if i in chunks else value for i, value in enumerate(args)),
-            {name: chunks[name][rank] if name in chunks else value for name, value in kwargs.items()},
+            tuple(chunks[id(value)][share] if id(value) in chunks else value for value in args),
+            {name: chunks[id(value)][share] if id(value) in chunks else value for name, value in kwargs.items()},
         )
-        for rank in range(world_size)
+        for share in range(num_shares)
     ]
-    return per_rank, padding
+    return per_share, Order(rows, sizes.pop())
 
 
-def _join_protos(outputs: list[Any], padding: Padding) -> DataProto:
-    """One batch of all answers, less those to added rows; a row may have several answers (n samples of a prompt)."""
+def _undealt(value: Any) -> Any:
+    return value.batch if isinstance(value, Dealt) else value
+
+
+def _rows(batch: DataProto, rows: list[int]) -> DataProto:
+    """A view where the rows are neighbours, else a copy of them."""
+    if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+        return batch.slice(rows[0], rows[0] + len(rows))
+    return batch.select_idxs(np.asarray(rows, dtype=np.int64))
+
+
+def _repeated(batch: DataProto, num_shares: int) -> DataProto:
+    """At least one row for each share: a rank without any would miss in the others' collectives."""
+    return batch if len(batch) >= num_shares else batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
+
+
+def _masked(batch: DataProto, num_shares: int) -> DataProto:
+    """As many rows for each share. What is added must not count, so a batch without a mask is dealt unevenly."""
+    missing = -_at_least_one(batch) % num_shares
+    if batch.batch is not None and MASK in batch.batch.keys():
+        return with_masked_rows(batch, missing) if missing else batch
+    if len(batch) < num_shares:
+        raise ValueError(
+            f"A batch without '{MASK}' needs at least one row for each of {num_shares} shares, got {len(batch)}: "
+            "copies of rows would count."
+        )
+    return batch
+
+
+def _at_least_one(batch: DataProto) -> int:
+    if not len(batch):
+        raise ValueError("A batch without rows cannot be dealt to several ranks.")
+    return len(batch)
+
+
+def _split_protos(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
+    return _split_batches(num_shares, args, kwargs, _deal, _repeated)
+
+
+def _split_for_metrics(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
+    return _split_batches(num_shares, args, kwargs, _deal_windows, _masked)
+
+
+def _join_protos(outputs: list[Any], order: Order | None) -> Any:
+    """One batch of all answers in the caller's order; a row may have several answers (n samples of a prompt)."""
+    if order is None:
+        return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
     joined = DataProto.concat(outputs)
-    answers_per_row = len(joined) // max(padding.rows, 1)
-    return unpad_dataproto(joined, padding.added * answers_per_row)
+    rows = list(itertools.chain(*order.shares))
+    if rows == list(range(order.rows_of_caller)):
+        return joined
+    answers = len(joined) // len(rows)
+    if [len(output) for output in outputs] != [len(share) * answers for share in order.shares]:
+        raise ValueError(
+            "Answers come back in the order of the rows, so there must be equally many to each; got "
+            f"{[len(output) for output in outputs]} to {[len(share) for share in order.shares]} rows."
+        )
+    place = np.argsort(rows)[: order.rows_of_caller]
+    return joined.select_idxs((place[:, None] * answers + np.arange(answers)).reshape(-1))
+
+
+def _first(outputs: list[Any], _: Any) -> Any:
+    return outputs[0]
+
+
+def _all(outputs: list[Any], _: Any) -> Any:
+    return outputs
 
 
 _MODES: dict[str, DispatchMode] = {
-    Dispatch.RANK_ZERO.value: DispatchMode(_same_for_all, lambda outputs, _: outputs[0]),
-    Dispatch.ONE_TO_ALL.value: DispatchMode(_same_for_all, lambda outputs, _: outputs),
-    Dispatch.ALL_TO_ALL.value: DispatchMode(_one_entry_each, lambda outputs, _: outputs),
-    Dispatch.DP_COMPUTE.value: DispatchMode(_one_entry_each, lambda outputs, _: outputs),
-    Dispatch.DP_COMPUTE_PROTO.value: DispatchMode(_split_protos, _join_protos),
+    Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
+    Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
+    Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
+    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_share=True),
+    Dispatch.DP_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, by_share=True),
+    # The function is the first argument and no batch, so that it goes to all.
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(_split_protos, _join_protos, by_share=True),
     # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
-    Dispatch.DP_COMPUTE_METRIC.value: DispatchMode(_split_protos, lambda outputs, _: outputs[0]),
+    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_share=True),
 }
 
 
-def register_dispatch_mode(name: str, mode: DispatchMode) -> None:
-    """Add a user's split/collect pair under a new name."""
+def add_dispatch_mode(name: str, mode: DispatchMode) -> None:
+    """Add a split/collect pair under a new name, also as `Dispatch.NAME`."""
     if name in _MODES:
-        raise ConfigError(f"Dispatch mode '{name}' exists already; give yours another name.")
+        raise ConfigError(f"Dispatch mode '{name}' exists already; give yours another name, or update_dispatch_mode.")
     _MODES[name] = mode
+    setattr(Dispatch, name.upper(), name)
 
 
-def dispatch_mode(name: str) -> DispatchMode:
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> None:
+    """Add a pair written as verl's are, under a new name; also as `Dispatch.NAME`.
+
+    `dispatch_fn(worker_group, *args, **kwargs)` gives (args, kwargs), each value a list of one entry a rank;
+    `collect_fn(worker_group, outputs)` gives the answer. Of the group they see `world_size`.
+    """
+    add_dispatch_mode(dispatch_mode_name, _of_functions(dispatch_fn, collect_fn))
+
+
+def update_dispatch_mode(dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> None:
+    """Replace the pair of a known mode, in groups that are made from now on."""
+    known = find_dispatch_mode(dispatch_mode)
+    _MODES[dispatch_mode] = _of_functions(dispatch_fn, collect_fn, by_share=known.by_share)
+
+
+def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., Any]]:
+    """The pair of a mode in verl's form: {"dispatch_fn": ..., "collect_fn": ...}; see `register_dispatch_mode`.
+
+    Both must be given the same group: the order of the rows, which collecting undoes, is noted on it.
+    """
+    mode = find_dispatch_mode(dispatch_mode)
+
+    def dispatch_fn(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        per_rank, worker_group.undo_of_dispatch = mode.split(worker_group.world_size, args, kwargs)
+        columns = tuple([args[i] for args, _ in per_rank] for i in range(len(args)))
+        return columns, {name: [kwargs[name] for _, kwargs in per_rank] for name in kwargs}
+
+    def collect_fn(worker_group: Any, output: list[Any]) -> Any:
+        return mode.collect(output, worker_group.undo_of_dispatch)
+
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def _of_functions(
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], by_share: bool = False
+) -> DispatchMode:
+    def split(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
+        group = SimpleNamespace(world_size=num_shares)
+        columns, named = dispatch_fn(group, *args, **kwargs)
+        if not columns and not named:
+            return [((), {})] * num_shares, group
+        return one_entry_each(num_shares, tuple(columns), named)[0], group
+
+    return DispatchMode(split, lambda outputs, group: collect_fn(group, outputs), by_share)
+
+
+def find_dispatch_mode(name: str) -> DispatchMode:
     """The pair registered under `name`."""
     if name not in _MODES:
         raise ConfigError(f"Unknown dispatch mode '{name}'. Known: {', '.join(_MODES)}.")
@@ -133,10 +292,20 @@ def dispatch_mode(name: str) -> DispatchMode:
 
 
 def register(
-    dispatch_mode: str = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True
+    dispatch_mode: str = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
 ) -> Callable[[Function], Function]:
-    """Mark a worker's method as callable on a whole group."""
-    plan = CallPlan(str(getattr(dispatch_mode, "value", dispatch_mode)), execute_mode, blocking)
+    """Mark a worker's method as callable on a whole group.
+
+    Args:
+        dispatch_mode: how arguments are split and answers collected.
+        execute_mode: on which ranks it runs.
+        blocking: whether a call on the group waits; if not, it gives a future with `result()`.
+        materialize_futures: whether futures among the arguments are waited for before the call.
+    """
+    plan = CallPlan(dispatch_mode, execute_mode, blocking, materialize_futures)
 
     def mark(method: Function) -> Function:
         setattr(method, CALL_PLAN, plan)
@@ -145,23 +314,9 @@ def register(
     return mark
 
 
+@functools.cache
 def registered_methods(worker_class: type) -> dict[str, CallPlan]:
     """The methods of a class that a group offers, with their plans."""
     names = [name for name in dir(worker_class) if not name.startswith("__")]
     plans = {name: getattr(getattr(worker_class, name), CALL_PLAN, None) for name in names}
     return {name: plan for name, plan in plans.items() if plan is not None}
-
-
-def bind(call_ranks: Callable[[str, list[Arguments]], list[Any]], world_size: int, method: Any, name: str) -> Any:
-    """A function that splits its arguments, runs `call_ranks` and joins the outputs; keeps signature and docstring."""
-    plan: CallPlan = getattr(method, CALL_PLAN)
-    mode = dispatch_mode(plan.dispatch_mode)
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        per_rank, undo = mode.split(world_size, args, kwargs)
-        if plan.execute_mode is Execute.RANK_ZERO or plan.dispatch_mode == Dispatch.RANK_ZERO.value:
-            per_rank = per_rank[:1]
-        return mode.collect(call_ranks(name, per_rank), undo)
-
-    return call

@@ -1,26 +1,290 @@
-"""The group of workers that live in this process."""
+"""Backend `spmd`: this process alone, or all ranks that torchrun started, of which rank 0 drives.
 
-from typing import Any
+`join()` gives the driver its pool; on every other rank it serves the driver's calls and never returns.
+"""
 
-from verl.single_controller.dispatch import Arguments, bind, registered_methods
+import atexit
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.calls import ANSWER_S, Lost
+from verl.single_controller.dispatch import Arguments
+from verl.single_controller.host import Host, Raised
+from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, handle_sigterm, launched_rank, serve
+from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
+from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
+from verl.utils.errors import WorkerLostError
+from verl.utils.logging import logger
+
+_LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
+_POLL_S = 0.5  # for deaths of ranks that a call does not wait for
+_NEWS_S = 2.0  # after torchrun said to end: in which a death that made it do so is known here too
 
 
-class WorkerGroup:
-    """One rank of one role, in this process. Every `@register`ed method of the worker can be called on the group."""
+class ResourcePool(Protocol):
+    """Processes that workers can be started in. Roles that are started in one pool share its processes."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.world_size = 1
-        for name in registered_methods(type(worker)):
-            setattr(self, name, bind(self._call_ranks, self.world_size, getattr(type(worker), name), name))
+    world_size: int
 
-    def _call_ranks(self, name: str, per_rank: list[Arguments]) -> list[Any]:
-        return [getattr(self.worker, name)(*args, **kwargs) for args, kwargs in per_rank]
+    def start(
+        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+    ) -> WorkerGroup:
+        """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
+        ...
 
-    def __getattr__(self, name: str) -> Any:
-        # Reached only for names that no bound method has: name the nearest fact instead of a bare AttributeError.
-        raise AttributeError(
-            f"{type(self.__dict__.get('worker')).__name__} has no registered method '{name}'. "
-            "Decorate it with @register(dispatch_mode=...) to call it on the group."
-        )
+    def shutdown(self) -> None:
+        """End the processes, once they are done with what they were asked."""
+        ...
+
+
+class LocalPool:
+    """This process alone: a call on a group is a call."""
+
+    world_size = 1
+
+    def start(
+        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+    ) -> WorkerGroup:
+        return WorkerGroup(worker_class(*args, **kwargs))
+
+    def shutdown(self) -> None:
+        """There is nobody to end."""
+
+
+def join(connect_timeout_s: float = 300.0) -> "LocalPool | SpmdPool":
+    """The pool of all processes that were launched together, on the one that drives (RANK 0).
+
+    On every other rank this call serves until the driver has finished, and then ends the process (SystemExit).
+    Raises ConfigError where torchrun's variables are incomplete, WorkerLostError where ranks do not come.
+    """
+    rank, world_size = launched_rank()
+    if world_size == 1:
+        return LocalPool()
+    if rank > 0:
+        serve(rank, connect_timeout_s)
+        raise SystemExit(0)
+    return SpmdPool(SpmdRanks(*connect_all(world_size, connect_timeout_s)))
+
+
+class SpmdPool:
+    """All ranks of a launch. Ends with this process, or with `shutdown`."""
+
+    def __init__(self, ranks: "SpmdRanks") -> None:
+        self.ranks = ranks
+        self.world_size = ranks.size
+        self._pid = os.getpid()
+        self._end_first()
+        if threading.current_thread() is threading.main_thread():
+            handle_sigterm(self._told_to_end)
+
+    def start(
+        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+    ) -> WorkerGroup:
+        """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
+        group = start_role(self.ranks, role, worker_class, args, kwargs, deadline_s)
+        self._end_first()
+        return group
+
+    def shutdown(self) -> None:
+        """End the other ranks, once they are done with what they were asked; those that do not end are killed."""
+        self.ranks.end()
+
+    def _end_first(self) -> None:
+        """Among the exit handlers: process groups that workers made end together, so the others must be told before."""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a child that was forked and inherited the handler
+            return
+        self.ranks.end()
+        # A thread that is in a collective which nobody else will reach would keep the other exit handlers waiting.
+        if not self.ranks.local.idle.wait(ANSWER_S if self.ranks.is_whole() else 0.0):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _told_to_end(self, signum: int, frame: types.FrameType | None) -> None:
+        """torchrun ends all ranks as soon as it sees one dead: often before the driver has said which, and why."""
+        if self.ranks.failing.is_set():
+            return
+        if self.ranks.news.wait(_NEWS_S):
+            if self.ranks.waiting:
+                return  # for a call, whose error will tell more
+            self.ranks.raise_lost()
+        raise SystemExit(128 + signum)
+
+
+class SpmdRanks:
+    """Rank 0 is a thread of this process, the others are peers; implements `Ranks`.
+
+    A thread of its own receives, so that answers and deaths are noticed whatever the driver is at.
+    """
+
+    def __init__(self, peers: dict[int, Peer], folder: Path) -> None:
+        self.size = len(peers) + 1
+        self.peers, self.folder = peers, folder
+        self.lost: dict[int, Lost] = {}
+        self.news, self.failing = threading.Event(), threading.Event()
+        self.waiting = False
+        self._ended: str | None = None
+        self._notes: dict[int, str] = {}
+        self._silent: set[int] = set()
+        self._pending: dict[tuple[int, int], Future] = {}  # (rank, number of the message): its answer
+        self._lock = threading.RLock()  # a signal handler may send while the thread it interrupts does
+        self._numbers = iter(range(1, sys.maxsize))
+        keep_breadcrumbs(folder, 0)
+        self.local = LocalRank(Host())
+        threading.Thread(target=self._receive, name="verl-watch", daemon=True).start()
+
+    # ---------------------------------------------------------------- the calls of `Ranks`
+
+    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Future]:
+        if self._ended is not None:
+            raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
+        # All are pickled before one is sent: what cannot be is told before any rank starts.
+        shares = {id(share): share for rank, share in arguments.items() if rank > 0}
+        messages = {key: Outgoing((role, method, *share)) for key, share in shares.items()}
+        replies = {rank: self._send(rank, Kind.CALL, messages[id(arguments[rank])]) for rank in arguments if rank > 0}
+        if 0 in arguments:
+            replies[0] = self.local.submit(role, method, arguments[0])
+        return dict(sorted(replies.items()))
+
+    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        ends_at = time.monotonic() + timeout_s
+        waiting = set(replies.values())
+        self.waiting = True
+        try:
+            while waiting:
+                left = ends_at - time.monotonic()
+                done, waiting = wait(waiting, min(max(left, 0.0), _POLL_S), FIRST_COMPLETED)
+                if left <= 0 or self.lost or any(not callable(future.result()) for future in done):
+                    break
+        finally:
+            self.waiting = False
+        ended = {rank: future.result() for rank, future in replies.items() if future.done()}
+        # A rank that is dead is news also to a call that it has no part in: the group is not whole any more.
+        lost = self.lost if waiting else {}
+        return {rank: None if callable(end) else end for rank, end in ended.items()} | lost
+
+    def values(self, replies: Sequence[Future]) -> list[Any]:
+        return [reply.result()() for reply in replies]
+
+    def describe(self, rank: int) -> str:
+        return self.peers[rank].place if rank in self.peers else f"{socket.gethostname()}, pid {os.getpid()}, driver"
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        self.failing.set()
+        asked = {rank: self._send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers}
+        wait(asked.values(), timeout_s)
+        stacks = {0: format_stacks()}
+        for rank, future in asked.items():
+            if future.done() and not isinstance(future.result(), Lost):
+                ((stacks[rank], notes),) = self.values([future])
+                self._notes |= notes  # of all ranks of that machine, also of those that do not answer
+        self._silent = set(self.peers) - set(stacks)
+        return stacks
+
+    def breadcrumbs(self) -> dict[int, str]:
+        return {**self._notes, **read_breadcrumbs(self.folder)}
+
+    def abort(self, reason: str) -> None:
+        self._ended = reason
+        self.failing.set()
+        for rank, peer in self.peers.items():
+            if rank not in self.lost:
+                self._send(rank, Kind.ABORT, Outgoing(None))
+                peer.leaving = True
+        # Who did not answer would not read this either.
+        self._wait_until_gone(ANSWER_S, self._silent)
+
+    # ---------------------------------------------------------------- the end
+
+    def end(self) -> None:
+        """Tell every rank to leave, wait until they have, kill those of this machine that do not."""
+        if self._ended is None:
+            self._ended = "the pool was shut down."
+            leaving = [self._send(rank, Kind.END, Outgoing(None)) for rank in self.peers if rank not in self.lost]
+            for peer in self.peers.values():
+                peer.leaving = True
+            if wait(leaving, _LEAVE_S).not_done:
+                self._wait_until_gone(0.0, set())
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def is_whole(self) -> bool:
+        """Whether no rank was lost or given up."""
+        return not self.failing.is_set() and not self.news.is_set()
+
+    def raise_lost(self) -> None:
+        """The error of ranks that died while the driver was not waiting for them."""
+        told = [f"rank {rank} ({self.describe(rank)}) died: {lost.reason}" for rank, lost in self.lost.items()]
+        self.stacks(ANSWER_S)
+        notes = self.breadcrumbs()
+        told += [f"Last breadcrumb of rank {rank}: {notes.get(rank, 'none')}" for rank in self.lost]
+        self.abort(told[0])
+        raise WorkerLostError("\n".join(told))
+
+    def _wait_until_gone(self, timeout_s: float, hopeless: set[int]) -> None:
+        ends_at = time.monotonic() + timeout_s
+        while time.monotonic() < ends_at and set(self.peers) - hopeless - set(self.lost):
+            time.sleep(0.01)
+        for rank, peer in self.peers.items():
+            if rank not in self.lost and peer.on_this_machine:
+                logger.warning("Rank %d (%s) does not end by itself and is killed.", rank, peer.place)
+                os.kill(peer.pid, signal.SIGKILL)
+
+    # ---------------------------------------------------------------- messages
+
+    def _send(self, rank: int, kind: Kind, message: Outgoing) -> Future:
+        number, future = next(self._numbers), Future()
+        with self._lock:
+            if rank in self.lost:
+                future.set_result(self.lost[rank])
+                return future
+            self._pending[rank, number] = future
+        try:
+            self.peers[rank].link.send(kind, number, message)
+        except OSError as error:
+            self._lose(rank, f"it takes no messages ({error})")
+        return future
+
+    def _receive(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self.peers.items():
+                selector.register(peer.link.socket, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    rank = key.data
+                    try:
+                        self._take(rank, self.peers[rank].link.receive())
+                    except (OSError, EOFError) as error:
+                        selector.unregister(key.fileobj)
+                        self._lose(rank, str(error))
+
+    def _take(self, rank: int, message: Incoming) -> None:
+        with self._lock:
+            future = self._pending.pop((rank, message.number), None)
+        if future is not None:
+            future.set_result(message.value() if message.kind is Kind.RAISED else message.value)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        with self._lock:
+            lost = self.lost.setdefault(rank, Lost(reason))
+            futures = [self._pending.pop(key) for key in list(self._pending) if key[0] == rank]
+        if not self.peers[rank].leaving:
+            self.news.set()
+        for future in futures:
+            future.set_result(lost)

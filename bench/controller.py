@@ -1,0 +1,95 @@
+"""What the single controller costs: an empty call to many workers, and a batch to two workers and back.
+
+python bench/controller.py [spmd|ray ...]: both by default. Prints the median and the best of the repeats.
+"""
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Worker, register
+from verl.single_controller.spmd import ResourcePool, join
+
+EMPTY_CALLS, EMPTY_WORKERS = 300, 8
+BATCHES, BATCH_WORKERS, BATCH_MB = 10, 2, 100
+
+
+class Echo(Worker):
+    """Gives back what it gets."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None: ...
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def same(self, batch: DataProto) -> DataProto:
+        return batch
+
+
+def seconds(call: Callable[[], Any], repeats: int) -> list[float]:
+    call()
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return sorted(taken)
+
+
+def measure(backend: str, pool: ResourcePool) -> None:
+    group = pool.start("echo", Echo)
+    if pool.world_size == EMPTY_WORKERS:
+        taken, what, aim = seconds(group.nothing, EMPTY_CALLS), "empty call", 0.002 if backend == "spmd" else 0.005
+    else:
+        columns = {f"column_{i}": torch.rand(1024, BATCH_MB * 10**6 // 4 // 1024 // 5) for i in range(5)}
+        batch = DataProto.from_dict(tensors=columns)
+        taken, what, aim = seconds(lambda: group.same(batch), BATCHES), f"{BATCH_MB} MB there and back", 0.3
+    print(
+        f"{backend}: {what}, {pool.world_size} workers: median {statistics.median(taken) * 1e3:.2f} ms, "
+        f"best {taken[0] * 1e3:.2f} ms, aim {aim * 1e3:.0f} ms",
+        flush=True,
+    )
+    pool.shutdown()
+
+
+def launch_spmd(size: int) -> None:
+    """This program on every rank, as torchrun would, without the seconds that its agent takes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, "rank"], env=os.environ | common | {"RANK": str(rank), "MASTER_PORT": str(port)}
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.wait()
+
+
+def main() -> None:
+    if sys.argv[1:] == ["rank"]:
+        measure("spmd", join())
+        return
+    backends = sys.argv[1:] or ["spmd", "ray"]
+    if "spmd" in backends:
+        launch_spmd(EMPTY_WORKERS)
+        launch_spmd(BATCH_WORKERS)
+    if "ray" in backends:
+        from verl.single_controller.ray import RayResourcePool, connect
+
+        connect(address="local", num_cpus=EMPTY_WORKERS, include_dashboard=False)
+        for size in (EMPTY_WORKERS, BATCH_WORKERS):
+            measure("ray", RayResourcePool([size], use_gpu=False))
+
+
+if __name__ == "__main__":
+    main()

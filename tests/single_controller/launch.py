@@ -1,0 +1,76 @@
+"""Ranks as torchrun starts them, without its seconds: forks of one process that has imported everything."""
+
+import atexit
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the driver returned, or the error that it raised; and how and when the processes ended."""
+
+    value: Any
+    error: tuple[str, str] | None
+    seconds: float
+    exit_codes: list[int | None]  # None: did not end
+
+
+def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: float = 30.0) -> Run:
+    """Run `scenario(pool, *args)` on rank 0 of `size` ranks that call `join()`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.single_controller.workers", "verl.single_controller.spmd"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=_rank, args=(rank, size, port, theirs if rank == 0 else None, scenario, args))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    theirs.close()
+    started = time.perf_counter()
+    value, error = None, ("no answer", "")
+    if ours.poll(timeout_s):
+        value, error = ours.recv()
+    seconds = time.perf_counter() - started
+    for process in processes:
+        process.join(max(timeout_s - (time.perf_counter() - started), 1.0))
+    exit_codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return Run(value, error, seconds, exit_codes)
+
+
+def _rank(rank: int, size: int, port: int, answer: Connection | None, scenario: Any, args: tuple[Any, ...]) -> None:
+    import torch
+
+    from verl.single_controller import calls
+    from verl.single_controller.spmd import join
+
+    torch.set_num_threads(1)
+    calls.GRACE_S, calls.ANSWER_S = 0.5, 1.5
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    pool: Any = join(connect_timeout_s=20)
+    assert answer is not None, "only the driver comes back from join"
+    try:
+        answer.send((scenario(pool, *args), None))
+    except Exception as error:  # noqa: BLE001 - a process border: the test looks at it
+        traceback.print_exc()
+        answer.send((None, (type(error).__name__, str(error))))
+    atexit._run_exitfuncs()  # as every program does, but not children of multiprocessing

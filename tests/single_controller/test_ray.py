@@ -1,0 +1,160 @@
+"""The same program on Ray: one local cluster for all tests, since a start takes seconds."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="the optional backend is not installed")
+import ray
+
+from tests.single_controller import workers
+from verl.single_controller import calls
+from verl.single_controller.ray import (
+    RUNTIME_ENV,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    connect,
+    create_colocated_worker_cls,
+    merged_runtime_env,
+)
+from verl.single_controller.spmd import LocalPool
+from verl.utils.errors import ConfigError, DeadlineError, WorkerLostError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Pools of two processes each; those that are to be broken start beside the one that works."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # where Ray's processes find these workers
+    connect(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    names = ("whole", "stopped")
+    pools = {name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=2) for name in names}
+    with ThreadPoolExecutor(3) as threads:
+        started = threads.map(lambda pool: pool.start("troubled", workers.Troubled), pools.values())
+        while not pools["whole"]._groups:  # the second set takes the room that the first has reserved
+            time.sleep(0.01)
+        in_verls_form = threads.submit(RayWorkerGroup, pools["whole"], colocated())
+        list(started)
+    pools["spawned"] = in_verls_form.result()
+    yield pools
+    del pools["spawned"]
+    for pool in pools.values():
+        pool.shutdown()
+    ray.shutdown()
+    del os.environ["PYTHONPATH"]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(calls, "GRACE_S", 0.5)
+    monkeypatch.setattr(calls, "ANSWER_S", 1.5)
+
+
+def colocated():
+    entries = {"counter": workers.Counter, "other": workers.Other, "troubled": workers.Troubled}
+    return create_colocated_worker_cls({name: RayClassWithInitArgs(cls) for name, cls in entries.items()})
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_two_actors_give_the_answers_of_one_process(pools):
+    assert workers.same_answers(pools["whole"]) == workers.same_answers(LocalPool())
+
+
+def test_roles_of_a_pool_share_its_processes(pools):
+    found = workers.two_roles(pools["whole"])
+    assert found["words"] == ["0: hello", "1: hello"]
+    assert found["share"] == [1, 102]
+    assert found["counted"] == [3, 3, 3]
+    assert [local_rank for _, local_rank in found["processes"]] == ["0", "1"]
+    assert found["again"] == found["processes"]
+
+
+def test_groups_in_verls_form(pools):
+    """A second set of processes in the same room, whose roles are spawned from colocated classes."""
+    spawned = pools["spawned"].spawn({"counter", "other"})
+    assert spawned["counter"].tell("hello") == ["0: hello", "1: hello"]
+    theirs = {pid for pid, _ in spawned["other"].process()}
+    assert theirs.isdisjoint(pid for pid, _ in pools["whole"].start("other", workers.Other).process())
+    with pytest.raises(ConfigError, match=r"No roles \['critic'\]"):
+        pools["spawned"].spawn({"critic"})
+
+
+def test_one_rank_raises_and_the_group_lives_on(pools):
+    (one, other), ranks = workers.one_raises_and_all_go_on(pools["whole"])
+    for rank, (kind, text, cause) in enumerate((other, one)):
+        assert kind == "WorkerError"
+        assert text.startswith(f"troubled.only_rank_raises raised on rank {rank} (")
+        assert "in only_rank_raises" in text
+        assert cause == f"ConfigError('rank {rank} has no such key')"
+    assert ranks == [0, 1]
+
+
+def test_a_killed_rank_is_named_at_once(pools):
+    troubled = pools["spawned"].spawn({"troubled"})["troubled"]
+    with pytest.raises(WorkerLostError, match=r"^troubled.one_gets: rank 1 \(.*died: The actor died") as found:
+        troubled.one_gets(1, signal.SIGKILL, deadline_s=20)
+    text = str(found.value)
+    assert "Rank 1 does not answer; last breadcrumb: " in text
+    assert "on the way to the signal" in text
+    assert "Rank 0 answers" in text
+    assert "in one_gets" in text
+    with pytest.raises(WorkerLostError, match="cannot be called any more: troubled.one_gets: rank 1"):
+        troubled.fine()
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(pools):
+    processes = [pid for _, pid in pools["stopped"].start("again", workers.Troubled).fine()]
+    with pytest.raises(DeadlineError, match=r"^troubled.one_gets not done within 1 s by rank 0 \(") as found:
+        workers.stopped(pools["stopped"], 1, 1.0)
+    assert "Rank 1 does not answer; last breadcrumb: " in str(found.value)
+    assert "on the way to the signal" in str(found.value)
+    assert "Rank 0 answers" in str(found.value)
+    pools["stopped"].shutdown()
+    time.sleep(0.2)
+    for pid in processes:
+        if is_running(pid):
+            os.kill(pid, signal.SIGCONT)  # a failing test leaves nobody stopped
+            pytest.fail(f"process {pid} was not ended")
+
+
+def test_a_skipped_collective_is_told_at_the_deadline(pools):
+    with pytest.raises(DeadlineError, match=r"one_skips_a_collective not done within 1 s by rank 0 \(") as found:
+        workers.trouble_within(pools["whole"], 1.0, "one_skips_a_collective", 1)
+    assert "rank 1 (" not in str(found.value).splitlines()[0], "it is done"
+    assert "in _collective" in str(found.value)
+    assert "one_skips_a_collective is done" in str(found.value)
+
+
+def test_a_cluster_without_room_says_what_it_has(pools):
+    with pytest.raises(ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"):
+        RayResourcePool([64]).new_processes(timeout_s=0.2)
+    with pytest.raises(ConfigError, match=r"For two nodes of eight GPUs give \[8, 8\]"):
+        RayResourcePool()
+
+
+def test_a_ray_that_is_there_is_used_as_it_is(pools):
+    before = ray.get_runtime_context().get_job_id()
+    connect(address="no such cluster")
+    assert ray.get_runtime_context().get_job_id() == before
+
+
+def test_a_users_runtime_environment_extends_the_shipped_one():
+    given = {"excludes": ["data/"], "env_vars": {"A": "1"}, "working_dir": "."}
+    merged = merged_runtime_env(given)
+    assert {"checkpoints/", "*.safetensors", "data/"} <= set(merged["excludes"])
+    assert merged["env_vars"] == {**RUNTIME_ENV["env_vars"], "A": "1"}
+    assert merged["working_dir"] == "."
+    assert given["excludes"] == ["data/"]
+    assert merged_runtime_env(None) == RUNTIME_ENV

@@ -1,0 +1,218 @@
+"""Ranks of one launch: the same answers as one process, and an error with its cause whatever goes wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.single_controller import workers
+from tests.single_controller.launch import Run, launch
+from verl.single_controller import WorkerGroup, spmd_rank
+from verl.single_controller.breadcrumbs import breadcrumb, format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.spmd import LocalPool, join
+from verl.single_controller.wire import Kind, Link
+from verl.utils.errors import ConfigError, WorkerLostError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def troubles() -> dict[str, Run]:
+    """All that goes wrong, at once: most of the time passes in deadlines."""
+    scenarios = {
+        "killed": (workers.killed, 1),
+        "stopped": (workers.stopped, 1, 1.0),
+        "driver raises": (workers.trouble, "one_raises_before_a_collective", 0),
+        "rank raises": (workers.trouble, "one_raises_before_a_collective", 1),
+        "terminated": (workers.terminated_after_a_death,),
+        "skipped": (workers.trouble_within, 1.0, "one_skips_a_collective", 1),
+    }
+    launch(workers.two_roles)  # before the others, which can then fork
+    with ThreadPoolExecutor(len(scenarios)) as threads:
+        runs = {name: threads.submit(launch, *scenario) for name, scenario in scenarios.items()}
+        return {name: run.result() for name, run in runs.items()}
+
+
+def error_of(run: Run) -> tuple[str, str]:
+    assert run.error is not None, run.value
+    assert None not in run.exit_codes, "all processes have ended"
+    return run.error
+
+
+def test_two_ranks_give_the_answers_of_one_process():
+    assert launch(workers.same_answers).value == workers.same_answers(LocalPool())
+
+
+def test_roles_of_a_pool_share_its_processes():
+    run = launch(workers.two_roles)
+    assert run.exit_codes == [0, 0]
+    found = run.value
+    assert found["words"] == ["0: hello", "1: hello"]
+    assert found["each"] == ["0: a", "1: b"]
+    assert found["share"] == [1, 102]
+    assert found["counted"] == [3, 3, 3], "both ranks work on all rows, and answer once"
+    assert len({pid for pid, _ in found["processes"]}) == 2
+    assert found["again"] == found["processes"]
+
+
+def test_one_rank_raises_and_the_group_lives_on():
+    run = launch(workers.one_raises_and_all_go_on)
+    assert run.error is None, run.error
+    (one, other, unsendable), ranks = run.value
+    for rank, (kind, text, cause) in enumerate((other, one)):
+        assert kind == "WorkerError"
+        assert text.startswith(f"troubled.only_rank_raises raised on rank {rank} (")
+        assert f"ConfigError: rank {rank} has no such key" in text.splitlines()[0]
+        assert "in only_rank_raises" in text
+        assert cause == f"ConfigError('rank {rank} has no such key')"
+    assert "raised on rank 1" in unsendable[1]
+    assert "lambda" in unsendable[1]
+    assert ranks == [0, 1]
+    assert run.exit_codes == [0, 0]
+
+
+def test_a_killed_rank_is_named_at_once(troubles):
+    kind, text = error_of(troubles["killed"])
+    assert kind == "WorkerLostError"
+    assert text.startswith("troubled.one_gets: rank 1 (")
+    assert "Rank 1 does not answer; last breadcrumb: " in text
+    assert "on the way to the signal" in text
+    assert "Rank 0 answers" in text
+    assert "in one_gets" in text, "where the other one is"
+    assert "_bootstrap" not in text, "of its stack, what is in the method"
+    assert troubles["killed"].seconds < 10
+
+
+def test_a_driver_that_is_told_to_end_says_who_died_before(troubles):
+    kind, text = error_of(troubles["terminated"])
+    assert kind == "WorkerLostError"
+    assert text.startswith("rank 1 (")
+    assert "Last breadcrumb of rank 1: " in text
+    assert "troubled.fine is done" in text
+
+
+def test_a_stopped_rank_is_named_at_the_deadline(troubles):
+    kind, text = error_of(troubles["stopped"])
+    assert kind == "DeadlineError"
+    assert text.startswith("troubled.one_gets not done within 1 s by rank 0 (")
+    assert "Rank 1 does not answer; last breadcrumb: " in text
+    assert "Rank 0 answers" in text
+    assert troubles["stopped"].exit_codes[1] == -9, "a stopped process is killed"
+
+
+@pytest.mark.parametrize(("name", "rank"), [("driver raises", 0), ("rank raises", 1)])
+def test_a_rank_that_raises_does_not_leave_the_others_in_a_collective(troubles, name, rank):
+    kind, text = error_of(troubles[name])
+    assert kind == "WorkerError"
+    assert text.startswith(f"troubled.one_raises_before_a_collective raised on rank {rank} (")
+    assert "KeyError: 'skipped the collective'" in text.splitlines()[0]
+    assert f"Rank {1 - rank} answers; last breadcrumb: " in text
+    assert "in _collective" in text
+
+
+def test_a_skipped_collective_is_told_at_the_deadline(troubles):
+    kind, text = error_of(troubles["skipped"])
+    assert kind == "DeadlineError"
+    assert text.startswith("troubled.one_skips_a_collective not done within 1 s by rank 0 (")
+    assert "rank 1 (" not in text.splitlines()[0], "it is done"
+    assert "in _collective" in text
+    assert "one_skips_a_collective is done" in text
+
+
+def test_neither_memory_nor_descriptors_grow_with_calls():
+    run = launch(workers.many_calls)
+    assert run.error is None, run.error
+    assert max(run.value["mib"]) < 24, "six calls' worth, of 300"
+    assert max(run.value["files"]) <= 2
+
+
+def test_torchrun_does_not_end_the_driver_before_it_has_said_why():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
+    found = subprocess.run(
+        [*command, "tests.single_controller.torchrun_program"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    answers = next(line for line in found.stdout.splitlines() if line.startswith("ANSWER "))
+    assert json.loads(answers.removeprefix("ANSWER ")) == workers.same_answers(LocalPool())
+    assert found.returncode != 0
+    assert "WorkerLostError: troubled.one_gets: rank 1 (" in found.stderr
+    assert "Rank 1 does not answer; last breadcrumb: " in found.stderr
+
+
+def test_a_process_alone_has_a_pool_of_itself(monkeypatch):
+    pool = join()
+    group = pool.start("counter", workers.Counter, 3)
+    assert isinstance(group, WorkerGroup)
+    assert group.tell("hello") == ["3: hello"]
+    pool.shutdown()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK.*not set. Launch with torchrun"):
+        join()
+
+
+def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(spmd_rank, "_store", lambda timeout_s: store)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    elsewhere = Path("a folder of another machine")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(spmd_rank.connect_all, 2, 20.0)
+        port, token = int(store.get("port")), store.get("token")
+        stranger = spmd_rank._connect(elsewhere, port, b"x" * len(token))
+        assert stranger.recv(1) == b""
+        link = Link(spmd_rank._connect(elsewhere, port, token))
+        link.send(Kind.HELLO, 0, (1, "other", 42))
+        peers, folder = waiting.result()
+    assert (peers[1].place, peers[1].on_this_machine, link.same_machine) == ("other, pid 42", False, False)
+    peers[1].link.send(Kind.CALL, 3, torch.ones(100_000))
+    assert link.receive().value().sum() == 100_000
+    shutil.rmtree(folder)
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(spmd_rank, "_store", lambda timeout_s: HashStore())
+    with pytest.raises(WorkerLostError, match=r"Ranks \[1, 2\] of 3 did not come within 0.1 s"):
+        spmd_rank.connect_all(3, 0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_breadcrumbs_outlive_what_they_are_about(tmp_path):
+    breadcrumb("nobody keeps this one")
+    keep_breadcrumbs(tmp_path, 3)
+    breadcrumb("before the long one")
+    breadcrumb("é" * 1000)
+    assert read_breadcrumbs(tmp_path)[3].endswith("éé")
+    breadcrumb("short")
+    assert read_breadcrumbs(tmp_path)[3].split(" ", 1)[1] == "short"
+
+
+def test_stacks_name_threads_and_lines():
+    begun, done = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        begun.set()
+        done.wait()
+
+    thread = threading.Thread(target=wait_here, name="the waiting one")
+    thread.start()
+    begun.wait()
+    text = format_stacks()
+    done.set()
+    thread.join()
+    assert "thread the waiting one:" in text
+    assert "in wait_here" in text

@@ -1,0 +1,93 @@
+"""What is sent arrives, is the receiver's own, and leaves nothing behind."""
+
+import os
+import socket
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.protocol.batches import as_rows, batches
+from verl.protocol import DataProto
+from verl.single_controller.wire import Kind, Link, Outgoing
+
+
+def connected(family: str) -> tuple[Link, Link]:
+    """Two ends: "memory" as on one machine, "stream" as between two."""
+    if family == "memory":
+        one, other = socket.socketpair()
+        return Link(one), Link(other)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return Link(one), Link(server.accept()[0])
+
+
+@pytest.fixture(params=["memory", "stream"])
+def ends(request):
+    pair = connected(request.param)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@settings(deadline=None, max_examples=20)
+@given(batch=batches)
+@pytest.mark.parametrize("family", ["memory", "stream"])
+def test_batches_arrive_as_they_were(family, batch):
+    one, other = connected(family)
+    one.send(Kind.CALL, 7, ("role", batch, {"word": None}))
+    message = other.receive()
+    role, again, words = message.value()
+    assert (message.kind, message.number, role, words) == (Kind.CALL, 7, "role", {"word": None})
+    assert as_rows(again) == as_rows(batch)
+    one.close()
+    other.close()
+
+
+def test_large_values_are_the_receivers_own(ends):
+    one, other = ends
+    column = torch.arange(20_000)
+    value = {"batch": DataProto.from_dict(tensors={"x": column}), "tensor": column[3:], "array": np.ones(30_001, "u1")}
+    message = Outgoing(value)  # once, to two receivers
+    one.send(Kind.CALL, 1, message)
+    first = other.receive().value()
+    one.send(Kind.CALL, 2, message)
+    second = other.receive().value()
+    first["batch"].batch["x"].zero_()
+    first["tensor"] += 1
+    for tensor in (first["batch"].batch["x"], first["tensor"]):
+        assert tensor.data_ptr() % 64 == 0, "aligned as torch's own memory"
+    assert column.equal(torch.arange(20_000)), "the sender's memory is its own"
+    assert second["batch"].batch["x"].equal(column)
+    assert second["tensor"].equal(column[3:])
+    assert second["array"].sum() == 30_001
+
+
+def test_a_large_value_goes_through_memory_and_not_through_the_socket():
+    one, other = connected("memory")
+    one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    one.send(Kind.CALL, 1, torch.ones(1_000_000))  # nobody reads yet: through the socket this would block
+    assert other.receive().value().sum() == 1_000_000
+
+
+def test_nothing_is_left_behind(ends):
+    one, other = ends
+    before = psutil.Process().num_fds()
+    for number in range(20):
+        one.send(Kind.CALL, number, torch.ones(10_000))
+        assert other.receive().value().sum() == 10_000
+    assert psutil.Process().num_fds() == before
+
+
+def test_the_end_of_the_other_side_is_noticed(ends):
+    one, other = ends
+    child = os.fork()  # a copy of the socket in a child must not keep the connection open
+    if child == 0:
+        os.read(other.socket.fileno(), 1) if other.socket.fileno() >= 0 else None
+        os._exit(0)
+    one.close()
+    with pytest.raises((EOFError, OSError)):
+        other.receive()
+    os.waitpid(child, 0)

@@ -1,0 +1,244 @@
+"""Workers that tests start on real processes, and what a driver does with them there."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Execute, Worker, breadcrumb, register
+from verl.utils.errors import ConfigError, WorkerError
+
+
+def rows(count: int, start: int = 0) -> DataProto:
+    numbers = torch.arange(start, start + count)
+    return DataProto.from_dict(tensors={"x": numbers}, non_tensors={"name": [f"row {i}" for i in numbers.tolist()]})
+
+
+class Counter(Worker):
+    """Remembers what came."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = self.rank if number is None else number
+        self.seen: list[int] = []
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto, *, plus: int = 0) -> DataProto:
+        """Twice each number."""
+        self.seen.append(len(batch))
+        return DataProto.from_dict(tensors={"y": batch.batch["x"] * 2 + plus})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def sample(self, batch: DataProto, n: int) -> DataProto:
+        return batch.repeat(n, interleave=True)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, one: DataProto, other: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"sum": one.batch["x"] + other.batch["x"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, function: Any, batch: DataProto) -> DataProto:
+        return function(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def share(self, number: int) -> int:
+        return number + 100 * self.data_rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tell(self, word: str) -> str:
+        return f"{self.number}: {word}"
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def tell_first(self, word: str) -> str:
+        return f"{self.number}: {word}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def tell_only_first(self, word: str) -> str:
+        return f"{self.number}: {word}"
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict[str, float]:
+        self.seen.append(len(batch))
+        return {"rows": len(batch)}
+
+    @register()
+    def each(self, word: str) -> str:
+        return f"{self.number}: {word}"
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def double_later(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
+
+    def private(self) -> None: ...
+
+
+class Other(Worker):
+    """A second role in the same processes, with another order of shares."""
+
+    def __init__(self, same_share_for_all: bool = False) -> None:
+        self.same_share_for_all = same_share_for_all
+
+    @property
+    def data_rank(self) -> int:
+        return 0 if self.same_share_for_all else self.rank
+
+    @property
+    def data_size(self) -> int:
+        return 1 if self.same_share_for_all else self.world_size
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def count(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"count": torch.full((len(batch),), len(batch))})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process(self) -> tuple[int, str | None]:
+        return os.getpid(), os.environ.get("LOCAL_RANK")
+
+
+class Troubled(Worker):
+    """Ranks that disagree."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fine(self, word: str = "") -> tuple[int, int]:
+        return self.rank, os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def only_rank_raises(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ConfigError(f"rank {rank} has no such key")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_raises_before_a_collective(self, rank: int) -> None:
+        if self.rank == rank:
+            raise KeyError("skipped the collective")
+        self._collective()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_skips_a_collective(self, rank: int) -> None:
+        if self.rank != rank:
+            self._collective()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_gets(self, rank: int, signal_number: int) -> None:
+        breadcrumb("on the way to the signal")
+        if self.rank == rank:
+            os.kill(os.getpid(), signal_number)
+        time.sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def cannot_be_sent(self) -> Any:
+        return lambda: None
+
+    def _collective(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+
+
+def negated(batch: DataProto) -> DataProto:
+    return DataProto.from_dict(tensors={"y": -batch.batch["x"]})
+
+
+# ---------------------------------------------------------------- what a driver does; runs where the pool is
+
+
+def same_answers(pool: Any) -> dict[str, Any]:
+    """Everything that must be the same however many ranks there are."""
+    group, lengths = pool.start("counter", Counter), [3, 9, 1, 7, 5]
+    batch = rows(5)
+    mask = torch.arange(10) < torch.tensor(lengths)[:, None]
+    batch.batch["attention_mask"] = mask.long()
+    future = group.double_later(rows(3))
+    return {
+        "double": group.double(rows(5), plus=1).batch["y"].tolist(),
+        "sample": list(group.sample(batch, 2).non_tensor_batch["name"]),
+        "of one row": group.double(rows(1)).batch["y"].tolist(),
+        "of a future": group.double(future).batch["y"].tolist(),
+        "a future": future.result().batch["x"].tolist(),
+        "function": group.apply(negated, rows(4)).batch["y"].tolist(),
+        "first": group.tell_first("hello"),
+        "large": group.double(rows(100_000)).batch["y"].sum().item(),
+    }
+
+
+def two_roles(pool: Any) -> dict[str, Any]:
+    """Roles of one pool live in the same processes; ranks that share rows answer once."""
+    group, other = pool.start("counter", Counter), pool.start("other", Other, same_share_for_all=True)
+    return {
+        "words": group.tell("hello"),
+        "each": group.each(["a", "b"]),
+        "share": group.share([1, 2]),
+        "counted": other.count(rows(3)).batch["count"].tolist(),
+        "processes": other.process(),
+        "again": pool.start("second", Other).process(),
+        "documentation": group.double.__doc__,
+    }
+
+
+def trouble(pool: Any, method: str, *args: Any) -> Any:
+    return trouble_within(pool, 20.0, method, *args)
+
+
+def trouble_within(pool: Any, deadline_s: float, method: str, *args: Any) -> Any:
+    group = pool.start("troubled", Troubled)
+    return getattr(group, method)(*args, deadline_s=deadline_s)
+
+
+def one_raises_and_all_go_on(pool: Any) -> Any:
+    group = pool.start("troubled", Troubled)
+    told = []
+    for call in (lambda: group.only_rank_raises(1), lambda: group.only_rank_raises(0), group.cannot_be_sent):
+        try:
+            call()
+        except WorkerError as error:
+            told.append((type(error).__name__, str(error), repr(error.__cause__)))
+    return told, [rank for rank, _ in group.fine()]
+
+
+def many_calls(pool: Any) -> dict[str, list[int]]:
+    """Resident MiB and open descriptors of all processes, before and after 300 calls of 4 MB."""
+    group = pool.start("measured", Measured)
+    batch = DataProto.from_dict(tensors={"x": torch.zeros(1000, 1000)})
+    found = []
+    for calls in (20, 300):
+        for _ in range(calls):
+            group.same(batch)
+        found.append([*group.usage(), usage()])
+    before, after = found
+    return {"mib": [b[0] - a[0] for a, b in zip(before, after)], "files": [b[1] - a[1] for a, b in zip(before, after)]}
+
+
+def usage() -> tuple[int, int]:
+    process = psutil.Process()
+    return process.memory_info().rss // 2**20, process.num_fds()
+
+
+class Measured(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def same(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def usage(self) -> tuple[int, int]:
+        return usage()
+
+
+def killed(pool: Any, rank: int) -> Any:
+    """The process of one rank dies within a method that the others are in as well."""
+    return trouble(pool, "one_gets", rank, signal.SIGKILL)
+
+
+def terminated_after_a_death(pool: Any) -> None:
+    """torchrun sees a rank die while the driver is not waiting for it, and ends the driver."""
+    group = pool.start("troubled", Troubled)
+    os.kill(group.fine()[1][1], signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+
+
+def stopped(pool: Any, rank: int, deadline_s: float) -> Any:
+    return trouble_within(pool, deadline_s, "one_gets", rank, signal.SIGSTOP)

@@ -1,0 +1,161 @@
+"""A call that runs on several ranks: waiting for it, and what is told when a rank raises, dies or is late."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.single_controller.dispatch import Arguments
+from verl.single_controller.host import Raised
+from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
+
+# After one rank has raised: how long the others have to end too. What still runs then waits for a collective that the
+# first one will never reach.
+GRACE_S = 5.0
+# A healthy process answers from a thread of its own in milliseconds; one that starts up or swaps may take longer.
+ANSWER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank whose process is gone."""
+
+    reason: str
+
+
+class Ranks(Protocol):
+    """The processes of a backend that carry the workers of one or several roles, numbered from 0."""
+
+    size: int
+
+    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Any]:
+        """Start a method on some ranks; gives what `wait` and `value` take. Calls on a rank run in their order."""
+        ...
+
+    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        """How calls ended that have ended, None meaning well. Returns when all have, or one badly, or in time."""
+        ...
+
+    def values(self, replies: Sequence[Any]) -> list[Any]:
+        """What calls that ended well returned. Only here does it come to the driver."""
+        ...
+
+    def describe(self, rank: int) -> str:
+        """Where a rank runs: machine and process."""
+        ...
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        """Where the threads are, of all ranks that answer in time, whatever their main thread is at."""
+        ...
+
+    def breadcrumbs(self) -> dict[int, str]:
+        """The last note of every rank; to be asked after `stacks`."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End all processes at once; every later call is a WorkerLostError with this reason."""
+        ...
+
+
+class GroupFuture:
+    """The answer of a group, some time. `result()` waits for it, at most until the deadline of the call."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        label: str,
+        replies: dict[int, Any],
+        answering: Sequence[int],
+        collect: Callable[[list[Any]], Any],
+        deadline_s: float,
+    ) -> None:
+        self.ranks, self.label = ranks, label
+        self._replies, self._answering, self._collect = replies, answering, collect
+        self._deadline_s, self._ends_at = deadline_s, time.monotonic() + deadline_s
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether `result()` would return or raise at once."""
+        ended = self.ranks.wait(self._replies, 0.0) if self._replies else {}
+        return len(ended) == len(self._replies) or any(end is not None for end in ended.values())
+
+    def result(self) -> Any:
+        """The collected answer.
+
+        Raises WorkerError if a rank raised, WorkerLostError if one died, DeadlineError if one is late. Unless every
+        rank has come back from the call, all processes of the group are ended before.
+        """
+        if self._replies:
+            try:
+                self._wait()
+                values = self.ranks.values([self._replies[rank] for rank in self._answering])
+                self._value = self._collect(values)
+            except Exception as error:  # noqa: BLE001 - kept for everybody who asks for the answer
+                self._error = error
+            self._replies = {}  # and with them the memory of the answers
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    get = result
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"The future of {self.label} cannot leave the driver's process. Give its result(), or register the method "
+            "that takes it with materialize_futures=True."
+        )
+
+    def _wait(self) -> None:
+        ended = self.ranks.wait(self._replies, max(self._ends_at - time.monotonic(), 0.0))
+        if any(isinstance(end, Raised) for end in ended.values()):
+            ended = self._wait_for_the_others()
+        lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
+        raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
+        late = [rank for rank in self._replies if rank not in ended]
+        if raised:
+            self._fail(WorkerError, self._told_raised(raised), late or lost, next(iter(raised.values())).error)
+        if lost:
+            told = [f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}" for rank, end in lost.items()]
+            self._fail(WorkerLostError, f"{self.label}: " + "; ".join(told), lost)
+        if late:
+            told = ", ".join(f"{rank} ({self.ranks.describe(rank)})" for rank in late)
+            self._fail(DeadlineError, f"{self.label} not done within {self._deadline_s:g} s by rank {told}", late)
+
+    def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
+        """Most often they raise as well, or are done; if not, they never will be."""
+        ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
+        waiting, ended = dict(self._replies), {}
+        while waiting:
+            ended |= self.ranks.wait(waiting, max(ends_at - time.monotonic(), 0.0))
+            waiting = {rank: reply for rank, reply in waiting.items() if rank not in ended}
+            if time.monotonic() >= ends_at:
+                break
+        return ended
+
+    def _told_raised(self, raised: dict[int, Raised]) -> str:
+        by_summary: dict[str, list[int]] = {}
+        for rank, end in raised.items():
+            by_summary.setdefault(end.summary, []).append(rank)
+        parts = []
+        for summary, numbers in by_summary.items():
+            where = f"rank {', '.join(map(str, numbers))} ({self.ranks.describe(numbers[0])})"
+            parts.append(f"{self.label} raised on {where}: {summary}\n{raised[numbers[0]].traceback.rstrip()}")
+        return "\n".join(parts)
+
+    def _fail(self, kind: type[Exception], headline: str, broken: Any, cause: BaseException | None = None) -> None:
+        """Raise `kind`; where ranks are `broken` (dead or stuck), with all that can be known, and after ending all."""
+        if broken:
+            stacks = self.ranks.stacks(ANSWER_S)
+            headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
+            self.ranks.abort(headline.split("\n")[0])
+        raise kind(headline) from cause
+
+
+def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:
+    notes = ranks.breadcrumbs()
+    silent = [rank for rank in range(ranks.size) if rank not in stacks]
+    lines = [f"Rank {rank} does not answer; last breadcrumb: {notes.get(rank, 'none')}" for rank in silent]
+    for rank, text in sorted(stacks.items()):
+        lines.append(f"Rank {rank} answers; last breadcrumb: {notes.get(rank, 'none')}; its stacks: {text}")
+    return [*lines, "All processes of the group have been ended."]

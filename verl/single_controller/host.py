@@ -1,0 +1,53 @@
+"""One rank's process, whatever backend started it: the roles that live there, and how their methods are run."""
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from verl.single_controller.breadcrumbs import breadcrumb
+from verl.single_controller.worker import Worker
+
+BUILD = "__init__"  # as a method's name: its first argument is the class
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that was raised on a rank, as text; `error` itself only if it survives pickling."""
+
+    summary: str
+    traceback: str
+    error: BaseException | None
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> "Raised":
+        text = "".join(traceback.format_exception(error))
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - a process border: whatever the exception holds, its text must arrive
+            return cls(summary, text, None)
+        return cls(summary, text, error)
+
+
+class Host:
+    """The workers of one rank, by role. Several roles of one process share its memory and its device."""
+
+    def __init__(self) -> None:
+        self.roles: dict[str, Worker] = {}
+
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method; or build the worker, which gives its (data_rank, data_size)."""
+        breadcrumb(f"{role}.{method} starts")
+        end = "raised"
+        try:
+            if method == BUILD:
+                worker_class, *rest = args
+                worker = self.roles[role] = worker_class(*rest, **kwargs)
+                answer = (worker.data_rank, worker.data_size)
+            else:
+                answer = getattr(self.roles[role], method)(*args, **kwargs)
+            end = "is done"
+            return answer
+        finally:
+            breadcrumb(f"{role}.{method} {end}")

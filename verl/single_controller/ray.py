@@ -1,0 +1,186 @@
+"""Backend `ray`: pools of processes on one machine or many, and groups of workers in them. `pip install ray`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from verl.single_controller.ray_ranks import RayRanks
+from verl.single_controller.worker import Worker
+from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
+from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
+
+# What a working directory holds that no worker reads from it; uploads of more than some 100 MB fail.
+RUNTIME_ENV: dict[str, Any] = {
+    "excludes": ["checkpoints/", "outputs/", "wandb/", ".git/", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.distcp"],
+    "env_vars": {"TOKENIZERS_PARALLELISM": "false"},
+}
+
+
+def merged_runtime_env(given: dict[str, Any] | None) -> dict[str, Any]:
+    """`RUNTIME_ENV` extended by a user's: excludes are joined, variables merged, everything else is the user's."""
+    given = dict(given or {})
+    excludes = [*RUNTIME_ENV["excludes"], *given.pop("excludes", [])]
+    variables = {**RUNTIME_ENV["env_vars"], **given.pop("env_vars", {})}
+    return {**given, "excludes": excludes, "env_vars": variables}
+
+
+def connect(*, runtime_env: dict[str, Any] | None = None, **ray_init: Any) -> None:
+    """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is."""
+    if ray.is_initialized():
+        logger.info("Ray is initialised already and used as it is.")
+        return
+    ray.init(runtime_env=merged_runtime_env(runtime_env), **ray_init)
+
+
+class RayResourcePool:
+    """Room for one process per GPU (or CPU), reserved on the nodes of a Ray cluster; implements `ResourcePool`.
+
+    Args:
+        process_on_nodes: how many processes on each node, [8, 8] for two nodes of eight GPUs. The processes of one
+            entry are on one node.
+        use_gpu: whether each process has a GPU; several sets of processes of one pool share it.
+        name_prefix: of the placement groups and actors, to find them in Ray's dashboard.
+        max_colocate_count: how many sets of processes fit into the pool, see `RayWorkerGroup`.
+        detached: whether processes outlive the driver.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+    ) -> None:
+        self.process_on_nodes = list(process_on_nodes or [])
+        if not self.process_on_nodes or min(self.process_on_nodes) < 1 or max_colocate_count < 1:
+            raise ConfigError(
+                "process_on_nodes counts the processes of each node and max_colocate_count is at least 1, got "
+                f"{process_on_nodes} and {max_colocate_count}. For two nodes of eight GPUs give [8, 8]."
+            )
+        self.world_size = sum(self.process_on_nodes)
+        self.use_gpu, self.max_colocate_count, self.detached = use_gpu, max_colocate_count, detached
+        self.name_prefix = name_prefix or ""
+        self._groups: list[PlacementGroup] = []
+        self._shared: RayRanks | None = None
+        self._all_ranks: list[RayRanks] = []
+
+    def start(
+        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+    ) -> WorkerGroup:
+        """Build `worker_class(*args, **kwargs)` on every rank at once; roles started here share their processes."""
+        if self._shared is None:
+            self._shared = self.new_processes()
+        return start_role(self._shared, role, worker_class, args, kwargs, deadline_s)
+
+    def new_processes(self, timeout_s: float = 300.0) -> RayRanks:
+        """One more process for each rank. Raises ConfigError where the cluster has no room in time."""
+        if not self._groups:
+            self._groups = self._reserve(timeout_s)
+        part = 1 / self.max_colocate_count
+        ranks = RayRanks(
+            self._groups,
+            gpus=part if self.use_gpu else 0,
+            cpus=part,
+            name_prefix=self.name_prefix,
+            detached=self.detached,
+        )
+        self._all_ranks.append(ranks)
+        return ranks
+
+    def _reserve(self, timeout_s: float) -> list[PlacementGroup]:
+        bundle = {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
+        groups = [
+            placement_group(
+                [dict(bundle) for _ in range(count)],
+                strategy="STRICT_PACK",
+                name=f"{self.name_prefix}verl_pool_{number}",
+                lifetime="detached" if self.detached else None,
+            )
+            for number, count in enumerate(self.process_on_nodes)
+        ]
+        if not all(group.wait(timeout_s) for group in groups):
+            for group in groups:
+                remove_placement_group(group)
+            nodes = [{kind: node["Resources"].get(kind, 0) for kind in bundle} for node in ray.nodes() if node["Alive"]]
+            raise ConfigError(
+                f"Ray found no room for {self.process_on_nodes} processes with {bundle} each within {timeout_s:g} s: "
+                f"its nodes have {nodes}, of which {ray.available_resources()} is free. Lower trainer.n_gpus_per_node "
+                "or trainer.nnodes, or start more nodes (`ray start --address=...`)."
+            )
+        return groups
+
+    def shutdown(self) -> None:
+        """End all processes of the pool, once they are done with what they were asked, and free its room."""
+        for ranks in self._all_ranks:
+            ranks.end()
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups, self._all_ranks, self._shared = [], [], None
+
+
+class RayClassWithInitArgs:
+    """A worker class and what it is built with on every rank."""
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+
+class ColocatedClasses:
+    """Several worker classes that live in one process per rank, by role."""
+
+    def __init__(self, class_dict: dict[str, RayClassWithInitArgs]) -> None:
+        self.class_dict = class_dict
+
+
+def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> ColocatedClasses:
+    """What `RayWorkerGroup` makes one set of processes of; `spawn` then gives the group of each role."""
+    return ColocatedClasses(class_dict)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Workers in a set of processes of their own; a pool has room for `max_colocate_count` sets.
+
+    Of colocated classes, `spawn` gives the groups. `pool.start(role, cls, ...)` does the same with less ado.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedClasses,
+        *,
+        name_prefix: str | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        ranks = resource_pool.new_processes()
+        if isinstance(ray_cls_with_init, ColocatedClasses):
+            self._ranks, self.world_size = ranks, ranks.size
+            self._groups = {
+                role: start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
+                for role, entry in ray_cls_with_init.class_dict.items()
+            }
+            return
+        role, entry = name_prefix or ray_cls_with_init.cls.__name__, ray_cls_with_init
+        group = start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
+        self._bind(entry.cls, ranks, role, group.shares)
+        self._groups = {role: group}
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
+        """The groups of these roles."""
+        unknown = sorted(set(prefix_set) - set(self._groups))
+        if unknown:
+            raise ConfigError(f"No roles {unknown} in this group; there are {sorted(self._groups)}.")
+        return {role: self._groups[role] for role in prefix_set}
+
+
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "connect",
+    "create_colocated_worker_cls",
+    "merged_runtime_env",
+]

@@ -1,0 +1,241 @@
+"""Ranks that are Ray actors: one process each, in which the workers of all roles of the rank live."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from verl.protocol import DataProto
+from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.calls import Lost
+from verl.single_controller.dispatch import Arguments
+from verl.single_controller.host import Host, Raised
+from verl.utils.errors import WorkerLostError
+
+_POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
+_LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
+_START_S = 300.0  # for Ray to start all processes, and for them to import this package
+_READ_S = 10.0  # for a task on a node none of whose ranks answers: Ray starts a process for it
+
+
+class Place(NamedTuple):
+    """Where an actor runs."""
+
+    machine: str
+    address: str
+    free_port: int
+    pid: int
+    node_id: str
+
+
+class RankProcess:
+    """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers meanwhile."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        self.host, self.folder = Host(), Path(folder)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        keep_breadcrumbs(self.folder, rank)
+
+    def place(self) -> Place:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return Place(socket.gethostname(), address, port, os.getpid(), node)
+
+    def set_environment(self, values: dict[str, str]) -> None:
+        os.environ.update(values)
+
+    @ray.method(num_returns=2)
+    def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> tuple[Raised | None, Any]:
+        """How it ended and what it gave, apart: the driver learns the first without fetching the second."""
+        try:
+            return None, self.host.run(*call)
+        except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
+            return Raised.from_error(error), None
+
+    @ray.method(concurrency_group="watch")
+    def whereabouts(self) -> tuple[str, dict[int, str]]:
+        return format_stacks(), read_breadcrumbs(self.folder)
+
+    @ray.method(concurrency_group="watch")
+    def kill_neighbour(self, pid: int) -> None:
+        kill_rank(pid)
+
+
+class RayRanks:
+    """The actors of one set of processes, by rank; implements `Ranks`."""
+
+    def __init__(
+        self,
+        groups: Sequence[PlacementGroup],
+        *,
+        gpus: float,
+        cpus: float,
+        name_prefix: str,
+        detached: bool,
+    ) -> None:
+        self.folder = Path(tempfile.gettempdir()) / f"verl-{uuid.uuid4().hex}"
+        bundles = [(group, number) for group in groups for number in range(group.bundle_count)]
+        self.size = len(bundles)
+        self._ended: str | None = None
+        self._notes: dict[int, str] = {}
+        self._silent: list[int] = []
+        make: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"watch": 1})  # pyright: ignore
+        lifetime = {"lifetime": "detached"} if detached else {}
+        self.actors: list[Any] = [
+            make(RankProcess)
+            .options(
+                name=f"{name_prefix}{self.folder.name}-{rank}",
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                **lifetime,
+            )
+            .remote(rank, self.size, str(self.folder))
+            for rank, (group, number) in enumerate(bundles)
+        ]
+        self.places: list[Place] = self._all_started("place", [()] * self.size)
+        on_node: dict[str, int] = {}
+        environments = []
+        for place in self.places:
+            local_rank = on_node.setdefault(place.node_id, 0)
+            on_node[place.node_id] += 1
+            environments.append({"LOCAL_RANK": str(local_rank)})
+        for environment, place in zip(environments, self.places):
+            environment["LOCAL_WORLD_SIZE"] = str(on_node[place.node_id])
+            environment["MASTER_ADDR"] = self.places[0].address
+            environment["MASTER_PORT"] = str(self.places[0].free_port)
+        self._all_started("set_environment", [(environment,) for environment in environments])
+
+    def _all_started(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        references = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments)]
+        try:
+            return ray.get(references, timeout=_START_S)
+        except RayError as error:
+            self.abort("its processes did not start.")
+            raise WorkerLostError(
+                f"{self.size} processes of Ray did not start within {_START_S:g} s, or died: {error}"
+            ) from error
+
+    # ---------------------------------------------------------------- the calls of `Ranks`
+
+    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Any]:
+        if self._ended is not None:
+            raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
+        calls: dict[int, Any] = {id(share): (role, method, *share) for share in arguments.values()}
+        if len(calls) < len(arguments):  # what several ranks get is stored once; Ray stores what one gets by itself
+            calls = {key: ray.put(call) if _holds_rows(call) else call for key, call in calls.items()}
+        return {rank: self.actors[rank].run.remote(calls[id(share)]) for rank, share in arguments.items()}
+
+    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        ends_at = time.monotonic() + timeout_s
+        waiting = {reply[0]: rank for rank, reply in replies.items()}
+        ended: dict[int, Raised | Lost | None] = {}
+        while waiting:
+            left = ends_at - time.monotonic()
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(max(left, 0.0), _POLL_S))
+            ended |= {waiting.pop(reference): end for reference, end in zip(done, _ends(done))}
+            if left <= 0 or any(end is not None for end in ended.values()):
+                break
+        return ended
+
+    def values(self, replies: Sequence[Any]) -> list[Any]:
+        return ray.get([value for _, value in replies])
+
+    def describe(self, rank: int) -> str:
+        place = self.places[rank]
+        return f"{place.machine}, {place.address}, pid {place.pid}"
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        asked = {actor.whereabouts.remote(): rank for rank, actor in enumerate(self.actors)}
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+        self._silent = [asked[reference] for reference in silent]
+        stacks: dict[int, str] = {}
+        for reference in answered:
+            if not isinstance(answer := _answer(reference), Raised | Lost):
+                stacks[asked[reference]], notes = answer
+                self._notes |= notes  # of all ranks of that machine, also of those that do not answer
+        return stacks
+
+    def breadcrumbs(self) -> dict[int, str]:
+        for node in {place.node_id for rank, place in enumerate(self.places) if rank not in self._notes}:
+            try:
+                self._notes |= ray.get(_on_node(node, read_breadcrumbs, self.folder), timeout=_READ_S)
+            except (RayError, GetTimeoutError) as error:
+                dead = [rank for rank, place in enumerate(self.places) if place.node_id == node]
+                self._notes |= dict.fromkeys(dead, f"cannot be read, the node is gone ({type(error).__name__})")
+        return self._notes
+
+    def abort(self, reason: str) -> None:
+        self._ended = reason
+        ends = [self._kill_from_its_node(rank) for rank in self._silent]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=_READ_S)
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def _kill_from_its_node(self, rank: int) -> Any:
+        """A stopped process does not hear what Ray tells it; somebody on its machine must send the signal."""
+        place = self.places[rank]
+        for neighbour, actor in enumerate(self.actors):
+            if neighbour not in self._silent and self.places[neighbour].node_id == place.node_id:
+                return actor.kill_neighbour.remote(place.pid)
+        return _on_node(place.node_id, kill_rank, place.pid)
+
+    def end(self) -> None:
+        """Let every rank finish what it was asked, then end; those that do not are killed."""
+        if self._ended is None:
+            self._ended = "the pool was shut down."
+            leaving = [actor.__ray_terminate__.remote() for actor in self.actors]
+            _, late = ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
+            if late:
+                self.abort(self._ended)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def kill_rank(pid: int) -> None:
+    """End a process of this machine, if it is still the actor that it was."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        if RankProcess.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The reference of what a function gives on a node."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # pyright: ignore
+    return task(function).remote(*args)
+
+
+def _ends(references: list[Any]) -> list[Any]:
+    """How calls ended whose references are there; all at once where no actor died."""
+    try:
+        return ray.get(references)
+    except RayError:
+        return [_answer(reference) for reference in references]
+
+
+def _answer(reference: Any) -> Any:
+    """What a reference holds that is there, or why it holds nothing."""
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:  # an argument or the answer could not be pickled
+        return Raised(str(error.cause), str(error), None)
+    except RayError as error:
+        return Lost(" ".join(str(error).split("Some common causes")[0].split()))  # Ray's guesses are a page long
+
+
+def _holds_rows(call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> bool:
+    _, _, args, kwargs = call
+    return any(isinstance(value, DataProto) for value in (*args, *kwargs.values()))
