@@ -33,7 +33,7 @@ class TrainedWorker(Worker):
 def parameter_dtype(
     config: ModelConfig | CriticModelConfig, device: torch.device, *, is_trained: bool = True
 ) -> torch.dtype | str:
-    """What weights are loaded in: fp32 if they are trained; otherwise, also frozen under LoRA, what CUDA computes in."""
+    """What weights are loaded in: fp32 if they are trained; frozen ones, also under LoRA, in what CUDA computes in."""
     if config.dtype is not None:
         return config.dtype
     is_frozen = not is_trained or config.lora_rank > 0
