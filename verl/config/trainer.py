@@ -5,8 +5,6 @@ from typing import Any
 
 from verl.config.setting import setting
 
-_ONE_PROCESS = "this version trains in one process"
-
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
@@ -19,9 +17,9 @@ class TrainerConfig:
         None, "cpu or cuda; null: the first visible GPU, else the CPU", choices=("auto", "cpu", "cuda")
     )
     num_threads: int | None = setting(None, "CPU threads that torch computes with; null: one a core", above=0)
-    nnodes: int = setting(1, "machines", planned=_ONE_PROCESS)
+    nnodes: int = setting(1, "machines", above=0)
     n_gpus_per_node: int | None = setting(
-        None, "ranks a machine; null: those launched", planned=_ONE_PROCESS, also=(1,)
+        None, "ranks a machine: torchrun's where it launched them, else Ray's; null: those launched", above=0
     )
     project_name: str = setting("verl_examples", "project, for trackers and folders")
     experiment_name: str = setting("gsm8k", "experiment, for trackers and folders")
@@ -62,13 +60,17 @@ class TrainerConfig:
     esi_redundant_time: float = setting(
         0.0, "seconds kept for a checkpoint before an instance expires", planned="expiry of an instance is not watched"
     )
-    balance_batch: bool = setting(True, "even out tokens over ranks", no_effect=_ONE_PROCESS)
+    balance_batch: bool = setting(True, "even out tokens over ranks", no_effect="they always are")
     profile_steps: list[int] | None = setting(None, "steps to profile", planned="traces are not written yet")
-    ray_wait_register_center_timeout: int = setting(300, "seconds Ray may take", no_effect=_ONE_PROCESS)
+    ray_wait_register_center_timeout: int = setting(
+        300, "seconds Ray may take", no_effect="Ray is waited for as long as it says that it is starting"
+    )
     use_legacy_worker_impl: str = setting("auto", "choice between two implementations", no_effect="there is one")
 
 
 @dataclass(kw_only=True, slots=True)
 class RayInitConfig:
-    num_cpus: int | None = setting(None, "CPU cores that Ray may use", no_effect=_ONE_PROCESS)
-    timeline_json_file: str | None = setting(None, "file for Ray's timeline", no_effect=_ONE_PROCESS, is_path=True)
+    num_cpus: int | None = setting(None, "CPU cores that a Ray started here may use", above=0)
+    timeline_json_file: str | None = setting(
+        None, "file for Ray's timeline", no_effect="`ray timeline` writes it", is_path=True
+    )

@@ -1,5 +1,6 @@
 """`python -m verl.trainer.main_ppo key=value ...`: train with PPO, GRPO and their kin."""
 
+import logging
 import os
 import sys
 
@@ -11,12 +12,14 @@ from verl.utils.openmp import limit_spinning
 
 def main(argv: list[str] | None = None) -> int:
     """Load the configuration, train, and return the exit code; what a user can cause is one line, no traceback."""
-    configure_logging()
+    # What all ranks would say is said once.
+    configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     limit_spinning()
     try:
         train(sys.argv[1:] if argv is None else argv)
     except VerlError as error:
-        return _told(error)
+        # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
+        return _told(error.__cause__ if isinstance(error.__cause__, VerlError) else error)
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if missing is None:

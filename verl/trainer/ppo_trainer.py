@@ -15,11 +15,11 @@ from verl.config import TrainConfig
 from verl.config.load import config_to_dict
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import WorkerGroup
 from verl.tracking import Tracker
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.metrics import data_metrics, timing_metrics
+from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.validation import validation_metrics
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import NonFiniteError
@@ -59,7 +59,6 @@ class PPOTrainer:
         train_dataset: Any = None,
         val_dataset: Any = None,
     ) -> None:
-        setup.refuse_several_ranks()
         self.config = config
         if config.trainer.num_threads is not None:
             torch.set_num_threads(config.trainer.num_threads)
@@ -67,6 +66,7 @@ class PPOTrainer:
         seed_everything(config.trainer.seed)
         setup.load_user_code(config)
         setup.check_names(config)
+        self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
@@ -101,24 +101,30 @@ class PPOTrainer:
             log_interval=self.config.trainer.log_interval,
         )
         roles = self.config.actor_rollout_ref
-        self.actor_rollout_wg = WorkerGroup(
-            ActorRolloutWorker(roles, total_steps=self.total_steps, device=self.device, tokenizer=self.tokenizer)
+        self.actor_rollout_wg = self.pool.start(
+            "actor_rollout",
+            ActorRolloutWorker,
+            roles,
+            total_steps=self.total_steps,
+            device=self.device,
+            tokenizer=self.tokenizer,
         )
         self.critic_wg = self.ref_policy_wg = None
         if self.config.needs_critic:
-            self.critic_wg = WorkerGroup(
-                CriticWorker(
-                    self.config.critic,
-                    max_length=self.config.data.max_prompt_length + self.config.data.max_response_length,
-                    total_steps=self.total_steps,
-                    device=self.device,
-                    tokenizer=self.tokenizer,
-                )
+            self.critic_wg = self.pool.start(
+                "critic",
+                CriticWorker,
+                self.config.critic,
+                max_length=self.config.data.max_prompt_length + self.config.data.max_response_length,
+                total_steps=self.total_steps,
+                device=self.device,
+                tokenizer=self.tokenizer,
+                seed=self.config.trainer.seed,
             )
         if self.config.needs_reference and roles.model.lora_rank > 0:
             self.ref_policy_wg = self.actor_rollout_wg  # its frozen weights, without the adapters
         elif self.config.needs_reference:
-            self.ref_policy_wg = WorkerGroup(ReferenceWorker(roles, device=self.device))
+            self.ref_policy_wg = self.pool.start("reference", ReferenceWorker, roles, device=self.device)
 
     # ---------------------------------------------------------------- the run
 
@@ -153,7 +159,7 @@ class PPOTrainer:
         last = self.global_step >= self.total_steps
         if self.val_loader is not None and self._is_due(self.config.trainer.test_freq, last):
             self.metrics.update(self.timed("testing", self.validate))
-        self.metrics.update(timing_metrics(batch, self.timer.seconds, num_devices=1))
+        self.metrics.update(timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size))
         self.metrics.update(memory_metrics(self.device))
         self.metrics["training/global_step"] = self.global_step
         self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
@@ -248,10 +254,13 @@ class PPOTrainer:
 
     def update(self, batch: DataProto) -> None:
         """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the actor."""
+        samples = self.config.actor_rollout_ref.rollout.n
         if self.critic_wg is not None:
-            self.metrics.update(self.timed("update_critic", self.critic_wg.update_critic, batch))
+            rows = dealt_by_prompts(batch, self.critic_wg, samples)
+            self.metrics.update(self.timed("update_critic", self.critic_wg.update_critic, rows))
         if self.global_step > self.config.trainer.critic_warmup:
-            self.metrics.update(self.timed("update_actor", self.actor_rollout_wg.update_actor, batch))
+            rows = dealt_by_prompts(batch, self.actor_rollout_wg, samples)
+            self.metrics.update(self.timed("update_actor", self.actor_rollout_wg.update_actor, rows))
 
     def sync_weights(self) -> None:
         """Training layout to rollout layout."""

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,16 +24,6 @@ from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import load_module
 from verl.utils.logging import say_once
-
-
-def refuse_several_ranks() -> None:
-    """One process drives and computes here: each of several would train, and save, as if it were alone."""
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched != "1":
-        raise ConfigError(
-            f"This version trains in one process, but WORLD_SIZE={launched} says that several were launched. "
-            "Start it with `python -m verl.trainer.main_ppo` instead of torchrun (or unset WORLD_SIZE)."
-        )
 
 
 def load_user_code(config: TrainConfig) -> None:

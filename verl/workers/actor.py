@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.importance import mismatch_metrics
 from verl.config import ActorRolloutRefConfig, log_prob_micro_batch, update_micro_batch
+from verl.distributed.collectives import all_reduce_sum, gather_objects
 from verl.engine.base import TrainEngine
 from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
@@ -21,7 +21,8 @@ from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, register
-from verl.workers.losses import PolicyObjective
+from verl.utils.imports import load_module
+from verl.workers.losses import PolicyObjective, mismatch_of_all
 from verl.workers.reference import reference_budget
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -49,6 +50,8 @@ class ActorRolloutWorker(TrainedWorker):
         self.tokenizer = tokenizer
         self.checkpoint = config.actor.checkpoint
         model_config, actor = config.model, config.actor
+        if model_config.external_lib is not None:
+            load_module(model_config.external_lib)  # a process of its own may not have it yet
         assert model_config.path is not None
         model = load_causal_lm(
             model_config.path,
@@ -75,7 +78,9 @@ class ActorRolloutWorker(TrainedWorker):
             share_prompts=actor.share_prompts,
         )
         self.flops = FlopsModel.from_model(model)
-        self.rollout = create_rollout_engine(config.rollout, model=model, tokenizer=tokenizer, device=device)
+        self.rollout = create_rollout_engine(
+            config.rollout, model=model, tokenizer=tokenizer, device=self.engine.device
+        )
         self.rollout_is_asleep = False
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -88,11 +93,12 @@ class ActorRolloutWorker(TrainedWorker):
         ids, and with them the noise, do not depend on how the batch is dealt to the ranks.
         """
         prompt_ids = [tuple(int(token) for token in ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        first_row = int(prompts.non_tensor_batch["prompt_row"][0])
+        rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
         requests = [
-            Request(prompt_ids=ids, sample_ids=tuple(range((first_row + row) * n, (first_row + row + 1) * n)))
-            for row, ids in enumerate(prompt_ids)
+            Request(prompt_ids=ids, sample_ids=tuple(range(row * n, (row + 1) * n)))
+            for row, ids in zip(rows, prompt_ids)
         ]
+        place = {row * n + sample: number * n + sample for number, row in enumerate(rows) for sample in range(n)}
         if self.rollout_is_asleep:
             self.sync_weights()
         self.rollout.forget_prefixes()
@@ -103,7 +109,7 @@ class ActorRolloutWorker(TrainedWorker):
             self.rollout_is_asleep = True
         columns = assemble(
             [ids for ids in prompt_ids for _ in range(n)],
-            [replace(completion, sample_id=completion.sample_id - first_row * n) for completion in completions],
+            [replace(completion, sample_id=place[completion.sample_id]) for completion in completions],
             prompt_length=self.config.rollout.prompt_length,
             response_length=self.config.rollout.response_length,
             pad_token_id=self.tokenizer.pad_token_id,
@@ -111,7 +117,7 @@ class ActorRolloutWorker(TrainedWorker):
         # What a clock says goes to perf/: all other metrics are the same in every run of one seed.
         metrics = {
             f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}": value
-            for name, value in self.rollout.statistics().items()
+            for name, value in self._statistics_of_all().items()
         }
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
@@ -128,7 +134,9 @@ class ActorRolloutWorker(TrainedWorker):
         metrics: dict[str, float] = {}
         if "rollout_log_probs" in batch.batch.keys():
             mask = batch.batch["response_mask"]
-            metrics = mismatch_metrics(batch.batch["rollout_log_probs"], answer["log_probs"], mask)
+            metrics = mismatch_of_all(
+                batch.batch["rollout_log_probs"], answer["log_probs"], mask, self.engine.mesh.data
+            )
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -166,11 +174,12 @@ class ActorRolloutWorker(TrainedWorker):
             entropy=True,
         )
         flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
-        flops /= self.engine.mesh.sequence.size  # the work on these rows is shared
+        # Of the average rank; those along the sequence axis share the work on their rows.
+        flops = all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item() / self.engine.mesh.world.size
         share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
         if share is not None:
             metrics["perf/mfu/actor"] = share
-        return {**metrics, **self.objective.take_mismatch()}
+        return {**metrics, **self.objective.take_mismatch(self.engine.mesh.data)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self) -> None:
@@ -180,6 +189,14 @@ class ActorRolloutWorker(TrainedWorker):
                 self.rollout.wake()
                 self.rollout_is_asleep = False
             self.rollout.update_weights(self.engine.parameters_for_rollout())
+
+    def _statistics_of_all(self) -> dict[str, float]:
+        """The rollout's numbers over all ranks: what was counted is added up, what was measured is the largest."""
+        statistics = gather_objects(self.rollout.statistics(), self.engine.mesh.data)
+        counted = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
+        return {
+            name: (sum if name.endswith(counted) else max)(each[name] for each in statistics) for name in statistics[0]
+        }
 
     def _told_as_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
         return told_as_out_of_memory(phase, self.engine.device, _LESS_ROLLOUT, rank=self.engine.guard.rank)

@@ -11,6 +11,7 @@ from verl.models.load import load_critic
 from verl.models.packed import PackedValueModel
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
+from verl.utils.imports import load_module
 from verl.workers.losses import ValueObjective
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -23,22 +24,35 @@ class CriticWorker(TrainedWorker):
         config: the `critic` section.
         max_length: longest prompt and response together.
         total_steps: training steps of the run, for the learning-rate schedule.
+        seed: of a new value head.
     """
 
     def __init__(
-        self, config: CriticConfig, *, max_length: int, total_steps: int, device: torch.device, tokenizer: Any
+        self,
+        config: CriticConfig,
+        *,
+        max_length: int,
+        total_steps: int,
+        device: torch.device,
+        tokenizer: Any,
+        seed: int = 0,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.checkpoint = config.checkpoint
         assert config.model.path is not None
-        critic = load_critic(
-            config.model.path,
-            dtype=parameter_dtype(config.model, device),
-            trust_remote_code=config.model.trust_remote_code,
-            override_config=config.model.override_config,
-            max_length=max_length,
-        )
+        if config.model.external_lib is not None:
+            load_module(config.model.external_lib)  # a process of its own may not have it yet
+        # A new value head is drawn, and must be the same on every rank.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            critic = load_critic(
+                config.model.path,
+                dtype=parameter_dtype(config.model, device),
+                trust_remote_code=config.model.trust_remote_code,
+                override_config=config.model.override_config,
+                max_length=max_length,
+            )
         add_adapters(critic.body, config.model, "critic.model")
         if config.model.lora_rank > 0 and device.type == "cuda":
             critic.value_head.float()  # trained in full beside the frozen bf16 body

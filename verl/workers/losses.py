@@ -10,6 +10,7 @@ from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_losses import PolicyLossInputs, extra_losses, policy_losses
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
+from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.engine.base import LossOutput
 
 Columns = dict[str, torch.Tensor]
@@ -85,14 +86,24 @@ class PolicyObjective:
         """See `Objective.restart`. What is remembered is of one update of the whole batch."""
         self._seen = []
 
-    def take_mismatch(self) -> dict[str, float]:
-        """How far trainer and rollout engine disagree on the tokens of the last update, where it computed the old
-        log-probs itself; empty otherwise."""
+    def take_mismatch(self, data: Axis = ALONE) -> dict[str, float]:
+        """How far trainer and rollout engine disagree on the tokens of the last update, those of all ranks along
+        `data`, where it computed the old log-probs itself; empty otherwise."""
         seen, self._seen = self._seen, []
         if not seen:
             return {}
         trainer, rollout, mask = (torch.cat(pieces) for pieces in zip(*seen))
-        return mismatch_metrics(rollout, trainer, mask)
+        return mismatch_of_all(rollout, trainer, mask, data)
+
+
+def mismatch_of_all(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, data: Axis) -> dict[str, float]:
+    """`mismatch_metrics` over the tokens of all ranks along `data`. Every one of them must call this."""
+    if data.size > 1:
+        keep = mask.bool()
+        pieces = gather_objects((rollout[keep].cpu(), trainer[keep].cpu()), data)
+        rollout, trainer = (torch.cat(parts) for parts in zip(*pieces))
+        mask = torch.ones_like(rollout)
+    return mismatch_metrics(rollout, trainer, mask)
 
 
 class ValueObjective:

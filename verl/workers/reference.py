@@ -49,6 +49,16 @@ class ReferenceWorker(Worker):
             share_prompts=config.actor.share_prompts,
         )
 
+    @property
+    def data_rank(self) -> int:
+        """See `Worker.data_rank`."""
+        return self.engine.mesh.data.rank
+
+    @property
+    def data_size(self) -> int:
+        """See `Worker.data_size`."""
+        return self.engine.mesh.data.size
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` (B, R)."""

@@ -19,6 +19,16 @@ class TrainedWorker(Worker):
     tokenizer: Any
     checkpoint: CheckpointConfig
 
+    @property
+    def data_rank(self) -> int:
+        """See `Worker.data_rank`."""
+        return self.engine.mesh.data.rank
+
+    @property
+    def data_size(self) -> int:
+        """See `Worker.data_size`."""
+        return self.engine.mesh.data.size
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path) -> None:
         """Weights in Hugging Face format, or adapters in peft's, with the tokenizer, optimizer and schedule."""

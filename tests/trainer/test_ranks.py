@@ -1,0 +1,104 @@
+"""One program: this process alone, two ranks of torchrun, and two actors of Ray give the same run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.runs import command_line, metric_lines, weights
+from verl.trainer.main_ppo import main
+
+pytestmark = pytest.mark.timeout(180)
+
+ALONE = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+# Odd numbers: three prompts for two ranks in generation, four mini-batches, whose rows the ranks do divide.
+COMMAND = [
+    "data.train_batch_size=3",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.deterministic=True",
+    "actor_rollout_ref.rollout.temperature=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "actor_rollout_ref.actor.optim.lr=1e-4",
+    "algorithm.adv_estimator=gae",
+    "critic.optim.lr=1e-3",
+    "critic.ppo_mini_batch_size=3",
+    "trainer.num_threads=1",
+    "trainer.test_freq=-1",
+]
+# What depends on how many engines there are, or on a clock.
+OF_THE_ENGINES = ("rollout/", "perf/", "timing_")
+
+
+def train(launcher: list[str], folder: Path, *more: str) -> list[dict[str, Any]]:
+    """Run the main job; gives the metrics of its training steps."""
+    command = [*launcher, "-m", "verl.trainer.main_ppo", *command_line(folder, *COMMAND, *more)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("Training completed") == 1
+    return [line for line in metric_lines(folder) if line["step"] > 0]
+
+
+def assert_same(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(expected) > 0
+    for line, other in zip(ours, expected):
+        assert line.keys() == other.keys()
+        for name, value in other.items():
+            if not name.startswith(OF_THE_ENGINES):
+                assert line[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+
+
+def responses(folder: Path, step: int) -> list[str]:
+    lines = (folder / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["output"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("alone")
+    samples = f"trainer.rollout_data_dir={folder / 'samples'}"
+    return folder, train(ALONE, folder / "run", "trainer.max_steps=4", "trainer.save_freq=2", samples)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("on_two")
+    samples = f"trainer.rollout_data_dir={folder / 'samples'}"
+    return folder, train(TORCHRUN, folder / "run", "trainer.max_steps=2", "trainer.save_freq=2", samples)
+
+
+def test_two_ranks_train_as_one_process(alone, on_two):
+    assert_same(on_two[1], alone[1][:2])
+    assert responses(on_two[0] / "samples", 1) == responses(alone[0] / "samples", 1)
+    assert len(set(responses(alone[0] / "samples", 1))) > 3, "too dull to fail"
+
+
+def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
+    resumed = train(ALONE, on_two[0] / "run", "trainer.max_steps=4", "trainer.save_freq=2")
+    assert_same(resumed, alone[1])
+    for role in ("actor", "critic"):
+        theirs = weights(alone[0] / "run", 4, role)
+        for name, tensor in weights(on_two[0] / "run", 4, role).items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_one_process_saved_two_ranks_resume(alone, tmp_path):
+    start = f"trainer.resume_from_path={alone[0] / 'run' / 'global_step_2'}"
+    resumed = train(TORCHRUN, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start)
+    assert_same(resumed, alone[1][2:])
+
+
+def test_two_actors_of_ray_train_as_one_process(alone, tmp_path):
+    pytest.importorskip("ray", reason="the optional backend is not installed")
+    on_ray = train(ALONE, tmp_path, "trainer.max_steps=2", "trainer.n_gpus_per_node=2", "ray_init.num_cpus=2")
+    assert_same(on_ray, alone[1][:2])
+
+
+def test_other_ranks_than_asked_for_are_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command_line(tmp_path, "trainer.n_gpus_per_node=3")) == 1
+    assert "torchrun launched 2 ranks" in capsys.readouterr().err
