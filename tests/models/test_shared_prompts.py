@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.models.grouped import Rows, grouped_rows, kernel_backward, kernel_forward
 from tests.models.rows import KeepFloat64
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, tiny_model
-from verl.models import attention, packed, shared_prompts, varlen
+from verl.models import attention, attention_kernels, packed, shared_prompts, varlen
 from verl.models.attention import Facts, Layout, apply_checkpointing, block_attention
 from verl.models.critic import CriticModel
 from verl.models.packed import PackedBatch, PackedCausalLM, PackedValueModel
@@ -153,7 +153,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors go the way of CUDA's, in float64: exact up to rounding."""
     monkeypatch.setattr(varlen, "forward", kernel_forward)
     monkeypatch.setattr(varlen, "backward", kernel_backward)
-    monkeypatch.setattr(attention, "varlen_attn", differentiable_kernel)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", differentiable_kernel)
 
 
 def differentiable_kernel(

@@ -12,7 +12,6 @@ A prompt that several responses share stands in the batch once (`Layout.shared`)
 before it.
 """
 
-import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,21 +20,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.sequence_parallel import SequenceParallel
-from verl.models.attention_kernels import choose_kernel
+from verl.models.attention_kernels import choose_kernel, torch_attention
 from verl.models.layout import Layout
 from verl.models.shared_prompts import shared_prompt_attention
 from verl.utils.errors import ModelError
 
 IMPLEMENTATION = "verl_packed"
 _SLOT = "verl_packing"
-# From torch 2.12 on, fewer key heads than query heads must be announced; 2.11 counts them itself.
-VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class Facts(NamedTuple):
@@ -218,24 +214,20 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
     """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D) by a kernel for packed sequences."""
     # A window that covers every sequence is plain causal attention, which has the faster kernel.
     window = None if facts.window is None or facts.window >= layout.longest else facts.window
-    if layout.shared and window is None:
+    if window is None and layout.shared:
         return shared_prompt_attention(q, k, v, layout.parts, facts.scale)
-    longest, ends = layout.longest, layout.cu_seqlens
-    if not layout.shared and window is None:
+    if window is None:
         attend = choose_kernel(kernel, q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
-        return attend(q, k, v, layout.lengths, ends, facts.scale)
-    key_ends = ends
-    if layout.shared and window is not None:
+        return attend(q, k, v, layout.lengths, layout.cu_seqlens, facts.scale)
+    key_offsets = None
+    if layout.shared:
         # The kernel aligns the last query of a sequence with its last key, so keys may begin before the queries.
-        keys, key_ends = layout.keys_within(window)
+        keys, key_offsets = layout.keys_within(window)
         k, v = k.index_select(0, keys), v.index_select(0, keys)
-    left = -1 if window is None else window - 1
-    grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
-    out = varlen_attn(
-        q, k, v, ends, key_ends, longest, longest, scale=facts.scale, window_size=(left, 0), **grouped
+    longest = (layout.longest,)
+    return torch_attention(
+        q, k, v, longest, layout.cu_seqlens, facts.scale, window=window, key_offsets=key_offsets
     )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:

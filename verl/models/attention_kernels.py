@@ -30,18 +30,26 @@ CausalKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], Tensor, float], 
 CUDNN_TILE = 128
 CUDNN_SHORTEST = 2048
 # From torch 2.12 on, fewer key heads than query heads must be announced; 2.11 counts them itself.
-_VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], offsets: Tensor, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    offsets: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    key_offsets: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's variable-length attention; a query sees `window` keys (None: all), itself among them."""
-    longest = max(lengths)
-    # A window that covers every sequence is plain causal attention, which has the faster kernel.
-    left = -1 if window is None or window >= longest else window - 1
-    grouped: dict[str, Any] = _VARLEN_GQA if q.shape[1] != k.shape[1] else {}
-    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    """PyTorch's variable-length attention; a query sees `window` keys (None: all), itself among them. With offsets of
+    their own keys may begin before the queries: the last ones of a sequence are aligned."""
+    longest, left = max(lengths), -1 if window is None else window - 1
+    grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
+    ends = offsets if key_offsets is None else key_offsets
+    out = varlen_attn(q, k, v, offsets, ends, longest, longest, scale=scale, window_size=(left, 0), **grouped)
     assert isinstance(out, Tensor)
     return out
 

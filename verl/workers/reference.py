@@ -9,8 +9,8 @@ from verl.engine.microbatch import TokenBudget
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Worker, register
-from verl.workers.trained import parameter_dtype
+from verl.single_controller import Dispatch, register
+from verl.workers.trained import EngineWorker, parameter_dtype
 
 
 def reference_budget(config: RefConfig) -> TokenBudget:
@@ -22,7 +22,7 @@ def reference_budget(config: RefConfig) -> TokenBudget:
     )
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(EngineWorker):
     """Tells the log-probs that a KL penalty is taken against."""
 
     def __init__(self, config: ActorRolloutRefConfig, *, device: torch.device) -> None:
@@ -48,16 +48,6 @@ class ReferenceWorker(Worker):
             compile_backend=compile_backend(config.ref.use_torch_compile, device, model.config.model_type),
             share_prompts=config.actor.share_prompts,
         )
-
-    @property
-    def data_rank(self) -> int:
-        """See `Worker.data_rank`."""
-        return self.engine.mesh.data.rank
-
-    @property
-    def data_size(self) -> int:
-        """See `Worker.data_size`."""
-        return self.engine.mesh.data.size
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

@@ -12,12 +12,10 @@ from verl.models.lora import apply_lora
 from verl.single_controller import Dispatch, Worker, register
 
 
-class TrainedWorker(Worker):
-    """A worker whose `engine` learns. `tokenizer` is saved beside the weights, `checkpoint` says what else is."""
+class EngineWorker(Worker):
+    """A worker with an `engine`, whose mesh says which share of a batch is its own."""
 
     engine: TrainEngine
-    tokenizer: Any
-    checkpoint: CheckpointConfig
 
     @property
     def data_rank(self) -> int:
@@ -28,6 +26,13 @@ class TrainedWorker(Worker):
     def data_size(self) -> int:
         """See `Worker.data_size`."""
         return self.engine.mesh.data.size
+
+
+class TrainedWorker(EngineWorker):
+    """A worker whose engine learns. `tokenizer` is saved beside the weights, `checkpoint` says what else is."""
+
+    tokenizer: Any
+    checkpoint: CheckpointConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path) -> None:

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from verl.models.attention import VARLEN_GQA, Facts, Layout, block_attention, varlen_can
+from verl.models.attention import Facts, Layout, block_attention, varlen_can
+from verl.models.attention_kernels import VARLEN_GQA
 from verl.models.logprobs import Head
 from verl.rollout.sampling import CHUNK_LOGITS, sample
 from verl.rollout.types import SamplingParams
