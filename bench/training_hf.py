@@ -16,7 +16,30 @@ from torch import Tensor
 from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
 
 
-class HF:
+class Plain:
+    """What the sides without our engine share: a model of transformers, AdamW over what is trained of it, clipping."""
+
+    model: Any
+
+    def train(self, job: Job) -> None:
+        """Make checkpointing and the optimizer ready for `model`."""
+        if job.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=LEARNING_RATE, fused=True)
+
+    def norm(self) -> float:
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).item()
+
+    def step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+
+class HF(Plain):
     """A `Side`. A micro-batch has as many rows as fit into `micro_tokens` tokens, padding included."""
 
     def __init__(self, job: Job) -> None:
@@ -24,11 +47,8 @@ class HF:
         self.device = torch.device(job.device)
         self.micro_tokens = job.micro_tokens
         self.entropy = job.entropy
-        self.model: Any = with_lora(trained_model(job), job.lora).train()
-        if job.checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=LEARNING_RATE, fused=True)
+        self.model = with_lora(trained_model(job), job.lora).train()
+        self.train(job)
 
     def gradients(self, rows: list[Row]) -> Numbers:
         self.optimizer.zero_grad(set_to_none=True)
@@ -40,16 +60,6 @@ class HF:
             loss.backward()
             total += torch.stack([loss.detach(), (log_probs.detach() * mask).sum() / tokens])
         return Numbers(*total.tolist())
-
-    def norm(self) -> float:
-        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).item()
-
-    def step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, CLIP_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm.item()
 
     @torch.no_grad()
     def log_probs(self, rows: list[Row]) -> float:

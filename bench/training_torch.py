@@ -18,8 +18,8 @@ from rollout_models import versions
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from training_hf import autocast, policy_loss, with_lora
-from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
+from training_hf import Plain, autocast, policy_loss, with_lora
+from training_work import Job, Numbers, Row, serve, trained_model
 from transformers import AttentionInterface
 
 CHUNK_LOGITS = 2**27
@@ -55,24 +55,21 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
 AttentionInterface.register("bench_varlen", packed_varlen)
 
 
-class Torch:
+class Torch(Plain):
     """A `Side`."""
 
     def __init__(self, job: Job) -> None:
         self.versions = versions(job.device)
         self.device = torch.device(job.device)
         self.micro_tokens = job.micro_tokens
-        self.model: Any = with_lora(trained_model(job), job.lora).train()
+        self.model = with_lora(trained_model(job), job.lora).train()
         self.model.set_attn_implementation("bench_varlen")
-        if job.checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.train(job)
         self.chunk: Any = chunk_log_probs
         if job.compile:
             self.chunk = torch.compile(chunk_log_probs, backend=job.backend)
             for layer in self.model.base_model.layers:
                 layer.compile(backend=job.backend)
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=LEARNING_RATE, fused=True)
 
     def gradients(self, rows: list[Row]) -> Numbers:
         self.optimizer.zero_grad(set_to_none=True)
@@ -87,16 +84,6 @@ class Torch:
             loss.backward()
             total += torch.stack([loss.detach(), log_probs.detach().sum() / tokens])
         return Numbers(*total.tolist())
-
-    def norm(self) -> float:
-        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).item()
-
-    def step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, CLIP_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm.item()
 
     @torch.no_grad()
     def log_probs(self, rows: list[Row]) -> float:

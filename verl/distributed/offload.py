@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from verl.utils.errors import ConfigError
+
 # Pinned memory comes in powers of two, so it is taken in pieces of that size: one buffer for everything could be twice
 # as large as what it holds.
 CHUNK_BYTES = 2**28
@@ -106,7 +108,11 @@ def apply_activation_offload(module: nn.Module, device: torch.device) -> None:
     `apply_checkpointing`, before compile and sharding. Returned numbers do not change."""
     hooks = _ActivationHooks(device)
     layers: list[Any] = [part for part in module.modules() if hasattr(part, "_gradient_checkpointing_func")]
-    assert layers, "activations are off-loaded where layers are checkpointed"
+    if not layers:
+        raise ConfigError(
+            "enable_activation_offload keeps the inputs of checkpointed layers on the host, but checkpointing is off. "
+            "Set enable_gradient_checkpointing=True as well."
+        )
     for layer in layers:
         layer._gradient_checkpointing_func = partial(hooks.call, layer._gradient_checkpointing_func)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.collectives import gather_objects, max_of
-from verl.distributed.fsdp import apply_fsdp, full_tensor, keeps_gathered, recover, reshard, sync_gradients
+from verl.distributed.fsdp import apply_fsdp, full_tensor, recover, reshard, sync_gradients
 from verl.distributed.mesh import Mesh, init_mesh
 from verl.distributed.offload import Offload, apply_activation_offload
 from verl.distributed.sequence_parallel import apply_sequence_parallel
@@ -28,7 +28,7 @@ from verl.models.attention import apply_checkpointing
 from verl.models.lora import merged_parameters
 from verl.models.rope import use_fast_rope
 from verl.protocol import DataProto
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import DataError
 
 # Activations of a pass stay nearer to the caches: on two cores, the update of a small model on 10,000 tokens took 0.6 s
 # in passes of 4,096 tokens and 0.74 s in one.
@@ -127,24 +127,12 @@ class TrainEngine:
         if gradient_checkpointing:
             apply_checkpointing(transformer_of(self.hf_model), share=checkpointing_share)
         if activation_offload:
-            if not gradient_checkpointing:
-                raise ConfigError(
-                    "enable_activation_offload keeps the inputs of checkpointed layers on the host, but checkpointing "
-                    "is off. Set enable_gradient_checkpointing=True as well."
-                )
             apply_activation_offload(self.module, device)
         if compile_backend is not None:
             apply_compile(self.module, device, backend=compile_backend)
         self._keeps_gathered = False
         if self.mesh.weights is not None:
-            self._keeps_gathered = keeps_gathered(self.module, self.mesh.weights, fsdp, compute_dtype)
-            apply_fsdp(
-                self.module,
-                self.mesh.weights,
-                fsdp,
-                compute_dtype=compute_dtype,
-                keep_gathered=self._keeps_gathered,
-            )
+            self._keeps_gathered = apply_fsdp(self.module, self.mesh.weights, fsdp, compute_dtype=compute_dtype)
         self.optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule = lambda step: 1.0
         self._base_lr = self._lr = 0.0
@@ -183,6 +171,13 @@ class TrainEngine:
                 stack.enter_context(self._moments.on_device())
             yield
 
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Around forward and backward passes. No weights stay gathered after them: they may change before the next."""
+        with self.on_device():
+            yield
+            reshard(self.module)
+
     # ---------------------------------------------------------------- evaluation
 
     @torch.no_grad()
@@ -196,12 +191,10 @@ class TrainEngine:
 
         def passes(plan: list[list[int]]) -> dict[str, torch.Tensor]:
             pieces: dict[str, list[torch.Tensor]] = {}
-            with self.on_device():
+            with self._passes():
                 for rows in plan:
                     for name, values in self.module(mini_batch.pack(rows).packed, **forward_arguments).items():
                         pieces.setdefault(name, []).append(values)
-                if self.is_sharded:
-                    reshard(self.module)
             return {name: mini_batch.unpack(plan, parts) for name, parts in pieces.items()}
 
         return self._with_room(mini_batch, budget, passes)
@@ -231,7 +224,7 @@ class TrainEngine:
 
         def passes(plan: list[list[int]]) -> dict[str, float]:
             totals = Totals(self.mesh)
-            with self.on_device():
+            with self._passes():
                 for number, rows in enumerate(plan):
                     if self._keeps_gathered:
                         sync_gradients(self.module, number == len(plan) - 1)
@@ -239,8 +232,6 @@ class TrainEngine:
                     output = self._backward(micro_batch, loss_fn if rows else None, forward_arguments)
                     if output is not None:
                         totals.add(output, micro_batch.columns["response_mask"])
-                if self.is_sharded:
-                    reshard(self.module)  # the weights are about to change
             metrics, loss_is_finite = totals.read()
             self._pending = _Pending(mini_batch, plan, loss_fn, forward_arguments, loss_is_finite)
             return metrics
@@ -321,8 +312,7 @@ class TrainEngine:
         """
         with self.on_device(optimizer=True):
             progress = load_state(folder, self.hf_model, self.optimizer)
-            if self.is_sharded:
-                reshard(self.module)
+            reshard(self.module)
         self._pending = None
         self._stepped_since_schedule = False
         self._set_schedule_position(progress.get("schedule_position", 0))
@@ -396,10 +386,8 @@ class TrainEngine:
             finite = finite and (output is None or math.isfinite(output.loss.item()))
             return max_of(int(not finite), self.mesh.world) == 0
 
-        with self.on_device():
+        with self._passes():
             rows = find_offenders_in_turns([rows for rows in pending.plan if rows], is_finite, self.mesh)
-            if self.is_sharded:
-                reshard(self.module)
         place = f" of data-parallel rank {self.mesh.data.rank}" if self.mesh.data.size > 1 else ""
         names = [pending.mini_batch.describe(row) + place for row in rows]
         return [name for found in gather_objects(names, self.mesh.data) for name in found]

@@ -139,7 +139,7 @@ def choose_kernel(
     """The kernel for one shape of heads: the one `asked` for or, if that is "auto", the fastest that is there and gives
     what PyTorch's own gives. It is said in the log, once."""
     shape = f"{heads} query and {key_heads} key heads of {head_dim}"
-    if asked != "auto":
+    if asked not in ("auto", "torch"):
         difference = _difference(_FUNCTIONS[asked], device, dtype, heads, key_heads, head_dim)
         if difference > _TOLERANCE[dtype]:
             raise ModelError(
@@ -148,7 +148,7 @@ def choose_kernel(
             )
         logger.info("attention: %s for %s, as asked", asked, shape)
         return _FUNCTIONS[asked]
-    for name in _candidates(device):
+    for name in _candidates(device) if asked == "auto" else ():
         try:
             difference = _difference(_FUNCTIONS[name], device, dtype, heads, key_heads, head_dim)
         except Exception as error:  # noqa: BLE001 - a kernel that compiles itself fails in ways of its own

@@ -81,6 +81,11 @@ class WorkerGroup:
         for name, plan in registered_methods(worker_class).items():
             setattr(self, name, bound(functools.partial(self._call, name, plan), plan, getattr(worker_class, name)))
 
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares the rows of a batch are dealt."""
+        return max(self.shares) + 1
+
     def _call(self, name: str, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float) -> Any:
         if plan.materialize_futures:
             args = tuple(_resolved(value) for value in args)
@@ -90,7 +95,7 @@ class WorkerGroup:
             share_of, answering = {0: 0}, [0]
         elif mode.by_share:
             share_of = dict(enumerate(self.shares))
-            answering = [self.shares.index(share) for share in range(max(self.shares) + 1)]
+            answering = [self.shares.index(share) for share in range(self.num_shares)]
         else:
             share_of = {rank: rank for rank in range(self.world_size)}
             answering = list(share_of)

@@ -41,8 +41,8 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
     """`batch`, with all samples of a prompt dealt to one rank where that leaves every rank as many rows: what the rows
     of a prompt have in common is then computed once. Mini-batches stay those of one process."""
-    shares = max(group.shares) + 1
-    lengths = token_counts(batch)
-    if shares == 1 or lengths is None or len(batch) % (shares * samples):
+    shares = group.num_shares
+    if shares == 1 or len(batch) % (shares * samples):
         return batch
-    return Dealt(batch, in_windows(lengths, shares, unit_rows=samples))
+    lengths = token_counts(batch)
+    return batch if lengths is None else Dealt(batch, in_windows(lengths, shares, unit_rows=samples))

@@ -21,7 +21,6 @@ from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, register
-from verl.utils.imports import load_module
 from verl.workers.losses import PolicyObjective, mismatch_of_all
 from verl.workers.reference import reference_budget
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
@@ -50,14 +49,13 @@ class ActorRolloutWorker(TrainedWorker):
         self.tokenizer = tokenizer
         self.checkpoint = config.actor.checkpoint
         model_config, actor = config.model, config.actor
-        if model_config.external_lib is not None:
-            load_module(model_config.external_lib)  # a process of its own may not have it yet
         assert model_config.path is not None
         model = load_causal_lm(
             model_config.path,
             dtype=parameter_dtype(model_config, device),
             trust_remote_code=model_config.trust_remote_code,
             override_config=model_config.override_config,
+            external_lib=model_config.external_lib,  # which a process of its own may not have yet
             max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
         )
         check_vocabulary(model, tokenizer)

@@ -11,7 +11,6 @@ from verl.models.load import load_critic
 from verl.models.packed import PackedValueModel
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
-from verl.utils.imports import load_module
 from verl.workers.losses import ValueObjective
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -41,8 +40,6 @@ class CriticWorker(TrainedWorker):
         self.tokenizer = tokenizer
         self.checkpoint = config.checkpoint
         assert config.model.path is not None
-        if config.model.external_lib is not None:
-            load_module(config.model.external_lib)  # a process of its own may not have it yet
         # A new value head is drawn, and must be the same on every rank.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -51,6 +48,7 @@ class CriticWorker(TrainedWorker):
                 dtype=parameter_dtype(config.model, device),
                 trust_remote_code=config.model.trust_remote_code,
                 override_config=config.model.override_config,
+                external_lib=config.model.external_lib,  # which a process of its own may not have yet
                 max_length=max_length,
             )
         add_adapters(critic.body, config.model, "critic.model")

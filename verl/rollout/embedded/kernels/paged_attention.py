@@ -9,8 +9,8 @@ to step is read from tensors at fixed addresses, and the grid depends on shapes 
 Rows of one prompt that are neighbours in the batch share its pages through the L2 cache. A pass of its own over shared
 prefixes never paid: with 16 rows a prompt on an H200, 170 us a layer at best against 159 without it (Qwen2.5-1.5B,
 1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against 56 (1.5B, 256 rows). Nor did programs that take 2 or 4 rows
-and read what these share once: with 256 tokens shared, they won while a row had 50 of its own (106 us against 118 at
-7B, 1,024 rows) and lost from 200 on (80 against 67 at 256 rows).
+and read what these share once: with 256 tokens shared, two rows won while each had 50 of its own (106 us against 118 at
+7B, 1,024 rows), were even at 200 (171 against 172) and lost at 300 (80 against 67 at 256 rows).
 """
 
 from typing import NamedTuple
