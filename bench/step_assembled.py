@@ -124,7 +124,8 @@ def to_rows(asks: list[Ask], outputs: list[Any]) -> list[Row]:
         responses = [tuple(answer.token_ids) for answer in answers]
         rewards = np.array([np.mean(np.array(response) % 2 == 0) for response in responses])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if len(rewards) > 1 else rewards
-        rows += [Row(ask.prompt_ids, response, float(a)) for response, a in zip(responses, advantages)]
+        prompt = torch.tensor(ask.prompt_ids)
+        rows += [Row(prompt, torch.tensor(ids), float(a)) for ids, a in zip(responses, advantages)]
     return rows
 
 

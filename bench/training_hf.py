@@ -84,7 +84,7 @@ class HF(Plain):
         mask = torch.zeros_like(ids)
         for number, row in enumerate(rows):
             real = slice(width - len(row.prompt), width + len(row.response))
-            ids[number, real] = torch.tensor([*row.prompt, *row.response])
+            ids[number, real] = torch.cat([row.prompt, row.response])
             mask[number, real] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
         with autocast(self.device):

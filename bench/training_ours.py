@@ -90,7 +90,7 @@ def as_batch(rows: list[Row]) -> DataProto:
     advantages = torch.zeros(len(rows), response_width)
     for number, row in enumerate(rows):
         real = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
-        ids[number, real] = torch.tensor([*row.prompt, *row.response])
+        ids[number, real] = torch.cat([row.prompt, row.response])
         mask[number, real] = 1
         advantages[number] = row.advantage
     response_mask = mask[:, prompt_width:]
@@ -101,8 +101,9 @@ def as_batch(rows: list[Row]) -> DataProto:
         "advantages": advantages * response_mask,
         "weights": response_mask / response_mask.sum(),
     }
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-    uids = np.array([f"prompt-{numbers[row.prompt]}" for row in rows], dtype=object)
+    prompts = [row.prompt.numpy().tobytes() for row in rows]
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    uids = np.array([f"prompt-{numbers[prompt]}" for prompt in prompts], dtype=object)
     return DataProto(batch=TensorDict(columns, batch_size=[len(rows)]), non_tensor_batch={"uid": uids})
 
 

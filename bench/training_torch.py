@@ -77,10 +77,9 @@ class Torch(Plain):
         total = torch.zeros(2, device=self.device)
         for part in self._parts(rows):
             log_probs = self._log_probs(part, rows)
-            spread = [row.advantage for row in part for _ in row.response]
-            loss = policy_loss(
-                log_probs, torch.tensor(spread, device=self.device), torch.full_like(log_probs.detach(), 1 / tokens)
-            )
+            counts = torch.tensor([len(row.response) for row in part])
+            advantages = torch.tensor([row.advantage for row in part]).repeat_interleave(counts).to(self.device)
+            loss = policy_loss(log_probs, advantages, torch.full_like(log_probs.detach(), 1 / tokens))
             loss.backward()
             total += torch.stack([loss.detach(), log_probs.detach().sum() / tokens])
         return Numbers(*total.tolist())
@@ -105,7 +104,7 @@ class Torch(Plain):
 
     def _log_probs(self, part: list[Row], rows: list[Row]) -> Tensor:
         """(M,) of the response tokens of `part`, in order."""
-        ids = torch.tensor([token for row in part for token in (*row.prompt, *row.response)])
+        ids = torch.cat([piece for row in part for piece in (row.prompt, row.response)])
         positions = torch.cat([torch.arange(row.length) for row in part])
         starts = [0, *accumulate(row.length for row in part)]
         answered = torch.cat(

@@ -62,8 +62,8 @@ class Job:
 class Row(NamedTuple):
     """One trajectory."""
 
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
+    prompt: torch.Tensor  # (P,) int64
+    response: torch.Tensor  # (R,) int64
     advantage: float
 
     @property
@@ -110,9 +110,9 @@ def draw_rows(job: Job) -> list[Row]:
         group = np.maximum(lengths[start : start + job.samples] - job.prompt_tokens, SHORTEST_RESPONSE)
         if rows and sum(row.length for row in rows) + group.sum() + job.prompt_tokens * len(group) > job.tokens:
             break
-        prompt = tuple(draw.integers(job.vocabulary, size=job.prompt_tokens).tolist())
+        prompt = torch.from_numpy(draw.integers(job.vocabulary, size=job.prompt_tokens))
         for count in group:
-            response = tuple(draw.integers(job.vocabulary, size=count).tolist())
+            response = torch.from_numpy(draw.integers(job.vocabulary, size=count))
             rows.append(Row(prompt, response, float(draw.standard_normal())))
     return rows
 
