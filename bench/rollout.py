@@ -32,8 +32,18 @@ from rollout_work import Job, Workload, parse_lengths
 from roofline import H200, Roofline, rollout_roofline
 
 HERE = Path(__file__).parent
-SCRIPTS = {"ours": "rollout_ours.py", "vllm": "rollout_vllm.py", "hf": "rollout_hf.py"}
-NAMES = {"ours": "ours", "vllm": "vLLM", "hf": "transformers generate"}
+SCRIPTS = {
+    "ours": "rollout_ours.py",
+    "ours-deterministic": "rollout_ours.py",
+    "vllm": "rollout_vllm.py",
+    "hf": "rollout_hf.py",
+}
+NAMES = {
+    "ours": "ours",
+    "ours-deterministic": "ours, deterministic",
+    "vllm": "vLLM",
+    "hf": "transformers generate",
+}
 DEVICE_DEFAULTS = {"models": "1.5b", "lengths": "tail:1024", "prompts": 64, "samples": "16", "prompt_tokens": 256}
 TINY_DEFAULTS = {"models": "tiny", "lengths": "tail:64", "prompts": 4, "samples": "2", "prompt_tokens": 16}
 # Two workloads that differ by the decode steps alone: 256 rows with contexts of 256 to 512 tokens.
@@ -178,6 +188,7 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
         vocabulary=SHAPES[model]["vocab_size"],
         max_num_seqs=plan.max_num_seqs,
         gpu_memory_utilization=0.85,
+        deterministic=engine == "ours-deterministic",
         repeats=plan.repeats,
         seed=plan.seed,
         workloads=plan.workloads,

@@ -33,6 +33,7 @@ class Ours:
                 response_length=job.response_tokens,
                 max_num_seqs=job.max_num_seqs,
                 gpu_memory_utilization=job.gpu_memory_utilization,
+                deterministic=job.deterministic,
             ),
             model=random_model(job.folder, job.device),
             tokenizer=None,

@@ -65,6 +65,7 @@ class Job:
     vocabulary: int
     max_num_seqs: int
     gpu_memory_utilization: float
+    deterministic: bool  # the same bits whatever the batch, which ours alone can do
     repeats: int
     seed: int
     workloads: tuple[Workload, ...]

@@ -116,6 +116,7 @@ def test_a_side_gives_every_sample_its_length(side, tmp_path):
         vocabulary=2048,
         max_num_seqs=4,  # fewer than the samples
         gpu_memory_utilization=0.85,
+        deterministic=False,
         repeats=2,
         seed=0,
         workloads=(workload,),
