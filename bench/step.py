@@ -3,7 +3,6 @@
 | engine | what it is |
 |---|---|
 | ours | verl's trainer with its embedded rollout engine |
-| ours-compiled | the same with compiled decoder layers in training |
 | assembled | vLLM that sleeps between rollouts, and a packed, compiled transformers update beside it |
 | trl | TRL's GRPOTrainer in transformers mode |
 
@@ -39,12 +38,7 @@ from step_work import StepJob
 from training_process import run_limited
 
 HERE = Path(__file__).parent
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ours": ("step_ours.py", {}),
-    "ours-compiled": ("step_ours.py", {"compile": True}),
-    "assembled": ("step_assembled.py", {"compile": True}),
-    "trl": ("step_trl.py", {}),
-}
+ENGINES = {"ours": "step_ours.py", "assembled": "step_assembled.py", "trl": "step_trl.py"}
 NEEDS = {"assembled": ("vllm", "vllm==0.24.0"), "trl": ("trl", "trl")}
 PHASES = ("generate", "old log-probs", "update", "weights", "rest", "step")
 DEVICE_DEFAULTS = {"prompts": 64, "samples": 16, "prompt_tokens": 256, "new_tokens": 1024, "micro_tokens": 16_384}
@@ -61,6 +55,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, help="of the longest response [1024]")
     parser.add_argument("--lengths", help="of responses: fixed:L or tail:L [fixed:NEW_TOKENS]")
     parser.add_argument("--micro-tokens", type=int, help="of a forward-backward pass [16384]")
+    parser.add_argument("--peer-micro-tokens", type=int, help="of the others' passes, if they have room for less")
     parser.add_argument("--steps", type=int, default=2, help="the first is a warm-up [2]")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--old-log-probs", action="store_true", help="a pass for them before the update")
@@ -77,6 +72,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     arguments.model = "tiny" if arguments.tiny else arguments.model
+    arguments.peer_micro_tokens = arguments.peer_micro_tokens or arguments.micro_tokens
     arguments.lengths = arguments.lengths or f"fixed:{arguments.new_tokens}"
     arguments.engines = (arguments.engines or ("ours" if arguments.tiny else "ours,assembled")).split(",")
     try:
@@ -93,11 +89,9 @@ def check(arguments: argparse.Namespace) -> None:
             if name not in known:
                 raise ValueError(f"--{option} must be of {', '.join(known)}, got '{name}'.")
     _, longest = parse_lengths(arguments.lengths)
-    if longest + arguments.prompt_tokens > arguments.micro_tokens:
-        raise ValueError(
-            f"--micro-tokens must hold a row of {longest + arguments.prompt_tokens} tokens, got "
-            f"{arguments.micro_tokens}."
-        )
+    fewest = min(arguments.micro_tokens, arguments.peer_micro_tokens)
+    if longest + arguments.prompt_tokens > fewest:
+        raise ValueError(f"A pass must hold a row of {longest + arguments.prompt_tokens} tokens, got {fewest}.")
     if min(arguments.steps, arguments.samples) < 2:
         raise ValueError(f"--steps and --samples must be at least 2, got {arguments.steps} and {arguments.samples}.")
 
@@ -112,9 +106,8 @@ def make_job(arguments: argparse.Namespace, engine: str) -> StepJob:
         prompt_tokens=arguments.prompt_tokens,
         lengths=arguments.lengths,
         steps=arguments.steps,
-        micro_tokens=arguments.micro_tokens,
+        micro_tokens=arguments.micro_tokens if engine == "ours" else arguments.peer_micro_tokens,
         checkpointing=not arguments.no_checkpointing,
-        **{"compile": False, **ENGINES[engine][1]},
         old_log_probs=arguments.old_log_probs,
         vllm_memory=arguments.vllm_memory,
         backend="aot_eager" if arguments.tiny else "inductor",
@@ -134,7 +127,7 @@ def run_engine(arguments: argparse.Namespace, engine: str) -> dict[str, Any] | s
     files = {suffix: arguments.out / f"{engine}.{suffix}" for suffix in ("job.json", "json", "log")}
     make_job(arguments, engine).write(files["job.json"])
     files["json"].unlink(missing_ok=True)
-    command = [str(HERE / ENGINES[engine][0]), "--job", str(files["job.json"]), "--json", str(files["json"])]
+    command = [str(HERE / ENGINES[engine]), "--job", str(files["job.json"]), "--json", str(files["json"])]
     problem = run_limited(command, files["log"], limit_s=arguments.limit_s)
     return problem or json.loads(files["json"].read_text(encoding="utf-8"))
 
@@ -198,8 +191,8 @@ def main() -> None:
         raise SystemExit(f"step.py: the model could not be written: {problem}")
     print(
         f"{arguments.model}: {arguments.prompts} prompts x {arguments.samples} samples, {arguments.prompt_tokens} + "
-        f"{arguments.lengths} tokens, passes of {arguments.micro_tokens}, checkpointing "
-        f"{'off' if arguments.no_checkpointing else 'on'}, {arguments.steps} steps",
+        f"{arguments.lengths} tokens, passes of {arguments.micro_tokens} (others {arguments.peer_micro_tokens}), "
+        f"checkpointing {'off' if arguments.no_checkpointing else 'on'}, {arguments.steps} steps",
         flush=True,
     )
     start = time.perf_counter()

@@ -100,7 +100,7 @@ def make_trainer(job: StepJob) -> Torch:
         optimizer=True,
         lora=0,
         entropy=False,
-        compile=job.compile,
+        compile=True,
         share_prompts=False,
         backend=job.backend,
         repeats=1,

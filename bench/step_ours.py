@@ -48,8 +48,6 @@ def run(job: StepJob) -> dict[str, Any]:
         no_checkpointing=not job.checkpointing,
     )
     config = make_config(sizes, folder, job.torch_device)
-    if job.compile:
-        config.actor_rollout_ref.actor.use_torch_compile = True
     trainer = PPOTrainer(
         config,
         reward_fn=even_share,

@@ -34,7 +34,6 @@ class StepJob:
     steps: int  # the first is a warm-up
     micro_tokens: int  # of a forward-backward pass
     checkpointing: bool
-    compile: bool
     old_log_probs: bool  # a pass for them, though the whole batch is one update
     vllm_memory: float  # share of the device that vLLM may take
     backend: str  # of torch.compile
