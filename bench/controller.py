@@ -1,4 +1,5 @@
-"""What the single controller costs: an empty call to many workers, and a batch to two workers and back.
+"""What the single controller costs: an empty call to many workers, a batch to two workers and back, and the same batch
+through two calls, whose first answer goes into the second.
 
 python bench/controller.py [spmd|ray ...]: both by default. Prints the median and the best of the repeats.
 """
@@ -32,6 +33,10 @@ class Echo(Worker):
     def same(self, batch: DataProto) -> DataProto:
         return batch
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rows(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"row": batch.batch["column_0"][:, 0].clone()})
+
 
 def seconds(call: Callable[[], Any], repeats: int) -> list[float]:
     call()
@@ -46,17 +51,22 @@ def seconds(call: Callable[[], Any], repeats: int) -> list[float]:
 def measure(backend: str, pool: ResourcePool) -> None:
     group = pool.start("echo", Echo)
     if pool.world_size == EMPTY_WORKERS:
-        taken, what, aim = seconds(group.nothing, EMPTY_CALLS), "empty call", 0.002 if backend == "spmd" else 0.005
+        aim = 2 if backend == "spmd" else 5
+        tell(backend, f"empty call, {EMPTY_WORKERS} workers, aim {aim} ms", seconds(group.nothing, EMPTY_CALLS))
     else:
         columns = {f"column_{i}": torch.rand(1024, BATCH_MB * 10**6 // 4 // 1024 // 5) for i in range(5)}
         batch = DataProto.from_dict(tensors=columns)
-        taken, what, aim = seconds(lambda: group.same(batch), BATCHES), f"{BATCH_MB} MB there and back", 0.3
-    print(
-        f"{backend}: {what}, {pool.world_size} workers: median {statistics.median(taken) * 1e3:.2f} ms, "
-        f"best {taken[0] * 1e3:.2f} ms, aim {aim * 1e3:.0f} ms",
-        flush=True,
-    )
+        tell(backend, f"{BATCH_MB} MB there and back, aim 300 ms", seconds(lambda: group.same(batch), BATCHES))
+        read = seconds(lambda: group.rows(group.same(batch)), BATCHES)
+        handed_on = seconds(lambda: group.rows(group.same(batch, blocking=False)), BATCHES)
+        tell(backend, f"{BATCH_MB} MB there and on to the next call, through the driver", read)
+        tell(backend, f"{BATCH_MB} MB there and on to the next call, as a future", handed_on)
     pool.shutdown()
+
+
+def tell(backend: str, what: str, taken: list[float]) -> None:
+    median, best = statistics.median(taken) * 1e3, taken[0] * 1e3
+    print(f"{backend}: {what}: median {median:.2f} ms, best {best:.2f} ms", flush=True)
 
 
 def launch_spmd(size: int) -> None:

@@ -22,6 +22,7 @@ from rollout_work import draw_limits, parse_lengths
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from verl.engine.flops import FlopsModel, model_flops_utilization
+from verl.utils.peaks import phase_peaks
 
 SHORTEST_RESPONSE = 1
 CLIP_NORM = 1.0
@@ -195,13 +196,13 @@ class _Recorder:
         gc.collect()
         synchronize(self.device)
         if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            phase_peaks.take(torch.device(self.device))
         start = time.perf_counter()
         work()
         synchronize(self.device)
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         if self.device == "cuda":
-            self.peaks[name] = max(self.peaks.get(name, 0.0), torch.cuda.max_memory_allocated() / 2**30)
+            self.peaks[name] = max(self.peaks.get(name, 0.0), phase_peaks.take(torch.device(self.device))[0] / 2**30)
 
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:

@@ -1,10 +1,23 @@
-"""One thread, no network: tests are fast and say the same thing everywhere."""
+"""One thread, no network, and a log of its own: tests are fast and say the same thing everywhere."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
+from verl.utils.logging import logger, say_once
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """What a test configured would keep its output stream, and hide the next one's records from `caplog`."""
+    say_once.cache_clear()
+    yield
+    logger.handlers.clear()
+    logger.propagate = True

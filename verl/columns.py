@@ -41,6 +41,10 @@ COLUMNS: dict[str, Column] = {
         Column(
             "rollout_log_probs", "float32", "B R", "generate", "log-prob of each token as the rollout engine saw it"
         ),
+        Column(
+            "reward_baselines", "float32", "B", "collect", "score of the greedy response to the same prompt (ReMax)"
+        ),
+        Column("rm_scores", "float32", "B R", "score", "reward model's score, at the last token of the response"),
         Column("token_level_scores", "float32", "B R", "score", "reward before any KL penalty"),
         Column("old_log_probs", "float32", "B R", "evaluate_policies", "log-probs of the policy before this update"),
         Column("entropys", "float32", "B R", "evaluate_policies", "entropy of the policy at each response token"),
@@ -49,5 +53,7 @@ COLUMNS: dict[str, Column] = {
         Column("token_level_rewards", "float32", "B R", "estimate_advantages", "scores minus KL penalty"),
         Column("advantages", "float32", "B R", "estimate_advantages", "advantage of each response token"),
         Column("returns", "float32", "B R", "estimate_advantages", "what the critic regresses to"),
+        Column("rollout_is_weights", "float32", "B R", "update", "importance weight of a token in the policy loss"),
+        Column("selected", "float32", "B R", "update", "1 where the loss has picked the token (clip_cov, kl_cov)"),
     )
 }

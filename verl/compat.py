@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _CORE = "verl.algorithms.compat_signatures"
+_REGISTRIES = "verl.algorithms.compat_registries"
 
 # old module -> {name: new module}, or {name: (new module, new name)}
 OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
@@ -21,19 +22,47 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
         "agg_loss": "verl.algorithms.masked",
         "compute_entropy_loss": _CORE,
         "compute_gae_advantage_return": _CORE,
+        "compute_gpg_outcome_advantage": _CORE,
         "compute_grpo_outcome_advantage": _CORE,
+        "compute_grpo_passk_outcome_advantage": _CORE,
+        "compute_opo_outcome_advantage": _CORE,
         "compute_policy_loss": _CORE,
+        "compute_policy_loss_clip_cov": _CORE,
+        "compute_policy_loss_gpg": _CORE,
+        "compute_policy_loss_kl_cov": _CORE,
+        "compute_reinforce_plus_plus_baseline_outcome_advantage": _CORE,
+        "compute_reinforce_plus_plus_outcome_advantage": _CORE,
+        "compute_remax_outcome_advantage": _CORE,
+        "compute_rloo_outcome_advantage": _CORE,
         "compute_value_loss": _CORE,
+        "register_policy_loss": _REGISTRIES,
+        "get_policy_loss_fn": _REGISTRIES,
+        "register_adv_est": _REGISTRIES,
+        "get_adv_estimator_fn": _REGISTRIES,
+        "AdvantageEstimator": _REGISTRIES,
+        "POLICY_LOSS_REGISTRY": _REGISTRIES,
+        "ADV_ESTIMATOR_REGISTRY": _REGISTRIES,
         "kl_penalty": "verl.algorithms.kl",
         "AdaptiveKLController": "verl.algorithms.kl",
         "FixedKLController": "verl.algorithms.kl",
         "get_kl_controller": "verl.algorithms.kl",
     },
+    "verl.experimental": {},
+    "verl.experimental.dataset": {},
+    "verl.experimental.dataset.sampler": {
+        "AbstractCurriculumSampler": ("verl.data.sampler", "CurriculumSampler"),
+        "AbstractSampler": ("verl.data.sampler", "Sampler"),
+    },
     "verl.utils.import_utils": {"load_extern_type": "verl.utils.imports"},
     "verl.utils.reward_score": {"default_compute_score": "verl.rewards.rules"},
     "verl.workers.reward_manager": {
         "NaiveRewardManager": "verl.rewards.manager",
-        "REWARD_MANAGER_REGISTRY": ("verl.rewards.registry", "reward_managers"),
+        "BatchRewardManager": "verl.rewards.managers",
+        "DAPORewardManager": "verl.rewards.managers",
+        "PrimeRewardManager": "verl.rewards.managers",
+        "REWARD_MANAGER_REGISTRY": ("verl.rewards.managers", "reward_managers"),
+        "get_reward_manager_cls": "verl.rewards.managers",
+        "register": ("verl.rewards.managers", "register_reward_manager"),
     },
     "verl.single_controller.base": {"Worker": "verl.single_controller"},
     "verl.single_controller.base.decorator": {

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.models.attention import apply_checkpointing
 from verl.models.packed import PackedBatch, PackedCausalLM
+from verl.utils.peaks import phase_peaks
 
 SHAPE = {
     "vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
@@ -52,9 +53,9 @@ def measure(module: PackedCausalLM, packed: PackedBatch) -> tuple[float, float, 
 
     times: list[Any] = []
     for work in (forward, update):
-        torch.cuda.reset_peak_memory_stats()
+        phase_peaks.take(torch.device("cuda"))
         times.append(triton.testing.do_bench(work, warmup=2000, rep=4000, return_mode="median"))
-    return times[0], times[1], torch.cuda.max_memory_allocated() / 2**30
+    return times[0], times[1], phase_peaks.take(torch.device("cuda"))[0] / 2**30
 
 
 def main() -> None:

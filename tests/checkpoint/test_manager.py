@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.checkpoint import manager as module
+from verl.checkpoint import sharded
 from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.utils.errors import CheckpointError, ConfigError
 
@@ -221,6 +224,85 @@ def test_other_trouble_with_the_disk_is_told_with_its_path(tmp_path):
     blocked.write_text("")
     with pytest.raises(CheckpointError, match="file"):
         CheckpointManager(blocked / "run").save(1, {"actor": write(b"a")})
+
+
+def begin(manager: CheckpointManager, step: int) -> list[bool]:
+    """Begin a checkpoint beside the run; gives the list whose last entry says whether it is written by now."""
+    written = [False]
+    manager.save(step, {"actor": write(b"a")}, is_written=lambda wait: wait or written[-1])
+    return written
+
+
+def test_what_is_written_beside_the_run_gets_its_name_when_it_is_whole(tmp_path):
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    former = save(manager, 2)
+    written = begin(manager, 4)
+    manager.advance()
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"], "summed up too early"
+    assert manager.latest() == former
+    written.append(True)
+    manager.advance()
+    manager.finish()
+    assert names(tmp_path) == {"global_step_4", "latest_checkpointed_iteration.txt"}
+    manager.verify(tmp_path / "global_step_4")
+    manager.advance()  # nothing is left to do
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    begin(manager, 2)
+    begin(manager, 4)
+    assert manager.latest() == tmp_path / "global_step_2"
+    manager.finish()
+    assert manager.latest() == tmp_path / "global_step_4"
+
+
+def test_what_fails_beside_the_run_is_raised_once_and_leaves_no_trace(tmp_path, caplog):
+    def fails(wait):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    manager = CheckpointManager(tmp_path)
+    good = save(manager, 2)
+    manager.save(4, {"actor": write(b"a")}, is_written=fails)
+    with pytest.raises(CheckpointError, match=r"global_step_4.*no space left"):
+        manager.advance()
+    manager.finish()
+    manager.save(6, {"actor": write(b"a")}, is_written=fails)
+    with caplog.at_level("WARNING", logger="verl"):
+        manager.rescue()
+    assert "global_step_6" in caplog.messages[-1]
+    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
+    assert manager.latest() == good
+
+
+def test_an_error_while_it_is_summed_up_beside_the_run_is_raised(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    begin(manager, 2)
+    monkeypatch.setattr(module, "write_manifest", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.finish()
+    assert names(tmp_path) == set()
+
+
+def test_files_that_lie_on_another_host_are_told(tmp_path):
+    def elsewhere(folder):
+        sharded.write_sharded(folder / "sharded", {"model.weight": torch.ones(3)})
+        (folder / "sharded" / "__0_0.distcp").unlink()
+
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks files that other ranks wrote: __0_0\.distcp.*all of them share"):
+        manager.save(2, {"actor": elsewhere})
+    with pytest.raises(CheckpointError, match=r"actor is not to be seen from this host.*all of them share"):
+        manager.save(2, {"actor": lambda folder: None, "trainer": write(b"t")})
+    assert names(tmp_path) == set()
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (2, 10):
+        save(manager, step)
+    with pytest.raises(CheckpointError, match=r"resume_from_path=.*/global_step_10 \(or one of the steps 2\)"):
+        manager.resolve("resume_path", tmp_path)
 
 
 def killed_save(root: Path, where: str) -> None:

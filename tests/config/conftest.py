@@ -33,8 +33,7 @@ def load() -> Load:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """Records of the package's logger, whatever other tests have configured."""
-    monkeypatch.setattr("verl.utils.logging.logger.propagate", True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Records of the package's logger."""
     caplog.set_level("INFO", logger="verl")
     return caplog

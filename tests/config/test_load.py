@@ -293,23 +293,17 @@ def test_a_misspelt_attribute_is_an_error(load: Load):
 def test_no_micro_batch_size_means_a_token_budget(load: Load):
     config = load()
     roles = config.actor_rollout_ref
-    assert update_micro_batch(roles.actor) == (16384, None)
-    assert log_prob_micro_batch(roles.ref) == log_prob_micro_batch(roles.rollout) == (16384, None)
-    assert value_micro_batch(config.critic) == update_micro_batch(config.critic) == (32768, None)
+    by_measurement = (None, None)
+    assert update_micro_batch(roles.actor) == by_measurement
+    assert log_prob_micro_batch(roles.ref) == log_prob_micro_batch(roles.rollout) == by_measurement
+    assert value_micro_batch(config.critic) == update_micro_batch(config.critic) == by_measurement
     off = load("actor_rollout_ref.actor.use_dynamic_bsz=False")
-    assert update_micro_batch(off.actor_rollout_ref.actor) == (16384, None)
+    assert update_micro_batch(off.actor_rollout_ref.actor) == by_measurement
 
 
 def test_a_micro_batch_size_means_rows_unless_tokens_are_asked_for(load: Load):
     rows = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
     assert update_micro_batch(load(rows).actor_rollout_ref.actor) == (None, 2)
     dynamic = load(rows, "actor_rollout_ref.actor.use_dynamic_bsz=True")
-    assert update_micro_batch(dynamic.actor_rollout_ref.actor) == (16384, None)
+    assert update_micro_batch(dynamic.actor_rollout_ref.actor) == (None, None)
     assert value_micro_batch(load("critic.ppo_micro_batch_size=3").critic) == (None, 3)
-
-
-def test_an_unset_budget_has_room_for_the_longest_sequence(load: Load):
-    config = load("data.max_response_length=40000")
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 40512
-    assert config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == 40512
-    assert config.critic.forward_max_token_len_per_gpu == 40512

@@ -251,3 +251,26 @@ def test_a_batch_of_the_real_dataset(parquet, tokenizer):
     assert len(batch) == 4
     assert batch.non_tensor_batch["reward_model"][3] == {"style": "rule", "ground_truth": "4"}
     assert all(column.dtype == object and column.shape == (4,) for column in batch.non_tensor_batch.values())
+
+
+def test_a_curriculum_sampler_is_shown_what_was_trained():
+    class Curriculum:
+        def __init__(self) -> None:
+            self.seen: list = []
+
+        def __iter__(self):
+            return iter(range(4)) if not self.seen else iter(range(3, -1, -1))
+
+        def __len__(self) -> int:
+            return 4
+
+        def update(self, batch) -> None:
+            self.seen.append(batch)
+
+    sampler = Curriculum()
+    loader = RLDataLoader(Numbers(4), 2, shuffle=True, seed=1, sampler=sampler)
+    for batch in loader:
+        loader.tell_sampler(batch)
+    assert len(sampler.seen) == 2
+    assert next(iter(loader)).non_tensor_batch["index"].tolist() == [3, 2], "the next epoch knows of the first"
+    RLDataLoader(Numbers(4), 2, shuffle=False, seed=1).tell_sampler(batch)  # one that does not want to know

@@ -21,6 +21,7 @@ from verl.models.lora import apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
 from verl.protocol import DataProto
 from verl.utils.errors import VerlError
+from verl.workers.losses import Objective
 from verl.workers.updates import run_updates
 
 WHOLE = TokenBudget(max_tokens=100_000)
@@ -174,13 +175,11 @@ def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> 
     return {"spoilt": spoilt, "unchanged": unchanged, "next": engine.step()}
 
 
-class Smooth:
+class Smooth(Objective):
     """`smooth_loss` as an objective of the workers."""
 
     def columns(self, available: set[str]) -> list[str]:
         return list(COLUMNS)
-
-    def restart(self) -> None: ...
 
     def __call__(self, *args: Any) -> Any:
         return smooth_loss(*args)

@@ -16,7 +16,7 @@ from tests.trainer.runs import run_in_child
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.collectives import Axis
 from verl.distributed.mesh import close_process_group
-from verl.engine import base
+from verl.engine import agreement
 from verl.engine.base import TrainEngine
 from verl.engine.memory import PassGuard, memory_hints, shortage_of, told_as_out_of_memory
 from verl.engine.microbatch import TokenBudget
@@ -238,7 +238,7 @@ def test_hints_are_keys_that_are_not_set_yet():
 
 def test_host_memory_that_really_runs_out(tmp_path, monkeypatch):
     """In a process whose address space one large pass exceeds and smaller ones do not."""
-    monkeypatch.setattr(base, "CPU_PASS_TOKENS", 10**6)
+    monkeypatch.setattr(agreement, "CPU_PASS_TOKENS", 10**6)
     engine, batch = make_engine(), make_batch([(8, 56)] * 1024)
     budget = replace(TOKENS, max_tokens=2**16)
     update(engine)  # kernels and their threads are there

@@ -107,7 +107,7 @@ def test_a_row_longer_than_the_budget_names_the_key_and_the_length():
         plan_micro_batches([10, 12, 13], budget)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"max_tokens": 5, "rows": 5}, {"max_tokens": 0}, {"rows": 0}])
+@pytest.mark.parametrize("sizes", [{"max_tokens": 5, "rows": 5}, {"max_tokens": 0}, {"rows": 0}])
 def test_a_budget_is_either_tokens_or_rows(sizes):
     with pytest.raises(ConfigError):
         TokenBudget(**sizes)

@@ -1,7 +1,6 @@
 """Every attention kernel that is there against PyTorch's own, and the choice among them."""
 
 import importlib.metadata
-import logging
 
 import pytest
 import torch
@@ -45,6 +44,5 @@ def test_a_kernel_that_is_wrong_is_not_chosen(monkeypatch, caplog):
 
     monkeypatch.setitem(attention_kernels._FUNCTIONS, "cudnn", shifted)
     monkeypatch.setattr(attention_kernels, "_candidates", lambda device: iter(["cudnn"]))
-    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     assert choose_kernel("auto", DEVICE, torch.bfloat16, 6, 2, 64) is torch_attention
     assert "differs" in caplog.text

@@ -9,6 +9,7 @@ from verl.config import FSDPConfig, OptimConfig
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.models.packed import PackedCausalLM
+from verl.utils.peaks import phase_peaks
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(9, 12), (4, 30), (25, 7), (40, 41), (3, 5), (17, 22)]
@@ -59,7 +60,9 @@ def test_parameters_and_moments_leave_the_device_between_phases():
 
 
 def test_offload_policy_steps_on_the_host():
-    plain, engine = make_engine(lr=1e-5), make_engine(lr=1e-5, offload_policy=True)
+    # In fp32: at the next bf16 number, a weight that moved by a rounding error moves by 0.4 %.
+    exact = {"lr": 1e-4, "compute_dtype": torch.float32}
+    plain, engine = make_engine(**exact), make_engine(**exact, offload_policy=True)
     start = {name: tensor.clone() for name, tensor in plain.parameters_for_rollout()}
     assert steps(engine) == pytest.approx(steps(plain), rel=1e-2)
     handed_over = dict(engine.parameters_for_rollout())
@@ -81,10 +84,10 @@ def test_activations_on_the_host_change_no_gradient_and_free_memory():
         for _ in range(2):
             engine.forward_backward(batch, TokenBudget(max_tokens=12_000), smooth_loss, COLUMNS)
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        phase_peaks.take(engine.device)
         before = torch.cuda.memory_allocated()
         engine.forward_backward(batch, TokenBudget(max_tokens=12_000), smooth_loss, COLUMNS)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(phase_peaks.take(engine.device)[0] - before)
         gradients.append(flat_gradient(engine))
         del engine
     assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-3  # varlen's backward is not exact

@@ -9,7 +9,6 @@ from tests.models.rows import RESPONSE_LENGTH, padded_rows
 from tests.tiny_models import save_tiny, tiny_model
 from verl.models.attention import apply_checkpointing
 from verl.models.critic import VALUE_HEAD_FILE, CriticModel
-from verl.models.load import load_critic
 from verl.models.packed import PackedBatch, PackedValueModel
 from verl.utils.errors import ModelError
 
@@ -52,12 +51,12 @@ def test_the_head_can_be_replaced() -> None:
 
 
 def test_a_saved_critic_gives_the_same_values(tmp_path: Path) -> None:
-    critic = load_critic(save_tiny(tmp_path / "policy"), dtype="float32")
+    critic = CriticModel.from_pretrained(save_tiny(tmp_path / "policy"))
     torch.nn.init.normal_(critic.value_head.weight)
     batch = PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH)
     expected = PackedValueModel(critic)(batch)["values"]
     critic.save_pretrained(tmp_path / "critic")
-    loaded = load_critic(tmp_path / "critic", dtype="float32")
+    loaded = CriticModel.from_pretrained(tmp_path / "critic")
     assert torch.equal(PackedValueModel(loaded)(batch)["values"], expected)
     assert loaded.config.model_type == "qwen2"
 
@@ -66,7 +65,7 @@ def test_gathered_weights_are_saved_instead_of_ones_own(tmp_path: Path) -> None:
     critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
     doubled = {name: 2 * value for name, value in critic.state_dict().items()}
     critic.save_pretrained(tmp_path, state_dict=doubled)
-    loaded = load_critic(tmp_path, dtype="float32", check=False)
+    loaded = CriticModel.from_pretrained(tmp_path, check=False)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, doubled[name])
 
@@ -77,7 +76,7 @@ def test_a_saved_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
     critic.save_pretrained(tmp_path)
     assert (tmp_path / VALUE_HEAD_FILE).is_file()
     with pytest.raises(ModelError, match="another head"):
-        load_critic(tmp_path, dtype="float32")
+        CriticModel.from_pretrained(tmp_path)
 
 
 def test_checkpointing_a_critic_leaves_gradients_as_they_are() -> None:

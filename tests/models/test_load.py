@@ -14,7 +14,8 @@ from tests.shared_files import SHARED, needs_shared
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, save_tiny, tiny_model, tiny_tokenizer
 from verl.models import probe
 from verl.models.attention import IMPLEMENTATION, Facts, packed_attention
-from verl.models.load import check_vocabulary, load_causal_lm, load_critic, load_tokenizer, resolve_path
+from verl.models.critic import CriticModel
+from verl.models.load import check_vocabulary, load_causal_lm, load_tokenizer, resolve_path
 from verl.models.logprobs import Head
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.models.probe import check_packed
@@ -32,7 +33,7 @@ def test_every_family_loads_and_passes_the_check(family: str, tmp_path: Path) ->
     model = load_causal_lm(tmp_path, dtype="float32")
     assert model.config._attn_implementation == IMPLEMENTATION
     assert not model.training
-    load_critic(tmp_path, dtype="float32")
+    CriticModel.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])

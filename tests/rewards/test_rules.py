@@ -178,7 +178,7 @@ def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
 def test_math_verify_itself_recognises_gold_answers():
     """The shortcut for equal spellings is bypassed: each answer is compared with itself in brackets."""
     rows = read_lines("data/math/math500.jsonl")[:60]
-    same = [math._pool.equal(f"\\boxed{{{row['answer']}}}", f"${row['answer']}$") for row in rows]
+    same = [math._equal(f"\\boxed{{{row['answer']}}}", f"${row['answer']}$") for row in rows]
     assert all(same)
 
 
@@ -202,9 +202,9 @@ def test_math_works_in_threads_and_a_symbolic_blow_up_is_a_zero():
 def test_a_math_helper_that_is_killed_is_replaced_and_a_slow_one_scores_zero(monkeypatch):
     assert math.score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
     helper = math._pool._borrow()
+    math._pool._idle.put(helper)
     helper._process.kill()
     helper._process.wait()
-    math._pool._idle.put(helper)
     assert math.score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
     monkeypatch.setattr(math, "ANSWER_TIMEOUT_S", 0.5)
     assert math.score("\\boxed{9^{9^{9}}}", "3") == 0.0

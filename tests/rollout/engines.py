@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from verl.config.rollout import RolloutConfig
+from verl.distributed.collectives import ALONE, Axis
 from verl.rollout import Completion, Request, SamplingParams, create_rollout_engine
 
 # Fierce models say an end-of-sequence token now and then, which is wanted; lengths straddle pages and windows.
@@ -25,9 +26,14 @@ def talkative_model(family: str, **arguments: Any) -> PreTrainedModel:
     return tiny_model(family, **arguments)
 
 
-def make_engine(model: PreTrainedModel, name: str = "embedded", device: str = "cpu", **settings: Any) -> Any:
+def make_engine(
+    model: PreTrainedModel, name: str = "embedded", device: str = "cpu", ranks: Axis = ALONE, **settings: Any
+) -> Any:
     config = RolloutConfig(name=name, **{"prompt_length": 64, "response_length": 64, **settings})
-    return create_rollout_engine(config, model=model, tokenizer=tiny_tokenizer(), device=torch.device(device))
+    device_of_engine = torch.device(device)
+    return create_rollout_engine(
+        config, model=model, tokenizer=tiny_tokenizer(), device=device_of_engine, ranks=ranks
+    )  # fmt: skip
 
 
 def requests(prompts: Sequence[Sequence[int]], n: int = 1) -> list[Request]:

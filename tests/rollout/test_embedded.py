@@ -341,7 +341,6 @@ def test_bfloat16_copies_the_weights_and_stays_close():
 
 def test_long_generations_show_progress(monkeypatch, caplog):
     monkeypatch.setattr("verl.rollout.embedded.engine.PROGRESS_EVERY_S", 0.0)
-    monkeypatch.setattr("verl.utils.logging.logger.propagate", True)
     with caplog.at_level("INFO", logger="verl"):
         run(make_engine(talkative_model("qwen2")), PROMPTS)
     assert "3/3 samples done" in caplog.messages[-1]

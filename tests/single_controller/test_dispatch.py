@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -23,14 +24,16 @@ from verl.single_controller import (
     update_dispatch_mode,
 )
 from verl.single_controller.dispatch import find_dispatch_mode
+from verl.single_controller.spmd import LocalPool
 from verl.single_controller.worker_group import DEADLINE_S, InProcess
 from verl.utils.errors import ConfigError
 
 
-def several(size: int, worker_class: type[Worker] = Counter, shares: list[int] | None = None) -> WorkerGroup:
+def several(size: int, worker_class: type[Worker] = Counter, **shares: list[int]) -> WorkerGroup:
     """A group of workers in this process, behind the same front as those of other processes."""
     workers = [worker_class(number) for number in range(size)]  # pyright: ignore[reportCallIssue]
-    return WorkerGroup.over(InProcess(workers), "counter", worker_class, shares)
+    everyone = {"data": list(range(size)), "rollout": list(range(size))}
+    return WorkerGroup.over(InProcess(workers), "counter", worker_class, {**everyone, **shares})
 
 
 def workers_of(group: WorkerGroup) -> list[Counter]:
@@ -144,11 +147,14 @@ def test_the_modes_without_batches(size):
 
 
 def test_ranks_that_work_on_the_same_rows_answer_once():
-    group = several(4, shares=[0, 0, 1, 1])
+    group = several(4, data=[0, 0, 1, 1])
     assert group.double(rows(5)).batch["y"].tolist() == [0, 2, 4, 6, 8]
     assert [worker.seen for worker in workers_of(group)] == [[3], [3], [2], [2]]
+    assert group.generate(rows(5)).batch["number"].tolist() == [0, 0, 1, 2, 3], "an engine each"
     assert group.share([1, 2]) == [1, 2]
     assert len(group.tell("hello")) == 4
+    shared = several(4, rollout=[0, 0, 1, 1])
+    assert shared.generate(rows(5)).batch["number"].tolist() == [0, 0, 0, 2, 2], "an engine for two"
 
 
 def test_the_batch_of_the_caller_is_left_alone():
@@ -163,10 +169,36 @@ def test_a_call_that_does_not_block_gives_a_future(size):
     group = several(size)
     future = group.double_later(rows(4))
     assert isinstance(future, GroupFuture)
-    assert future.done()
     assert group.double(future, plus=1).batch["y"].tolist() == [1, 5, 9, 13], "resolved where it is an argument"
     assert group.add(rows(4), other=future).batch["sum"].tolist() == [0, 3, 6, 9]
     assert future.get() is future.result()
+    assert future.done()
+
+
+def test_a_call_may_be_waited_for_later_and_calls_keep_their_order():
+    class Slow(Counter):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def wait_for(self, event: threading.Event) -> int:
+            assert event.wait(10)
+            self.seen.append(1)
+            return threading.get_ident()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def fail(self) -> None:
+            raise KeyError("not there")
+
+    pool, event = LocalPool(), threading.Event()
+    slow, other = pool.start("slow", Slow, 0), pool.start("other", Counter, 1)
+    future = slow.wait_for(event, blocking=False)
+    assert not future.done(), "the caller goes on"
+    threading.Timer(0.1, event.set).start()
+    assert other.tell("hello") == ["1: hello"]
+    assert future.done(), "calls of one process come one after another, also those of another role"
+    assert workers_of(slow)[0].seen == [1]
+    assert future.result() != [threading.get_ident()]
+    assert slow.wait_for(event) == [threading.get_ident()]
+    with pytest.raises(KeyError, match="not there"):
+        slow.fail(blocking=False).result()
 
 
 def test_a_future_stays_one_where_a_method_wants_it():
@@ -193,9 +225,10 @@ def test_a_bound_method_keeps_signature_and_docstring():
     assert method.__doc__ == "Twice each number."
     assert method.__name__ == "double"
     parameters = inspect.signature(method).parameters
-    assert list(parameters) == ["batch", "plus", "deadline_s"]
+    assert list(parameters) == ["batch", "plus", "deadline_s", "blocking"]
     assert parameters["plus"].default == 0
     assert parameters["deadline_s"].default == DEADLINE_S
+    assert parameters["blocking"].default is True
     assert inspect.signature(method).return_annotation is DataProto
     assert method(rows(1), deadline_s=1.0).batch["y"].tolist() == [0]
 

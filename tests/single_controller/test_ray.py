@@ -72,6 +72,14 @@ def test_two_actors_give_the_answers_of_one_process(pools):
     assert workers.same_answers(pools["whole"]) == workers.same_answers(LocalPool())
 
 
+def test_the_answer_of_a_call_goes_into_the_next_unread(pools):
+    for other in ("whole", "stopped"):
+        answers = workers.handed_on(pools["whole"], pools[other])
+        assert answers | workers.HANDED_ON == answers
+        assert answers["read by the driver"] == 0
+        assert "no stamps" in answers["told"]
+
+
 def test_roles_of_a_pool_share_its_processes(pools):
     found = workers.two_roles(pools["whole"])
     assert found["words"] == ["0: hello", "1: hello"]
@@ -158,3 +166,10 @@ def test_a_users_runtime_environment_extends_the_shipped_one():
     assert merged["working_dir"] == "."
     assert given["excludes"] == ["data/"]
     assert merged_runtime_env(None) == RUNTIME_ENV
+
+
+def test_workers_get_the_drivers_nccl_variables(monkeypatch):
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    variables = merged_runtime_env({"env_vars": {"NCCL_DEBUG": "INFO"}})["env_vars"]
+    assert (variables["NCCL_IB_DISABLE"], variables["NCCL_DEBUG"]) == ("1", "INFO")

@@ -51,6 +51,26 @@ def test_two_ranks_give_the_answers_of_one_process():
     assert launch(workers.same_answers).value == workers.same_answers(LocalPool())
 
 
+def handed_on_between_parts(pool):
+    return workers.handed_on(*pool.split([[0, 1], [2, 3]]))
+
+
+def handed_on_within_a_pool(pool):
+    return workers.handed_on(pool, pool)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "size"),
+    [(handed_on_within_a_pool, 2), (handed_on_between_parts, 4)],
+    ids=["same ranks", "other ranks"],
+)
+def test_the_answer_of_a_call_goes_into_the_next_unread(scenario, size):
+    answers = launch(scenario, size=size).value
+    assert answers | workers.HANDED_ON == answers
+    assert answers["read by the driver"] == 0
+    assert "no stamps" in answers["told"]
+
+
 def test_roles_of_a_pool_share_its_processes():
     run = launch(workers.two_roles)
     assert run.exit_codes == [0, 0]

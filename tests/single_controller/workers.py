@@ -5,6 +5,7 @@ import signal
 import time
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -19,6 +20,19 @@ def rows(count: int, start: int = 0) -> DataProto:
     return DataProto.from_dict(tensors={"x": numbers}, non_tensors={"name": [f"row {i}" for i in numbers.tolist()]})
 
 
+class Stamp:
+    """Knows which processes have unpickled it."""
+
+    def __init__(self) -> None:
+        self.read_by: list[int] = []
+
+    def __getstate__(self) -> list[int]:
+        return [*self.read_by, -1]  # an empty state would not be set
+
+    def __setstate__(self, read_by: list[int]) -> None:
+        self.read_by = [*read_by[:-1], os.getpid()]
+
+
 class Counter(Worker):
     """Remembers what came."""
 
@@ -31,6 +45,10 @@ class Counter(Worker):
         """Twice each number."""
         self.seen.append(len(batch))
         return DataProto.from_dict(tensors={"y": batch.batch["x"] * 2 + plus})
+
+    @register(dispatch_mode=Dispatch.ROLLOUT_COMPUTE_PROTO)
+    def generate(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={"number": torch.full((len(batch),), self.number)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def sample(self, batch: DataProto, n: int) -> DataProto:
@@ -68,6 +86,23 @@ class Counter(Worker):
     @register()
     def each(self, word: str) -> str:
         return f"{self.number}: {word}"
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def stamp(self, batch: DataProto, fail: bool = False) -> DataProto:
+        """Twice as many rows, each with a stamp of its own."""
+        if fail:
+            raise KeyError("no stamps")
+        answer = batch.select().repeat(2, interleave=True)
+        answer.non_tensor_batch["stamp"] = np.array([Stamp() for _ in range(len(answer))], dtype=object)
+        return answer
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def read_stamps(self, batch: DataProto, other: DataProto | None = None) -> DataProto:
+        readers = [stamp.read_by for stamp in batch.non_tensor_batch["stamp"]]
+        return DataProto.from_dict(
+            tensors={"x": batch.batch["x"] + (0 if other is None else other.batch["x"])},
+            non_tensors={"readers": np.array([*readers, None], dtype=object)[:-1]},
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def double_later(self, batch: DataProto) -> DataProto:
@@ -162,6 +197,39 @@ def same_answers(pool: Any) -> dict[str, Any]:
         "function": group.apply(negated, rows(4)).batch["y"].tolist(),
         "first": group.tell_first("hello"),
         "large": group.double(rows(100_000)).batch["y"].sum().item(),
+    }
+
+
+HANDED_ON = {
+    "x": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+    "of two": [0, 0, 2, 2, 4, 4, 6, 6, 8, 8],
+    "with a batch": [0, 1, 3, 4, 6, 7, 9, 10, 12, 13],
+    "after": 10,
+}  # of `handed_on`
+
+
+def handed_on(one: Any, other: Any) -> dict[str, Any]:
+    """Answers of a group of `one` go straight into calls on a group of `other`."""
+    first, second = one.start("first", Counter), other.start("second", Counter)
+    batch = rows(5)
+    batch.batch["attention_mask"] = (torch.arange(10) < torch.tensor([3, 9, 1, 7, 5])[:, None]).long()
+    stamped = first.stamp(batch, blocking=False)
+    answer = second.read_stamps(stamped)
+    again = second.read_stamps(stamped, other=first.stamp(batch, blocking=False))
+    with_a_batch = second.read_stamps(stamped, rows(10))
+    failed = first.stamp(rows(4), fail=True, blocking=False)
+    try:
+        second.read_stamps(failed)
+        told = ""
+    except WorkerError as error:
+        told = str(error)
+    return {
+        "x": answer.batch["x"].tolist(),
+        "of two": again.batch["x"].tolist(),
+        "with a batch": with_a_batch.batch["x"].tolist(),
+        "after": len(stamped.result()),
+        "read by the driver": sum(os.getpid() in readers for readers in answer.non_tensor_batch["readers"]),
+        "told": told,
     }
 
 

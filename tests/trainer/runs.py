@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
+from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTensors
 from verl.trainer.main_ppo import main
 from verl.utils.logging import logger
 
@@ -71,10 +71,21 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int, role: str = "actor") -> dict[str, torch.Tensor]:
-    """All tensors of a role in a checkpoint, the value head among them."""
-    files = sorted((folder / f"global_step_{step}" / role / "huggingface").glob("*.safetensors"))
-    assert files, f"no weights of {role} in step {step} of {folder}"
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    """All weights of a role in a checkpoint, the value head among them."""
+    return _saved(folder, step, role, MODEL)
+
+
+def moments(folder: Path, step: int, role: str = "actor") -> dict[str, torch.Tensor]:
+    """The optimizer's state of a role in a checkpoint."""
+    return _saved(folder, step, role, OPTIMIZER)
+
+
+def _saved(folder: Path, step: int, role: str, prefix: str) -> dict[str, torch.Tensor]:
+    place = folder / f"global_step_{step}" / role / SHARDED_FOLDER
+    saved = SavedTensors(place)
+    names = [name for name in saved.tensors if name.startswith(prefix)]
+    assert names, f"nothing named {prefix}* of {role} in step {step} of {folder}"
+    return saved.read_whole(names)
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -65,8 +65,9 @@ def test_validation_leaves_the_numbers_of_the_step_alone(tmp_path):
     assert all("timing_per_token_ms/testing" not in line for line in step_lines(tmp_path / "with"))
 
 
-def test_a_checkpoint_is_a_hugging_face_folder(tmp_path):
-    assert run(tmp_path, "trainer.save_freq=2") == 0
+def test_a_checkpoint_is_a_hugging_face_folder_where_asked_for(tmp_path):
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    assert run(tmp_path, "trainer.save_freq=2", contents) == 0
     folder = tmp_path / "global_step_2" / "actor" / "huggingface"
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -116,6 +117,6 @@ def test_an_own_tracker_is_finished_also_when_the_run_fails(tmp_path):
     library.write_text(TRACKER)
     calls = "compute_score.calls = getattr(compute_score, 'calls', 0) + 1"
     breaks = reward_file(tmp_path, f"{calls}; return {{17: None}}.get(compute_score.calls, 1.0)")
-    own = [f"actor_rollout_ref.model.external_lib={library}", "trainer.logger=[diary]"]
+    own = [f"actor_rollout_ref.model.external_lib={library}", "trainer.logger=[diary]", "reward_model.preflight=False"]
     assert run(tmp_path, *breaks, *own) == 1
     assert (tmp_path / "diary").read_text() == "1 end"

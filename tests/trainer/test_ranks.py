@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import command_line, metric_lines, weights
+from verl.checkpoint.manager import CheckpointManager
 from verl.trainer.main_ppo import main
 
 pytestmark = pytest.mark.timeout(180)
@@ -45,11 +46,11 @@ def train(launcher: list[str], folder: Path, *more: str) -> list[dict[str, Any]]
 
 def assert_same(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert len(ours) == len(expected) > 0
-    for line, other in zip(ours, expected):
+    for lines in zip(ours, expected):
+        line, other = ({k: v for k, v in each.items() if not k.startswith(OF_THE_ENGINES)} for each in lines)
         assert line.keys() == other.keys()
         for name, value in other.items():
-            if not name.startswith(OF_THE_ENGINES):
-                assert line[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+            assert line[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
 def responses(folder: Path, step: int) -> list[str]:
@@ -68,13 +69,23 @@ def alone(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("on_two")
     samples = f"trainer.rollout_data_dir={folder / 'samples'}"
-    return folder, train(TORCHRUN, folder / "run", "trainer.max_steps=2", "trainer.save_freq=2", samples)
+    beside = ["trainer.save_freq=1", "trainer.async_save=True"]  # the first one; the last is waited for
+    return folder, train(TORCHRUN, folder / "run", "trainer.max_steps=2", *beside, samples)
 
 
 def test_two_ranks_train_as_one_process(alone, on_two):
     assert_same(on_two[1], alone[1][:2])
     assert responses(on_two[0] / "samples", 1) == responses(alone[0] / "samples", 1)
     assert len(set(responses(alone[0] / "samples", 1))) > 3, "too dull to fail"
+
+
+def test_two_ranks_save_each_its_shards_beside_the_steps(on_two):
+    for step in (1, 2):
+        folder = on_two[0] / "run" / f"global_step_{step}"
+        CheckpointManager(folder.parent).verify(folder)
+        for role in ("actor", "critic"):
+            shards = sorted(path.name for path in (folder / role / "sharded").glob("*.distcp"))
+            assert shards == ["__0_0.distcp", "__1_0.distcp"]
 
 
 def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
@@ -90,6 +101,16 @@ def test_what_one_process_saved_two_ranks_resume(alone, tmp_path):
     start = f"trainer.resume_from_path={alone[0] / 'run' / 'global_step_2'}"
     resumed = train(TORCHRUN, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start)
     assert_same(resumed, alone[1][2:])
+
+
+@pytest.mark.parametrize("ranks_an_engine", [1, 2])
+def test_generation_is_dealt_to_engines_however_training_is(alone, tmp_path, ranks_an_engine):
+    sequence = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    engines = f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks_an_engine}"
+    [line] = train(TORCHRUN, tmp_path, "trainer.max_steps=1", sequence, engines)
+    assert_same([line], alone[1][:1])
+    for count in ("rollout/generated_tokens", "rollout/prefill_tokens"):
+        assert line[count] == alone[1][0][count], "every sample is generated once"
 
 
 def test_two_actors_of_ray_train_as_one_process(alone, tmp_path):

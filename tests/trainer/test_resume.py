@@ -1,5 +1,6 @@
 """A run killed at any moment, started again, ends with the bits of a run never killed."""
 
+import errno
 import os
 import shutil
 import signal
@@ -10,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import verl.checkpoint.manager
+import verl.checkpoint.sharded
 import verl.engine.base
 import verl.workers.actor
-from tests.trainer.runs import command_line, metric_lines, run, run_in_child, same_bits, weights, without_times
+from tests.trainer.runs import (
+    command_line,
+    metric_lines,
+    moments,
+    run,
+    run_in_child,
+    same_bits,
+    weights,
+    without_times,
+)
 from verl.engine.base import TrainEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -123,10 +133,7 @@ def assert_same_end(folder: Path, whole: Path, algorithm: str) -> None:
     assert without_times(lines) == without_times(metric_lines(whole))
     for role in ("actor", "critic") if algorithm == "ppo" else ("actor",):
         assert same_bits(weights(folder, LAST, role), weights(whole, LAST, role))
-        moments, expected = (
-            torch.load(place / f"global_step_{LAST}" / role / "optim.pt")["moments"] for place in (folder, whole)
-        )
-        assert all(same_bits(moments[name], expected[name]) for name in expected)
+        assert same_bits(moments(folder, LAST, role), moments(whole, LAST, role))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +178,45 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
+def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(tmp_path, undisturbed, capfd):
+    """The second of three checkpoints has all its files when the process dies; the first one has its name."""
+    command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2)
+        status = run_in_child(lambda: run(tmp_path, *command))
+    assert os.WIFSIGNALED(status)
+    assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_1"]
+    assert len(list(tmp_path.glob(".tmp-global_step_2-*"))) == 1
+    capfd.readouterr()
+
+    assert run(tmp_path, *command) == 0
+    assert f"global_step_1: step 1 of {LAST}" in capfd.readouterr().out
+    assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
+    assert sorted(folder.name for folder in tmp_path.glob("*global_step_*")) == [
+        f"global_step_{step}" for step in range(1, LAST + 1)
+    ]
+
+
+def test_what_was_written_beside_the_steps_resumes_with_the_same_bits(tmp_path, undisturbed):
+    command = [*COMMAND, *ALGORITHMS["ppo"], "trainer.async_save=True"]
+    assert run(tmp_path, *command) == 0
+    assert same_bits(moments(tmp_path, 2, "critic"), moments(undisturbed("ppo"), 2, "critic"))
+    shutil.rmtree(tmp_path / f"global_step_{LAST}")
+    assert run(tmp_path, *command) == 0
+    assert_same_end(tmp_path, undisturbed("ppo"), "ppo")
+
+
+def test_a_write_beside_the_steps_that_fails_stops_the_run(tmp_path, capfd, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(verl.checkpoint.sharded.FileSystemWriter, "write_data", fail)
+    assert run(tmp_path, *COMMAND, "trainer.async_save=True", "trainer.save_freq=1") == 1
+    assert "CheckpointError: While writing" in (error := capfd.readouterr().err)
+    assert "Input/output error" in error
+    assert not list(tmp_path.glob("*global_step_*"))
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -184,9 +230,9 @@ def flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "file"),
     [
-        (truncate, "actor/huggingface/model.safetensors"),
-        (flip_a_bit, "actor/optim.pt"),
-        (Path.unlink, "critic/huggingface/value_head.safetensors"),
+        (truncate, "actor/sharded/.metadata"),
+        (flip_a_bit, "actor/sharded/__0_0.distcp"),
+        (Path.unlink, "critic/progress.json"),
         (flip_a_bit, "trainer/state.pt"),
         (truncate, "manifest.json"),
     ],
@@ -206,7 +252,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path, undis
 def test_no_sound_checkpoint_at_all_stops_instead_of_starting_over(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     for folder in tmp_path.glob("global_step_*"):
-        truncate(folder / "actor" / "optim.pt")
+        truncate(folder / "actor" / "sharded" / "__0_0.distcp")
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run(tmp_path, *COMMAND) == 1
     assert "CheckpointError: None of the 2 checkpoints" in capfd.readouterr().err

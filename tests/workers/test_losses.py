@@ -1,12 +1,15 @@
 """What the actor minimises is put together from the configuration, and the engine is told what it reads."""
 
+import numpy as np
 import pytest
 import torch
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_losses import extra_losses
-from verl.config import ActorConfig, ExtraLossConfig
-from verl.workers.losses import PolicyObjective, ValueObjective
+from verl.config import ActorConfig, ExtraLossConfig, PolicyLossConfig
+from verl.distributed.collectives import Axis
+from verl.protocol import DataProto
+from verl.workers.losses import PolicyObjective, ValueObjective, token_noise
 
 
 @extra_losses.register("test_sum_of_returns")
@@ -90,3 +93,57 @@ def test_the_value_loss_is_clipped():
     # 1/2 max((v - r)^2, (clip(v) - r)^2): 1 for the first token, 4 for the second
     assert result.loss.item() == pytest.approx(0.5 * (0.5 * 1.0 + 0.5 * 4.0))
     assert result.sums["critic/vf_loss"].item() == pytest.approx(result.loss.item())
+
+
+def mini_batch(seed: int, rows: int = 3, width: int = 5) -> DataProto:
+    generator = torch.Generator().manual_seed(seed)
+    columns = {name: torch.randn(rows, width, generator=generator) for name in ("advantages", "old_log_probs", "now")}
+    columns["response_mask"] = (
+        torch.arange(width) < torch.randint(1, width + 1, (rows, 1), generator=generator)
+    ).long()
+    columns["input_ids"] = torch.randint(0, 99, (rows, 4 + width), generator=generator)
+    return DataProto.from_dict(columns, {"uid": np.array([f"1-{row}" for row in range(rows)], dtype=object)})
+
+
+def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(monkeypatch):
+    """Two ranks with a mini-batch each: the tokens are chosen among those of both, and each finds its own."""
+    batches = [mini_batch(0), mini_batch(1, rows=2)]
+    own = [batch.batch["response_mask"].bool() for batch in batches]
+    now, advantages = (torch.cat([b.batch[name][m] for b, m in zip(batches, own)]) for name in ("now", "advantages"))
+    covariance = (now - now.mean()) * (advantages - advantages.mean())
+    count = int(0.4 * len(now))
+    chosen = covariance >= covariance.sort(descending=True).values[count - 1]
+
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.4))
+    objective = PolicyObjective(config)
+    sent: list[list[torch.Tensor]] = []
+
+    def gather(mine, axis):
+        sent.append(mine)
+        return sent[:2] if len(sent) > 2 else [mine] * 2  # in the first round no rank knows the other's yet
+
+    monkeypatch.setattr("verl.workers.losses.gather_objects", gather)
+    for rank in (0, 1, 0, 1):
+        columns = batches[rank].batch
+        objective.begin(batches[rank], lambda columns=columns: {"log_probs": columns["now"]}, Axis(size=2, rank=rank))
+    for batch, mask, expected in zip(batches, own, chosen.split([int(mask.sum()) for mask in own])):
+        assert torch.equal(batch.batch["selected"][mask], expected.float())
+        assert not batch.batch["selected"][~mask].any()
+    assert "selected" in objective.columns(set(batches[0].batch.keys()))
+
+
+def test_a_tokens_noise_is_its_own():
+    """Of its step, response and position: not of the row's place, of the padding or of who has it."""
+    batch = mini_batch(0)
+    noise, mask = token_noise(batch), batch.batch["response_mask"].bool()
+    assert torch.equal(token_noise(batch.select_idxs([2, 0])), noise[[2, 0]])
+    wide = DataProto.from_dict(
+        {
+            "response_mask": torch.nn.functional.pad(mask.long(), (0, 3)),
+            "input_ids": torch.nn.functional.pad(batch.batch["input_ids"], (0, 3)),
+        },
+        {"uid": batch.non_tensor_batch["uid"]},
+    )
+    assert torch.equal(token_noise(wide)[:, :5], noise)
+    wide.non_tensor_batch["uid"] = np.array([f"2-{row}" for row in range(3)], dtype=object)
+    assert not (token_noise(wide)[:, :5] == noise).any(), "another step, another draw"

@@ -3,6 +3,28 @@
 Importing the package fills the registries: advantage estimators, policy losses, extra loss terms.
 """
 
-from verl.algorithms import advantages, group_advantages, importance, kl, masked, policy_losses, value_losses
+from verl.algorithms import (
+    advantages,
+    covariance_losses,
+    group_advantages,
+    importance,
+    kl,
+    masked,
+    policy_losses,
+    reinforce,
+    sequence_losses,
+    value_losses,
+)
 
-__all__ = ["advantages", "group_advantages", "importance", "kl", "masked", "policy_losses", "value_losses"]
+__all__ = [
+    "advantages",
+    "covariance_losses",
+    "group_advantages",
+    "importance",
+    "kl",
+    "masked",
+    "policy_losses",
+    "reinforce",
+    "sequence_losses",
+    "value_losses",
+]

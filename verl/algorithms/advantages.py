@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -11,6 +11,8 @@ from torch import Tensor
 from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class AdvantageInputs(NamedTuple):
@@ -23,6 +25,8 @@ class AdvantageInputs(NamedTuple):
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
+    components: Float[Tensor, "B K"] | None = None  # rewards of several kinds, which gdpo keeps apart
+    component_weights: Float[Tensor, " K"] | None = None
     columns: Mapping[str, Tensor] = MappingProxyType({})  # any other column that a user's own estimator reads
 
 
@@ -31,7 +35,18 @@ AdvantageEstimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator (algorithm.adv_estimator)")
 
 
+def formula(text: str) -> Callable[[Function], Function]:
+    """Decorator: how the log at start writes an estimator or a loss; `{name}` stands for one of its settings."""
+
+    def note(function: Function) -> Function:
+        function.__dict__["formula"] = text
+        return function
+
+    return note
+
+
 @advantage_estimators.register("gae")
+@formula("sum over k of (gamma lam)^k (r + gamma V' - V), gamma = {gamma}, lam = {lam}; whitened over all tokens")
 def gae(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """Generalised advantage estimation, eqs. (11) and (16) of Schulman et al. 2016 (arXiv:1506.02438).
 

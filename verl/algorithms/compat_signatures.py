@@ -3,26 +3,37 @@
 Padded (B, R) tensors in, aggregated numbers out. Each is one call into this room.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from verl.algorithms.advantages import AdvantageInputs, gae
-from verl.algorithms.group_advantages import group_ids, grpo_advantages
+from verl.algorithms.group_advantages import (
+    gpg_advantages,
+    group_ids,
+    grpo_advantages,
+    opo,
+    passk_advantages,
+    reinforce_plus_plus_baseline,
+    rloo_advantages,
+)
 from verl.algorithms.kl import AdaptiveKLController as AdaptiveKLController
 from verl.algorithms.kl import FixedKLController as FixedKLController
 from verl.algorithms.kl import get_kl_controller as get_kl_controller
 from verl.algorithms.kl import kl_penalty as kl_penalty
 from verl.algorithms.masked import agg_loss as agg_loss
 from verl.algorithms.masked import aggregation_weights, masked_mean
-from verl.algorithms.policy_losses import PolicyLossInputs, vanilla
+from verl.algorithms.padded import Scalar, padded_loss, padded_signature
+from verl.algorithms.reinforce import reinforce_plus_plus, remax
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.utils.errors import ConfigError
 
-Scalar = Float[Tensor, ""]
+Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
+Index = np.ndarray | Tensor | Sequence[Any]  # which prompt a row answers: identifiers of any kind
 
 
 def compute_gae_advantage_return(
@@ -31,7 +42,7 @@ def compute_gae_advantage_return(
     response_mask: Shaped[Tensor, "B R"],
     gamma: Any,
     lam: Any,
-) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+) -> Advantages:
     """(advantages, returns) of `advantages.gae`."""
     inputs = AdvantageInputs(token_level_rewards, response_mask, values=values, gamma=float(gamma), lam=float(lam))
     return gae(inputs)
@@ -40,18 +51,103 @@ def compute_gae_advantage_return(
 def compute_grpo_outcome_advantage(
     token_level_rewards: Float[Tensor, "B R"],
     response_mask: Shaped[Tensor, "B R"],
-    index: np.ndarray,
+    index: Index,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
-) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+) -> Advantages:
     """(advantages, returns) of `group_advantages.grpo`; `index` names each row's prompt, `config` is not read."""
-    scores = token_level_rewards.sum(-1)
-    advantages = grpo_advantages(
-        scores, group_ids(index).to(scores.device), norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon
-    )
-    tokens = torch.where(response_mask.bool(), advantages[:, None], 0.0)
-    return tokens, tokens.clone()
+    scores, group = _scores_and_group(token_level_rewards, index)
+    advantages = grpo_advantages(scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon)
+    return _on_tokens(advantages, response_mask)
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(advantages, returns) of `group_advantages.grpo_passk`."""
+    scores, group = _scores_and_group(token_level_rewards, index)
+    advantages = passk_advantages(scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon)
+    return _on_tokens(advantages, response_mask)
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(advantages, returns) of `group_advantages.rloo`; nothing is divided by, so `epsilon` is not read."""
+    return _on_tokens(rloo_advantages(*_scores_and_group(token_level_rewards, index)), response_mask)
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(advantages, returns) of `group_advantages.opo`; `epsilon` is not read."""
+    _, group = _scores_and_group(token_level_rewards, index)
+    return opo(AdvantageInputs(token_level_rewards, response_mask, group=group))
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    index: Index,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(advantages, returns) of `group_advantages.gpg`; `epsilon` is not read."""
+    scores, group = _scores_and_group(token_level_rewards, index)
+    return _on_tokens(gpg_advantages(scores, group, f_norm=f_norm, alpha=alpha), response_mask)
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    index: Index,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(advantages, returns) of `group_advantages.reinforce_plus_plus_baseline`; `epsilon` is not read."""
+    _, group = _scores_and_group(token_level_rewards, index)
+    return reinforce_plus_plus_baseline(AdvantageInputs(token_level_rewards, response_mask, group=group))
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"], response_mask: Shaped[Tensor, "B R"], config: Any = None, **kwargs: Any
+) -> Advantages:
+    """(advantages, returns) of `reinforce.reinforce_plus_plus`, with `config.gamma`, or 1 without a config."""
+    gamma = 1.0 if config is None else float(config["gamma"] if isinstance(config, Mapping) else config.gamma)
+    return reinforce_plus_plus(AdvantageInputs(token_level_rewards, response_mask, gamma=gamma))
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: Float[Tensor, "B R"],
+    reward_baselines: Float[Tensor, " B"],
+    response_mask: Shaped[Tensor, "B R"],
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """(advantages, returns) of `reinforce.remax`."""
+    columns = {"reward_baselines": reward_baselines}
+    return remax(AdvantageInputs(token_level_rewards, response_mask, columns=columns))
 
 
 def compute_policy_loss(
@@ -70,13 +166,13 @@ def compute_policy_loss(
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ConfigError("compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high.")
-    keep = response_mask.bool()
-    weights = aggregation_weights(response_mask, loss_agg_mode)
-    rows = torch.arange(len(keep), device=keep.device)[:, None].expand_as(keep)
-    inputs = PolicyLossInputs(log_prob[keep], old_log_prob[keep], advantages[keep], weights[keep], rows[keep])
-    output = vanilla(inputs, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=clip_ratio_c)
-    clipfrac, lower, kl = (_mean(output.means[name]) for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"))
-    return output.loss, clipfrac, kl, lower
+    settings = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
+    return padded_loss("vanilla", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings)
+
+
+compute_policy_loss_gpg = padded_signature("gpg")
+compute_policy_loss_clip_cov = padded_signature("clip_cov")
+compute_policy_loss_kl_cov = padded_signature("kl_cov")
 
 
 def compute_value_loss(
@@ -102,6 +198,18 @@ def compute_entropy_loss(
     """Aggregated entropy of softmax(logits): H = logsumexp(z) - sum over v of p_v z_v."""
     entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
     return agg_loss(entropy, response_mask, loss_agg_mode)
+
+
+def _scores_and_group(
+    token_level_rewards: Float[Tensor, "B R"], index: Index
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+    uids = index.tolist() if isinstance(index, Tensor) else index
+    return token_level_rewards.sum(-1), group_ids(uids).to(token_level_rewards.device)
+
+
+def _on_tokens(advantages: Float[Tensor, " B"], response_mask: Shaped[Tensor, "B R"]) -> Advantages:
+    tokens = torch.where(response_mask.bool(), advantages[:, None], 0.0)
+    return tokens, tokens.clone()
 
 
 def _mean(values: Float[Tensor, " N"]) -> Scalar:

@@ -1,34 +1,59 @@
-"""Advantages from the rewards of several responses to one prompt, without a critic."""
+"""Advantages from the rewards of several responses to one prompt, without a critic.
 
-from collections.abc import Sequence
+Scores are (B,) sums of a row's token rewards; `group` numbers the prompts; every token of a response gets the advantage
+of its response, and returns equal the advantages. Every row counts in its group, also one without tokens.
+
+A group of one has nothing to be compared with, which the papers leave open. For grpo, gpg, gdpo and
+reinforce_plus_plus_baseline its mean counts as 0 and its standard deviation as 1, as in verl 0.5: the plain reward is
+left. rloo, grpo_passk and opo give it advantage 0.
+"""
+
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula
+from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
 
+Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
 
-def group_ids(uids: Sequence[str] | np.ndarray) -> Int[Tensor, " B"]:
+
+def group_ids(uids: Sequence[Hashable] | np.ndarray) -> Int[Tensor, " B"]:
     """Prompt identifiers of any kind to group numbers 0, 1, ..."""
     numbers: dict[object, int] = {}
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
+
+
+def group_sum(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """For each row the sum over its group, in float64."""
+    # float64: with equal rewards a mean is off by one rounding, which divided by epsilon would be an advantage.
+    values = values.double()
+    _, slot = torch.unique(group, return_inverse=True)
+    return torch.zeros_like(values).index_add(0, slot, values)[slot]
+
+
+def group_max(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """For each row the largest value of its group."""
+    _, slot = torch.unique(group, return_inverse=True)
+    return torch.full_like(values, -torch.inf).scatter_reduce(0, slot, values, "amax")[slot]
+
+
+def group_size(group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    return group_sum(torch.ones(len(group), device=group.device), group)
 
 
 def group_mean_and_std(
     scores: Float[Tensor, " B"], group: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
     """Mean and unbiased standard deviation of each row's group, in float64. A group of one has mean 0 and std 1."""
-    # float64: with equal rewards the mean is off by one rounding, which divided by epsilon would be an advantage.
-    scores = scores.double()
-    _, slot = torch.unique(group, return_inverse=True)
-    count = torch.zeros_like(scores).index_add(0, slot, torch.ones_like(scores))[slot]
-    mean = torch.zeros_like(scores).index_add(0, slot, scores)[slot] / count
-    squares = torch.zeros_like(scores).index_add(0, slot, (scores - mean) ** 2)[slot]
+    count = group_size(group)
+    mean = group_sum(scores, group) / count
+    std = (group_sum((scores - mean) ** 2, group) / (count - 1).clamp(min=1)).sqrt()
     alone = count == 1
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
     return torch.where(alone, 0.0, mean), torch.where(alone, 1.0, std)
 
 
@@ -42,19 +67,144 @@ def grpo_advantages(
 
 
 @advantage_estimators.register("grpo")
-def grpo(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+@formula("r - mean of the group{by_std}")
+def grpo(inputs: AdvantageInputs) -> Advantages:
     """Group-relative advantages, section 4.1.2 of Shao et al. 2024 (arXiv:2402.03300).
 
         A_it = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-6),    r_i = sum over t of the row's rewards
 
-    for every token of response i. std is the unbiased one (G - 1). `norm_by_std=False` leaves the division out: Dr.GRPO
-    (Liu et al. 2025, arXiv:2503.20783). The papers do not define a group of one; its mean counts as 0 and its std as 1,
-    as in verl 0.5, so its advantage is the plain reward. Every row counts in its group, also one without tokens.
-    Returns equal the advantages.
+    std is the unbiased one (G - 1). `norm_by_std=False` leaves the division out: Dr.GRPO (Liu et al. 2025,
+    arXiv:2503.20783).
     """
+    scores, group = _scores_and_group(inputs, "grpo")
+    return _on_tokens(grpo_advantages(scores, group, norm_by_std=inputs.norm_by_std), inputs)
+
+
+def passk_advantages(
+    scores: Float[Tensor, " B"], group: Int[Tensor, " B"], *, norm_by_std: bool = True, epsilon: float = 1e-6
+) -> Float[Tensor, " B"]:
+    """Best reward of the group less the second best for the best response, 0 for all others."""
+    best = group_max(scores, group)
+    is_best = scores == best
+    second = group_max(torch.where(is_best, -torch.inf, scores), group)
+    shared = (group_sum(is_best.double(), group) > 1) | second.isinf()  # by two, or there is no second
+    advantages = torch.where(is_best & ~shared, best - second, 0.0).double()
+    _, std = group_mean_and_std(scores, group)
+    return (advantages / (std + epsilon) if norm_by_std else advantages).to(scores.dtype)
+
+
+@advantage_estimators.register("grpo_passk")
+@formula("best r - second best r of the group for the best response, 0 for the others{by_std}")
+def grpo_passk(inputs: AdvantageInputs) -> Advantages:
+    """Pass@k training: only the best response of a group counts, Tang et al. 2025 (arXiv:2503.19595).
+
+        A_i = (r_(1) - r_(2)) / (std(r_1..r_G) + 1e-6)  for the best response,  0 for all others
+
+    Two best ones have no lead over each other: 0. `norm_by_std=False` leaves the division out.
+    """
+    scores, group = _scores_and_group(inputs, "grpo_passk")
+    return _on_tokens(passk_advantages(scores, group, norm_by_std=inputs.norm_by_std), inputs)
+
+
+def rloo_advantages(scores: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Each reward less the mean of the others of its group."""
+    count = group_size(group)
+    others_mean = (group_sum(scores, group) - scores) / (count - 1).clamp(min=1)
+    return torch.where(count > 1, scores - others_mean, 0.0).to(scores.dtype)
+
+
+@advantage_estimators.register("rloo")
+@formula("r - mean of the group's other rewards")
+def rloo(inputs: AdvantageInputs) -> Advantages:
+    """Leave-one-out advantages, Ahmadian et al. 2024 (arXiv:2402.14740).
+
+    A_i = r_i - mean of the other rewards of the same prompt
+    """
+    return _on_tokens(rloo_advantages(*_scores_and_group(inputs, "rloo")), inputs)
+
+
+@advantage_estimators.register("opo")
+@formula("r - (sum of length r / sum of length over the group)")
+def opo(inputs: AdvantageInputs) -> Advantages:
+    """On-policy RL with the optimal baseline, Hao et al. 2025 (arXiv:2505.23585).
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j
+
+    l_j is the number of response tokens, which the norm of a response's gradient grows with.
+    """
+    scores, group = _scores_and_group(inputs, "opo")
+    lengths = inputs.response_mask.bool().sum(-1).double()
+    baseline = group_sum(lengths * scores, group) / group_sum(lengths, group).clamp(min=1)
+    return _on_tokens((scores - baseline).to(scores.dtype), inputs)
+
+
+def gpg_advantages(
+    scores: Float[Tensor, " B"], group: Int[Tensor, " B"], *, f_norm: float = 1.0, alpha: float = 1.0
+) -> Float[Tensor, " B"]:
+    """alpha * B / (B - M) * (r_i - mean of the group) / f_norm, M the rows of groups whose rewards are all equal."""
+    mean, _ = group_mean_and_std(scores, group)
+    with_gradient = (group_max(scores, group) != -group_max(-scores, group)).sum()
+    scale = alpha * len(scores) / with_gradient.clamp(min=1) / f_norm
+    return (scale * (scores - mean)).to(scores.dtype)
+
+
+@advantage_estimators.register("gpg")
+@formula("B / (B - M) (r - mean of the group), M rows being of groups without spread")
+def gpg(inputs: AdvantageInputs) -> Advantages:
+    """Group policy gradient, Chu et al. 2025 (arXiv:2504.02546), with F_norm = 1.
+
+        A_i = B / (B - M) (r_i - mean(r_1..r_G))
+
+    M of the B rows belong to groups whose rewards are all equal: they give no gradient, and the others stand in for
+    them. Goes with the policy loss `gpg`.
+    """
+    return _on_tokens(gpg_advantages(*_scores_and_group(inputs, "gpg")), inputs)
+
+
+@advantage_estimators.register("reinforce_plus_plus_baseline")
+@formula("(r - mean of the group), whitened over all tokens")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
+    """REINFORCE++ with the group's mean as baseline, Hu et al. 2025 (arXiv:2501.03262).
+
+    A_i = r_i - mean(r_1..r_G), then whitened over all response tokens of the batch rather than within the group.
+    """
+    scores, group = _scores_and_group(inputs, "reinforce_plus_plus_baseline")
+    tokens, _ = _on_tokens(grpo_advantages(scores, group, norm_by_std=False), inputs)
+    whitened = masked_whiten(tokens, inputs.response_mask)
+    return whitened, whitened.clone()
+
+
+@advantage_estimators.register("gdpo")
+@formula("sum over kinds of reward of w (r - mean of the group) / (std of the group + 1e-6); whitened over the rows")
+def gdpo(inputs: AdvantageInputs) -> Advantages:
+    """Group reward-decoupled normalisation, Liu et al. 2026 (arXiv:2601.05242).
+
+        A_i^k = (r_i^k - mean_group r^k) / (std_group r^k + 1e-6)      for each kind k of reward
+        A_i   = (S_i - mean_batch S) / (std_batch S + 1e-6),           S_i = sum_k w_k A_i^k
+
+    so that a kind of reward with a small spread is not drowned by the others. Kinds are `components`, else the score is
+    the only one. The batch's mean and std are taken over the rows that have response tokens.
+    """
+    scores, group = _scores_and_group(inputs, "gdpo")
+    kinds = scores[:, None] if inputs.components is None else inputs.components
+    weights = kinds.new_ones(kinds.shape[1]) if inputs.component_weights is None else inputs.component_weights
+    total = torch.zeros_like(scores, dtype=torch.float64)
+    for number in range(kinds.shape[1]):
+        total = total + weights[number] * grpo_advantages(kinds[:, number].double(), group)
+    counted = inputs.response_mask.bool().any(-1)
+    count = counted.sum()
+    mean = torch.where(counted, total, 0.0).sum() / count.clamp(min=1)
+    squares = torch.where(counted, (total - mean) ** 2, 0.0).sum()
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return _on_tokens(((total - mean) / (std + 1e-6)).to(scores.dtype), inputs)
+
+
+def _scores_and_group(inputs: AdvantageInputs, name: str) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
     if inputs.group is None:
-        raise ConfigError("adv_estimator=grpo needs a group number (which prompt) for every row, got none.")
-    scores = inputs.token_level_rewards.sum(-1)
-    advantages = grpo_advantages(scores, inputs.group, norm_by_std=inputs.norm_by_std)
+        raise ConfigError(f"adv_estimator={name} needs a group number (which prompt) for every row, got none.")
+    return inputs.token_level_rewards.sum(-1), inputs.group
+
+
+def _on_tokens(advantages: Float[Tensor, " B"], inputs: AdvantageInputs) -> Advantages:
     tokens = torch.where(inputs.response_mask.bool(), advantages[:, None], 0.0)
     return tokens, tokens.clone()

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from verl.algorithms.advantages import formula
 from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.utils.errors import ConfigError
 from verl.utils.registry import Registry
@@ -22,6 +23,32 @@ class PolicyLossInputs(NamedTuple):
     advantages: Float[Tensor, " N"]
     weights: Float[Tensor, " N"]  # 0 on tokens that the model did not make
     sequence: Int[Tensor, " N"]  # which row a token belongs to
+    mask: Shaped[Tensor, " N"] | None = None  # 1 where the model made the token; None: where the weight is not 0
+    selected: Shaped[Tensor, " N"] | None = None  # 1 where the loss's `selections` entry picked the token
+
+    @property
+    def own(self) -> Bool[Tensor, " N"]:
+        """Which tokens the model made. What is finite on others changes nothing."""
+        return (self.weights != 0) if self.mask is None else self.mask.bool()
+
+    def log_ratio(self) -> Float[Tensor, " N"]:
+        """log(pi / pi_old), cut at MAX_LOG_RATIO, 0 on tokens that the model did not make."""
+        difference = torch.where(self.own, self.log_probs - self.old_log_probs, 0.0)
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def sequence_mean(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """For each token the mean of `values` over the tokens of its sequence that the model made, in float64.
+
+        A sequence lies in one micro-batch as a whole. The host does not wait for the device.
+        """
+        order = self.sequence.argsort(stable=True)
+        ranked = self.sequence[order]
+        starts = torch.nn.functional.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))[: len(ranked)]
+        slot = torch.empty_like(order).scatter(0, order, starts.cumsum(0))
+        zero, own = torch.zeros_like(values, dtype=torch.float64), self.own
+        totals = zero.index_add(0, slot, torch.where(own, values, 0.0).double())
+        counts = zero.detach().index_add(0, slot, own.double()).clamp(min=1)
+        return (totals / counts)[slot]
 
 
 class PolicyLossOutput(NamedTuple):
@@ -29,9 +56,22 @@ class PolicyLossOutput(NamedTuple):
     means: dict[str, Float[Tensor, " N"]]  # to be averaged over the response tokens of the mini-batch
 
 
+class SelectionInputs(NamedTuple):
+    """All response tokens of a mini-batch, those of all ranks."""
+
+    log_probs: Float[Tensor, " M"]  # of the policy before this update
+    old_log_probs: Float[Tensor, " M"]
+    advantages: Float[Tensor, " M"]
+    noise: Float[Tensor, " M"]  # uniform in [0, 1): a function of step, prompt, response and position
+
+
 # name -> loss(PolicyLossInputs, **settings) -> PolicyLossOutput. The settings are all numbers of the actor's section;
 # a loss names those that it reads and takes the others as `**_`.
 policy_losses: Registry[Callable[..., PolicyLossOutput]] = Registry("policy loss (actor.policy_loss.loss_mode)")
+
+# name of a loss that depends on its whole mini-batch -> selection(SelectionInputs, **settings) -> (M,) bool. The
+# log-probs of the mini-batch are computed first, and what the selection picks reaches the loss as `selected`.
+selections: Registry[Callable[..., Tensor]] = Registry("selection of tokens for a policy loss")
 
 # name -> term(PolicyLossInputs, the micro-batch's other packed columns) -> scalar, added times its coefficient. To be
 # independent of micro-batching it is a sum over tokens times `weights`, as the policy loss is.
@@ -39,7 +79,26 @@ ExtraLoss = Callable[[PolicyLossInputs, Mapping[str, Tensor]], Tensor]
 extra_losses: Registry[ExtraLoss] = Registry("extra loss term")
 
 
+def means_of(
+    inputs: PolicyLossInputs, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
+) -> dict[str, Float[Tensor, " N"]]:
+    """The metrics that every loss tells: which tokens were clipped, and the k1 estimate of KL(old || new)."""
+    nothing = torch.zeros_like(inputs.log_probs, requires_grad=False)
+    dtype = nothing.dtype
+    return {
+        "pg_clipfrac": nothing if clipped is None else clipped.to(dtype),
+        "pg_clipfrac_lower": nothing if clipped_lower is None else clipped_lower.to(dtype),
+        "ppo_kl": -inputs.log_ratio().detach(),
+    }
+
+
+def weighted(losses: Float[Tensor, " N"], inputs: PolicyLossInputs) -> Float[Tensor, ""]:
+    """Sum of the losses times `weights`, over the tokens that the model made."""
+    return (torch.where(inputs.own, losses, 0.0) * inputs.weights).sum().to(inputs.log_probs.dtype)
+
+
 @policy_losses.register("vanilla")
+@formula("max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), at most -{clip_ratio_c} A where A < 0")
 def vanilla(
     inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
 ) -> PolicyLossOutput:
@@ -49,21 +108,86 @@ def vanilla(
         L_clip = max(-A r, -A clip(r, 1 - low, 1 + high))
         L = min(L_clip, -A c)  where A < 0,  else L_clip
 
-    low = high is PPO's epsilon; high > low is the clip-higher of DAPO. `ppo_kl` is the k1 estimate of KL(old || new).
+    low = high is PPO's epsilon; high > low is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476).
     """
     if clip_ratio_c <= 1.0:
         raise ConfigError(f"clip_ratio_c must be greater than 1, got {clip_ratio_c}. The paper takes 3.")
-    log_ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio, advantages = log_ratio.exp(), inputs.advantages
+    ratio, advantages = inputs.log_ratio().exp(), inputs.advantages
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     bounded = torch.maximum(unclipped, clipped)
     ceiling = -advantages * clip_ratio_c
     negative = advantages < 0
     losses = torch.where(negative, torch.minimum(bounded, ceiling), bounded)
-    means = {
-        "pg_clipfrac": (clipped > unclipped).to(losses.dtype),
-        "pg_clipfrac_lower": (negative & (bounded > ceiling)).to(losses.dtype),
-        "ppo_kl": -log_ratio.detach(),
-    }
-    return PolicyLossOutput(loss=(losses * inputs.weights).sum(), means=means)
+    return PolicyLossOutput(
+        loss=weighted(losses, inputs),
+        means=means_of(inputs, clipped > unclipped, negative & (bounded > ceiling)),
+    )
+
+
+@policy_losses.register("gpg")
+@formula("-A log pi")
+def gpg(inputs: PolicyLossInputs, **_: Any) -> PolicyLossOutput:
+    """The plain policy gradient, Chu et al. 2025 (arXiv:2504.02546): L = -A log pi, without ratio or clip."""
+    return PolicyLossOutput(loss=weighted(-inputs.advantages * inputs.log_probs, inputs), means=means_of(inputs))
+
+
+@policy_losses.register("cispo")
+@formula("-sg(clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})) A log pi")
+def cispo(inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any) -> PolicyLossOutput:
+    """CISPO, eqs. (4) and (5) of MiniMax 2025 (arXiv:2506.13585): weights are clipped, no token loses its gradient.
+
+        L = -sg(clip(r, 1 - low, 1 + high)) A log pi        (sg: no gradient through it)
+
+    The paper has no lower bound (low = 1) and tunes the upper one.
+    """
+    ratio = inputs.log_ratio().exp().detach()
+    clipped = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    losses = -clipped * inputs.advantages * inputs.log_probs
+    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, clipped != ratio))
+
+
+@policy_losses.register("sapo")
+@formula("-4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos} where A > 0, else {tau_neg}")
+def sapo(inputs: PolicyLossInputs, *, tau_pos: float, tau_neg: float, **_: Any) -> PolicyLossOutput:
+    """Soft adaptive policy optimisation, Gao et al. 2025 (arXiv:2511.20347).
+
+        L = -f(r) A,    f(r) = 4 / tau * sigmoid(tau (r - 1)),    tau = tau_pos where A > 0, else tau_neg
+
+    A smooth gate instead of the clip: the gradient is that of r A at r = 1 and fades on both sides of it.
+    """
+    ratio = inputs.log_ratio().exp()
+    tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg)
+    losses = -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * inputs.advantages
+    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs))
+
+
+@policy_losses.register("dppo")
+@formula("-M r A, M = 0 where the step leads away from pi_old and the {dppo_divergence} distance > {dppo_threshold}")
+def dppo(inputs: PolicyLossInputs, *, dppo_divergence: str, dppo_threshold: float, **_: Any) -> PolicyLossOutput:
+    """Divergence PPO with the binary approximation, Qi et al. 2026 (arXiv:2602.04879).
+
+        L = -M r A,    M = 0 where (A > 0 and r > 1 or A < 0 and r < 1) and D > threshold,  else 1
+        tv  D = |pi_old - pi|
+        kl  D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+    of the drawn token against all others together: a rare token may change its ratio freely, and a likely one not.
+    The paper takes 0.15 for tv or 0.05 for kl, and as pi_old the policy that drew the tokens
+    (`algorithm.rollout_correction.bypass_mode`).
+    """
+    log_ratio = inputs.log_ratio()
+    ratio = log_ratio.exp()
+    old = torch.where(inputs.own, inputs.old_log_probs, 0.0).exp()
+    new = torch.where(inputs.own, inputs.log_probs.detach(), 0.0).exp()
+    if dppo_divergence == "tv":
+        divergence = (old - new).abs()
+    elif dppo_divergence == "kl":
+        tiny = torch.finfo(old.dtype).tiny
+        rest_old, rest_new = (1 - old).clamp(min=0), (1 - new).clamp(min=tiny)
+        divergence = -old * log_ratio.detach() + torch.xlogy(rest_old, rest_old / rest_new)
+    else:
+        raise ConfigError(f"policy_loss.dppo_divergence must be tv or kl, got '{dppo_divergence}'.")
+    leads_away = torch.where(inputs.advantages > 0, ratio > 1, ratio < 1)
+    cut = leads_away & (divergence > dppo_threshold) & (inputs.advantages != 0)
+    losses = torch.where(cut, 0.0, -ratio * inputs.advantages)
+    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, cut))

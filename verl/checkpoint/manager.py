@@ -10,20 +10,44 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from verl.checkpoint.manifest import read_manifest, sync, verify_files, write_manifest
+from verl.checkpoint.background import Background
+from verl.checkpoint.manifest import (
+    SHARD_METADATA,
+    SHARED_FILES,
+    read_manifest,
+    sync,
+    verify_files,
+    write_manifest,
+)
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.logging import logger
 
-Writer = Callable[[Path], None]
+Writer = Callable[[Path], object]
+# Whether the writers are done with what they began; True as argument: wait until they are. Raises what went wrong.
+IsWritten = Callable[[bool], bool]
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"global_step_(\d+)")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
 # Less room than this on the disk while a write fails: that is why. torch.save does not tell.
 _FULL_DISK_BYTES = 1 << 20
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is being written beside the run, and then `published` (summed and named)."""
+
+    step: int
+    temporary: Path
+    final: Path
+    is_written: IsWritten
+    published: Background | None = None
 
 
 class CheckpointManager:
@@ -43,38 +67,70 @@ class CheckpointManager:
             raise ConfigError(
                 f"The number of checkpoints to keep must be at least 1, or null for all, got {max_to_keep}."
             )
-        self.root = Path(root).expanduser()
+        self.root = Path(root).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
         self._cleaned = False
+        self._pending: _Pending | None = None
 
-    def save(self, step: int, writers: Mapping[str, Writer]) -> Path:
+    def save(self, step: int, writers: Mapping[str, Writer], is_written: IsWritten | None = None) -> Path:
         """Write one checkpoint and return its folder `root/global_step_<step>`.
 
         Each writer gets an empty folder of its name. The parts, the manifest and the folders are on the disk before the
         folder gets its name; older checkpoints beyond `max_to_keep` go only after that. Whatever a writer raises leaves
         the earlier checkpoints as they were and no trace of this one.
 
+        With `is_written`, writers have only begun when they return. The folder gets its name during a later call:
+        `advance` does what can be done, `finish` and the next `save` wait for it.
+
         Raises:
-            CheckpointError: the disk is full or cannot be written.
+            CheckpointError: the disk is full or cannot be written; also what went wrong with the one before.
         """
+        self.finish()
         final = self.root / f"global_step_{step}"
         temporary = self.root / f".tmp-{final.name}-{os.getpid()}"
-        try:
+        with self._all_or_nothing(temporary, final):
             self.clean()
             temporary.mkdir(parents=True)
             for name, write in writers.items():
                 (temporary / name).mkdir()
                 write(temporary / name)
-            write_manifest(temporary, step)
-            self._publish(temporary, final)
-        except Exception as error:
-            reason = self._why_unwritten(error)
-            shutil.rmtree(temporary, ignore_errors=True)
-            if reason is None:
-                raise
-            raise CheckpointError(f"Checkpoint {final} was not written: {reason} Earlier ones are intact.") from error
-        self._prune(just_written=final)
+        if is_written is None:
+            self._complete(temporary, final, step)
+        else:
+            self._pending = _Pending(step, temporary, final, is_written)
         return final
+
+    def advance(self, *, wait: bool = False) -> None:
+        """Sum up and name what was begun by `save`, beside the run too, as soon as it is written.
+
+        To be called often; at once where nothing was begun. Raises what went wrong, as `save` does.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            if pending.published is None:
+                with self._all_or_nothing(pending.temporary, pending.final):
+                    if not pending.is_written(wait):
+                        return
+                pending.published = Background()
+                pending.published.start(partial(self._complete, pending.temporary, pending.final, pending.step))
+            if pending.published.is_done(wait=wait):
+                self._pending = None
+        except BaseException:
+            self._pending = None
+            raise
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more."""
+        self.advance(wait=True)
+
+    def rescue(self) -> None:
+        """`finish` after an error that ends the run: another one is a warning, so as not to hide the first."""
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - told, while the error that came first goes on
+            logger.warning("The checkpoint that was being written is lost: %s", error)
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; a warning says what is wrong with newer ones."""
@@ -111,7 +167,14 @@ class CheckpointManager:
                 raise ConfigError(
                     "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder."
                 )
-            folder = Path(resume_from_path).expanduser()
+            folder = Path(resume_from_path).expanduser().absolute()
+            inner = sorted(step_of(path) for path in folder.glob("global_step_*") if _NAME.fullmatch(path.name))
+            if inner:
+                raise CheckpointError(
+                    f"trainer.resume_from_path must be one checkpoint, got {folder}, a folder of {len(inner)}. Set "
+                    f"trainer.resume_from_path={folder / f'global_step_{inner[-1]}'}"
+                    + (f" (or one of the steps {', '.join(map(str, inner[:-1]))})." if inner[1:] else ".")
+                )
             self.clean()
             self.verify(folder)
             return folder
@@ -147,6 +210,24 @@ class CheckpointManager:
                 shutil.rmtree(path)
                 logger.info("Removed %s, which an interrupted run left behind.", path)
         self._cleaned = True
+
+    @contextmanager
+    def _all_or_nothing(self, temporary: Path, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = self._why_unwritten(error)
+            shutil.rmtree(temporary, ignore_errors=True)
+            if reason is None:
+                raise
+            raise CheckpointError(f"Checkpoint {final} was not written: {reason} Earlier ones are intact.") from error
+
+    def _complete(self, temporary: Path, final: Path, step: int) -> None:
+        with self._all_or_nothing(temporary, final):
+            _check_files_of_all_hosts(temporary)
+            write_manifest(temporary, step)
+            self._publish(temporary, final)
+        self._prune(just_written=final)
 
     def _publish(self, temporary: Path, final: Path) -> None:
         replaced = self.root / f".old-{final.name}-{os.getpid()}"
@@ -205,6 +286,16 @@ def step_of(folder: Path | str) -> int:
     if found is None:
         raise CheckpointError(f"Expected a folder named global_step_N, got {folder}.")
     return int(found.group(1))
+
+
+def _check_files_of_all_hosts(folder: Path) -> None:
+    for part in folder.iterdir():
+        if not any(part.iterdir()):
+            raise CheckpointError(f"What was written into {part} is not to be seen from this host. {SHARED_FILES}")
+    for metadata in folder.rglob(SHARD_METADATA):
+        from verl.checkpoint.sharded import SavedTensors  # not at the top: torch takes seconds to import
+
+        SavedTensors(metadata.parent)  # looks for the files of all ranks
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -12,7 +12,9 @@ import verl
 from verl.utils.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1 had whole tensors, written by one rank
+SHARD_METADATA = ".metadata"  # which part of which tensor lies where, see `sharded`
+SHARED_FILES = "With several hosts, trainer.default_local_dir must be on a file system that all of them share."
 _CHUNK_BYTES = 1 << 22
 # hashlib releases the lock of the interpreter: several files are read at once.
 _NUM_READERS = 4

@@ -7,10 +7,16 @@ from verl.config.actor import ActorConfig, ExtraLossConfig, PolicyLossConfig
 from verl.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.critic import CriticConfig, CriticModelConfig
+from verl.config.critic import CriticClassConfig, CriticConfig, CriticModelConfig
 from verl.config.data import CustomClassConfig, DataConfig, DataGenConfig, SamplerConfig
 from verl.config.fsdp import FSDPConfig, WrapPolicyConfig
-from verl.config.micro_batch import MicroBatch, log_prob_micro_batch, update_micro_batch, value_micro_batch
+from verl.config.micro_batch import (
+    MicroBatch,
+    log_prob_micro_batch,
+    reward_micro_batch,
+    update_micro_batch,
+    value_micro_batch,
+)
 from verl.config.model import FusedKernelConfig, ModelConfig
 from verl.config.multi_turn import AgentConfig, CustomAsyncServerConfig, MultiTurnConfig
 from verl.config.optim import OptimConfig
@@ -24,7 +30,7 @@ from verl.config.reward import (
 )
 from verl.config.rollout import EngineKwargsConfig, RolloutConfig, SamplingValConfig, TraceConfig
 from verl.config.train import TrainConfig
-from verl.config.trainer import RayInitConfig, TrainerConfig
+from verl.config.trainer import PlacementConfig, RayInitConfig, TrainerConfig
 from verl.config.validate import validate
 
 if TYPE_CHECKING:
@@ -38,6 +44,7 @@ __all__ = [
     "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CriticClassConfig",
     "CriticConfig",
     "CriticModelConfig",
     "CustomAsyncServerConfig",
@@ -55,6 +62,7 @@ __all__ = [
     "MultiTurnConfig",
     "OptimConfig",
     "PFPPOConfig",
+    "PlacementConfig",
     "PolicyLossConfig",
     "ProfilerConfig",
     "RayInitConfig",
@@ -73,6 +81,7 @@ __all__ = [
     "config_to_dict",
     "load_config",
     "log_prob_micro_batch",
+    "reward_micro_batch",
     "update_micro_batch",
     "validate",
     "value_micro_batch",

@@ -4,17 +4,15 @@ from dataclasses import dataclass
 
 from verl.config.setting import setting
 
-_ALWAYS = (
-    "a checkpoint always holds Hugging Face weights (with LoRA adapters, and merged weights where hf_model is among "
-    "these), optimizer, schedule and random state"
-)
-_ALL = ["model", "optimizer", "extra"]
-_ALSO = ([*_ALL, "hf_model"], ["hf_model", *_ALL], ["model", "hf_model", "optimizer", "extra"])
+_DEFAULT = ["model", "optimizer", "extra"]
+CHECKPOINT_PARTS = (*_DEFAULT, "hf_model")
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    save_contents: list[str] = setting(_ALL, "parts that are written", no_effect=_ALWAYS, also=_ALSO)
+    save_contents: list[str] = setting(
+        _DEFAULT, "written: model (always), optimizer, extra (schedule), hf_model (weights that transformers loads)"
+    )
     load_contents: list[str] = setting(
-        _ALL, "parts that are read on resume", no_effect=_ALWAYS, also=_ALSO, follows=".save_contents"
+        _DEFAULT, "read on resume: model (always), optimizer, extra", follows=".save_contents"
     )

@@ -6,16 +6,16 @@ from pathlib import Path
 from verl.utils.errors import ConfigError
 
 USAGE = """\
-usage: python -m verl.trainer.main_ppo [options] [key=value ...]
+usage: python -m {module} [options] [key=value ...]
 
   a.b.c=value             set a key; also +a.b.c=value, ++a.b.c=value and --a.b.c=value
   --config-path FOLDER    folder of your YAML file (relative to the current one)
-  --config-name NAME      its name; start it with `defaults: [ppo_trainer, _self_]`
+  --config-name NAME      its name; start it with `defaults: [{root}, _self_]`
   --config-dir FOLDER     a further folder to look for YAML files in
   --cfg job               print the configuration and stop
   --help                  print this and stop
 
-Every key with its default: --cfg job. The shortest run: data.dataset_name=toy
+Every key with its default: --cfg job. {shortest}
 """
 
 

@@ -12,6 +12,12 @@ from verl.config.setting import setting
 
 
 @dataclass(kw_only=True, slots=True)
+class CriticClassConfig:
+    path: str | None = setting(None, "file or module of your own subclass of CriticModel", is_path=True)
+    name: str | None = setting(None, "name of your own subclass of CriticModel")
+
+
+@dataclass(kw_only=True, slots=True)
 class CriticModelConfig:
     path: str | None = setting(
         None, "folder or hub name; null: the actor's", follows="actor_rollout_ref.model.path", is_path=True
@@ -43,8 +49,9 @@ class CriticModelConfig:
     )
     enable_activation_offload: bool = setting(False, "keep the inputs of checkpointed layers on the host")
     use_remove_padding: bool = setting(
-        True, "compute on packed sequences", no_effect="sequences are always packed; there is no padded path"
+        True, "compute on packed sequences", no_effect="rows are packed, unless custom_cls has a forward of its own"
     )
+    custom_cls: CriticClassConfig = field(default_factory=CriticClassConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", at_least=0)
     lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
@@ -81,9 +88,11 @@ class CriticConfig:
         None, "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
     )  # fmt: skip
-    ppo_max_token_len_per_gpu: int = setting(32768, "tokens a forward-backward pass", above=0)
-    forward_max_token_len_per_gpu: int = setting(
-        32768, "tokens a forward pass", above=0, follows=".ppo_max_token_len_per_gpu"
+    ppo_max_token_len_per_gpu: int | None = setting(
+        None, "tokens a forward-backward pass; null: what the GPU has room for, by measurement", above=0
+    )
+    forward_max_token_len_per_gpu: int | None = setting(
+        None, "tokens a forward pass; null: what the GPU has room for", above=0, follows=".ppo_max_token_len_per_gpu"
     )
     ppo_epochs: int = setting(1, "passes over a batch", above=0, follows="actor_rollout_ref.actor.ppo_epochs")
     shuffle: bool = setting(

@@ -1,5 +1,7 @@
 """The table of all keys as Markdown: `python -m verl.config.key_table > docs/config_keys.md`."""
 
+from verl.config.evaluation import EvaluationConfig
+from verl.config.generation import GenerationConfig
 from verl.config.keys import Key, keys_of
 from verl.config.train import TrainConfig
 
@@ -32,3 +34,5 @@ def _status(key: Key) -> str:
 
 if __name__ == "__main__":
     print(key_table(), end="")
+    for module, root in (("main_generation", GenerationConfig), ("main_eval", EvaluationConfig)):
+        print(f"\n## verl.trainer.{module}\n\n{key_table(root)}", end="")

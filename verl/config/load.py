@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,49 +17,98 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config import evaluation, generation, sft
 from verl.config.actor import ExtraLossConfig
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.keys import Key, flatten, keys_of, nest, owner_of
-from verl.config.rules import TOKEN_BUDGETS
+from verl.config.rules import RULES, Rule, doubtful
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-ROOTS: dict[str, type[TrainConfig]] = {"ppo_trainer": TrainConfig}
+
+@dataclass(frozen=True)
+class Root:
+    """The configuration of one entry point."""
+
+    schema: type
+    module: str  # which `python -m` runs
+    shortest: str  # what --help says of a first run
+    rules: tuple[Rule, ...] = RULES
+    doubts: Callable[[Any], Iterable[str]] = doubtful
+    with_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
-def load_config(argv: list[str], *, root: str = "ppo_trainer") -> TrainConfig:
-    """The configuration that `argv` (without the program's name) asks for, checked for contradictions.
+ROOTS = {
+    "ppo_trainer": Root(
+        TrainConfig,
+        "verl.trainer.main_ppo",
+        "The shortest run: data.dataset_name=toy",
+        with_defaults=with_toy_defaults,
+    ),
+    "generation": Root(
+        generation.GenerationConfig,
+        "verl.trainer.main_generation",
+        "The shortest run: data.path=toy model.path=toy data.output_path=out.parquet",
+        generation.RULES,
+        generation.doubtful,
+    ),
+    "evaluation": Root(
+        evaluation.EvaluationConfig,
+        "verl.trainer.main_eval",
+        "The shortest run: data.path=out.parquet",
+        evaluation.RULES,
+        doubts=lambda _: (),
+    ),
+    "sft_trainer": Root(
+        sft.SFTConfig,
+        "verl.trainer.main_sft",
+        "The shortest run: data.train_files=rows.parquet model.path=toy",
+        sft.RULES,
+        sft.doubtful,
+    ),
+}
+
+
+def load_config(argv: list[str], *, root: str = "ppo_trainer") -> Any:
+    """The configuration that `argv` (without the program's name) asks for, checked for contradictions: an object of
+    `ROOTS[root].schema`, by default a TrainConfig.
 
     `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a ConfigError.
     """
     command = parse_command_line(argv)
     if command.help:
-        print(USAGE, end="")
+        about = ROOTS[root]
+        print(USAGE.format(module=about.module, root=root, shortest=about.shortest), end="")
         sys.exit(0)
     config = _build(_compose(command, root), root)
     if command.show:
         print(OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))), end="")
         sys.exit(0)
-    validate(config)
+    _validate(config, root)
     return config
 
 
-def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> TrainConfig:
+def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
     """A checked configuration from nested values, of which any may be left out (also a composed DictConfig)."""
     if isinstance(values, DictConfig):
         values = _changed_values(values, root)
     config = _build(values, root)
-    validate(config)
+    _validate(config, root)
     return config
+
+
+def _validate(config: Any, root: str) -> None:
+    validate(config, ROOTS[root].rules, ROOTS[root].doubts)
 
 
 def _changed_values(composed: DictConfig, root: str) -> dict[str, Any]:
     """What in a tree composed on the schema by a user's own Hydra program is not simply the schema's default."""
-    defaults = flatten(_plain(_schema(root)), ROOTS[root])
-    changed = flatten(_plain(composed), ROOTS[root]).items()
+    schema = ROOTS[root].schema
+    defaults = flatten(_plain(_schema(root)), schema)
+    changed = flatten(_plain(composed), schema).items()
     return nest({path: value for path, value in changed if path not in defaults or value != defaults[path]})
 
 
@@ -69,7 +119,7 @@ def _plain(tree: DictConfig) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def config_to_dict(config: TrainConfig) -> dict[str, Any]:
+def config_to_dict(config: Any) -> dict[str, Any]:
     """Nested plain values, fit for JSON; `config_from_dict` gives an equal configuration back."""
     return dataclasses.asdict(config)
 
@@ -169,28 +219,27 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def _build(values: Mapping[str, Any], root: str) -> TrainConfig:
-    """Schema defaults, then the toy set's, then `values`, all resolved; not yet checked for contradictions."""
-    root_class = ROOTS[root]
+def _build(values: Mapping[str, Any], root: str) -> Any:
+    """Schema defaults, then those of the toy set, then `values`, all resolved; not yet checked for contradictions."""
+    root_class = ROOTS[root].schema
     keys = keys_of(root_class)
     given, written_as = _rename_aliases(flatten(values, root_class), keys)
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
-    given = with_toy_defaults(given)
+    given = ROOTS[root].with_defaults(given)
     tree = _schema(root).copy()
     for path, value in given.items():
         _assign(tree, keys[path], value, written_as.get(path, path))
-    config = _resolve(tree, keys)
+    config = _resolve(tree, root_class)
     assert isinstance(config, root_class)
     _tidy(config, keys)
-    _widen_budgets(config, given)
     return config
 
 
 @functools.cache
 def _schema(root: str) -> DictConfig:
     """The typed tree of defaults, with an interpolation wherever a key follows another."""
-    tree = OmegaConf.structured(ROOTS[root]())
-    for key in keys_of(ROOTS[root]).values():
+    tree = OmegaConf.structured(ROOTS[root].schema())
+    for key in keys_of(ROOTS[root].schema).values():
         if key.interpolation is not None:
             OmegaConf.update(tree, key.path, key.interpolation)
     return tree
@@ -262,17 +311,17 @@ def describe_type(key: Key) -> str:
     return _TYPE_NAMES[plain] + (" or null" if _allows_null(key) else "")
 
 
-def _resolve(tree: DictConfig, keys: Mapping[str, Key]) -> Any:
+def _resolve(tree: DictConfig, schema: type) -> Any:
     try:
         return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(_resolution_message(tree, keys)) from error
+        raise ConfigError(_resolution_message(tree, schema)) from error
 
 
-def _resolution_message(tree: DictConfig, keys: Mapping[str, Key]) -> str:
+def _resolution_message(tree: DictConfig, schema: type) -> str:
     """Which key it is that cannot be resolved, and why."""
-    written = flatten(_plain(tree), TrainConfig)
-    for key in keys.values():
+    written = flatten(_plain(tree), schema)
+    for key in keys_of(schema).values():
         try:
             value = OmegaConf.select(tree, key.path)
             if OmegaConf.is_config(value):
@@ -283,7 +332,7 @@ def _resolution_message(tree: DictConfig, keys: Mapping[str, Key]) -> str:
     raise AssertionError("every key resolves alone, but not all together")
 
 
-def _tidy(config: TrainConfig, keys: Mapping[str, Key]) -> None:
+def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
     """One value becomes a list where both are accepted, and `~` in paths the home folder."""
     for key in keys.values():
         owner, name = owner_of(config, key.path)
@@ -297,16 +346,6 @@ def _tidy(config: TrainConfig, keys: Mapping[str, Key]) -> None:
 
 def _expanded(path: Any) -> Any:
     return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
-
-
-def _widen_budgets(config: TrainConfig, given: Mapping[str, Any]) -> None:
-    """A token budget that the user left alone always has room for one whole sequence."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    for path in TOKEN_BUDGETS:
-        owner, name = owner_of(config, path)
-        followed = keys_of(TrainConfig)[path].followed
-        if path not in given and followed not in given and getattr(owner, name) < longest:
-            setattr(owner, name, longest)
 
 
 # Users' own Hydra programs find the schema by name in their `defaults:` lists.

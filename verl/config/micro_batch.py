@@ -5,11 +5,12 @@ from typing import NamedTuple
 from verl.config.actor import ActorConfig
 from verl.config.critic import CriticConfig
 from verl.config.ref import RefConfig
+from verl.config.reward import RewardModelConfig
 from verl.config.rollout import RolloutConfig
 
 
 class MicroBatch(NamedTuple):
-    """Exactly one is set: the responses a pass takes, or the most tokens."""
+    """The responses a pass takes, or the most tokens; neither: as many tokens as the device has room for."""
 
     max_tokens: int | None
     rows: int | None
@@ -34,7 +35,12 @@ def value_micro_batch(critic: CriticConfig) -> MicroBatch:
     )
 
 
-def _choose(by_tokens: bool | None, rows: int | None, max_tokens: int) -> MicroBatch:
+def reward_micro_batch(role: RewardModelConfig) -> MicroBatch:
+    """Of forward passes of the reward model."""
+    return _choose(role.use_dynamic_bsz, role.micro_batch_size_per_gpu, role.forward_max_token_len_per_gpu)
+
+
+def _choose(by_tokens: bool | None, rows: int | None, max_tokens: int | None) -> MicroBatch:
     # use_dynamic_bsz=False without a number of rows still means tokens: there is always a working micro-batch.
     if by_tokens or rows is None:
         return MicroBatch(max_tokens, None)

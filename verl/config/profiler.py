@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from verl.config.setting import setting
 
-_UNREAD = "read together with trainer.profile_steps only, which is not available in this version"
+_UNREAD = "the timeline of trainer.profile_steps is one file a step and has all ranks"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,9 +26,10 @@ class RefConfig:
         None, "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
     )  # fmt: skip
-    log_prob_max_token_len_per_gpu: int = setting(
-        16384, "tokens a forward pass", above=0, follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    )
+    log_prob_max_token_len_per_gpu: int | None = setting(
+        None, "tokens a forward pass; null: what the GPU has room for", above=0,
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )  # fmt: skip
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     ulysses_sequence_parallel_size: int = setting(
         1, "ranks that share the tokens of a sequence", above=0,

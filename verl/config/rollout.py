@@ -82,7 +82,10 @@ class RolloutConfig:
     deterministic: bool = setting(
         False, "the same tokens, to the last bit of their log-probs, whatever else is in the batch; slower"
     )
-    tensor_model_parallel_size: int = setting(1, "ranks that share the engine", planned="the engine uses one device")
+    tensor_model_parallel_size: int = setting(
+        1, "neighbouring ranks that share one engine, each with a slice of its weights, however training is sharded",
+        above=0,
+    )  # fmt: skip
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )
@@ -93,8 +96,8 @@ class RolloutConfig:
         None, "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
     )  # fmt: skip
-    log_prob_max_token_len_per_gpu: int = setting(
-        16384, "tokens a forward pass for old log-probs", above=0,
+    log_prob_max_token_len_per_gpu: int | None = setting(
+        None, "tokens a forward pass for old log-probs; null: what the GPU has room for", above=0,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )  # fmt: skip
     calculate_log_probs: bool = setting(
@@ -102,7 +105,13 @@ class RolloutConfig:
     )
     disable_log_stats: bool = setting(True, "no engine statistics", no_effect="statistics are metrics of each step")
     multi_stage_wake_up: bool = setting(False, "wake weights and cache apart", no_effect=_OTHER_ENGINES)
-    update_weights_bucket_megabytes: int = setting(512, "size of a hand-over bucket", no_effect=_ONE_COPY)
+    update_weights_bucket_megabytes: int = setting(
+        512, "weights are gathered for the engine this much at a time; two such buckets are in memory", above=0
+    )
+    fingerprint_interval: int = setting(
+        20, "hand-overs of weights from one that fingerprints prove to the next; 0: the first alone is proved",
+        at_least=0,
+    )  # fmt: skip
     load_format: str = setting("dummy_dtensor", "how the engine loads weights", no_effect=_ONE_COPY)
     layered_summon: bool = setting(False, "gather weights layer by layer", no_effect=_ONE_COPY)
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)

@@ -1,11 +1,15 @@
 """Contradictions between keys. Each rule yields one message per contradiction: expectation, fact, way out."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from verl.config.algorithm_rules import RULES as ALGORITHM_RULES
+from verl.config.algorithm_rules import doubts
+from verl.config.checkpoint import CHECKPOINT_PARTS
 from verl.config.choices import TRACKERS
 from verl.config.micro_batch import MicroBatch, log_prob_micro_batch, update_micro_batch, value_micro_batch
+from verl.config.placement import placement_doubts, ranks_of_roles, roles_are_placed
+from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
 from verl.config.train import TrainConfig
 from verl.utils.registry import nearest_names
@@ -23,7 +27,7 @@ TOKEN_BUDGETS = (
 
 
 def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
-    data = config.data
+    data, critic_class = config.data, config.critic.model.custom_cls
     if config.actor_rollout_ref.model.path is None:
         yield (
             "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face causal LM, "
@@ -38,6 +42,7 @@ def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
         )
     for section, path, name, path_key, name_key in (
         ("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name"),
+        ("critic.model.custom_cls", critic_class.path, critic_class.name, "path", "name"),
         ("data.sampler", data.sampler.class_path, data.sampler.class_name, "class_path", "class_name"),
     ):
         if (path is None) != (name is None):
@@ -111,19 +116,22 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]
 
 
 def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
-    """Every size of a group of ranks divides the number of ranks: those asked for, or those launched."""
-    roles, trainer = config.actor_rollout_ref, config.trainer
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if trainer.n_gpus_per_node is not None:
-        ranks = trainer.nnodes * trainer.n_gpus_per_node
-    for section, ulysses, fsdp_key, fsdp in (
-        ("actor_rollout_ref.actor", roles.actor.ulysses_sequence_parallel_size, "", roles.actor.fsdp_config),
-        ("actor_rollout_ref.ref", roles.ref.ulysses_sequence_parallel_size, "", roles.ref.fsdp_config),
-        ("critic", config.critic.ulysses_sequence_parallel_size, ".model", config.critic.model.fsdp_config),
-    ):
+    """Every size of a group of ranks divides the number of ranks of its role."""
+    roles = config.actor_rollout_ref
+    counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
+    of_actor = counts["actor_rollout"]
+    for section, role, ulysses, fsdp_key, fsdp in (
+        ("actor_rollout_ref.actor", "actor_rollout", roles.actor.ulysses_sequence_parallel_size, "",
+         roles.actor.fsdp_config),
+        ("actor_rollout_ref.ref", "reference", roles.ref.ulysses_sequence_parallel_size, "", roles.ref.fsdp_config),
+        ("critic", "critic", config.critic.ulysses_sequence_parallel_size, ".model", config.critic.model.fsdp_config),
+        ("reward_model.model", "reward_model", 1, "", config.reward_model.model.fsdp_config),
+    ):  # fmt: skip
         if f"{section}.".startswith(inactive_sections(config)):
             continue
-        inherits = section.endswith(".ref") and ulysses == roles.actor.ulysses_sequence_parallel_size
+        ranks = counts.get(role, of_actor)
+        is_actors = ulysses == roles.actor.ulysses_sequence_parallel_size and ranks == of_actor
+        inherits = role == "reference" and is_actors
         if ranks % ulysses and not inherits:
             yield (
                 f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got {ulysses} and {ranks}. "
@@ -134,6 +142,12 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
                 f"{section}{fsdp_key}.fsdp_config.fsdp_size must divide the number of ranks, got {fsdp.fsdp_size} and "
                 f"{ranks}. Set it to {_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
             )
+    shared_by = roles.rollout.tensor_model_parallel_size
+    if of_actor % shared_by:
+        yield (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size must divide the number of ranks, got "
+            f"{shared_by} and {of_actor}. Set it to {_nearest_divisor(of_actor, shared_by)}."
+        )
 
 
 def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
@@ -162,11 +176,6 @@ def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
 
 def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
     estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if estimator in ("grpo", "grpo_passk", "rloo", "opo") and n < 2:
-        yield (
-            f"algorithm.adv_estimator={estimator} compares the responses to one prompt and needs "
-            f"actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 8, say, or algorithm.adv_estimator=gae."
-        )
     if estimator == "gae" and config.critic.enable is False:
         yield (
             "algorithm.adv_estimator=gae needs a critic, got critic.enable=False. "
@@ -238,6 +247,13 @@ def engine_is_available(config: TrainConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.name={name} is not available in this version. "
             "Set actor_rollout_ref.rollout.name=embedded, or leave it unset."
         )
+        return
+    shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if shared_by > 1 and name != "embedded":
+        yield (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={shared_by} is for the engine 'embedded', got "
+            f"actor_rollout_ref.rollout.name={name}. Set name=embedded, or tensor_model_parallel_size=1."
+        )
 
 
 def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
@@ -294,6 +310,17 @@ def validation_has_data(config: TrainConfig) -> Iterator[str]:
             )
 
 
+def checkpoint_parts_are_known(config: TrainConfig) -> Iterator[str]:
+    for section, checkpoint in (
+        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.checkpoint),
+        ("critic", config.critic.checkpoint),
+    ):
+        for key in ("save_contents", "load_contents"):
+            for part in getattr(checkpoint, key):
+                if part not in CHECKPOINT_PARTS:
+                    yield f"{section}.checkpoint.{key}: unknown part '{part}'. Known: {', '.join(CHECKPOINT_PARTS)}."
+
+
 def loggers_are_known(config: TrainConfig) -> Iterator[str]:
     if config.actor_rollout_ref.model.external_lib is not None:
         return  # the user's module may register more
@@ -303,16 +330,11 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
             yield f"trainer.logger: unknown '{name}'. Nearest known: {near}. All: {', '.join(TRACKERS)}."
 
 
-def reward_function_is_there(config: TrainConfig) -> Iterator[str]:
-    path = config.custom_reward_function.path
-    if path is not None and path.endswith(".py") and not Path(path).is_file():
-        yield f"custom_reward_function.path must be a Python file, found none at '{path}'."
-
-
 RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
     batch_divides_into_mini_batches,
     sequences_fit,
+    roles_are_placed,
     ranks_can_be_divided,
     activations_are_checkpointed,
     algorithm_has_what_it_needs,
@@ -323,13 +345,18 @@ RULES: tuple[Rule, ...] = (
     adapters_can_be_trained,
     run_has_an_end_and_a_start,
     validation_has_data,
+    checkpoint_parts_are_known,
     loggers_are_known,
-    reward_function_is_there,
+    reward_has_what_it_needs,
+    *ALGORITHM_RULES,
 )
 
 
 def doubtful(config: TrainConfig) -> Iterator[str]:
     """Combinations that run, but are seldom meant."""
+    yield from doubts(config)
+    yield from placement_doubts(config)
+    yield from reward_doubts(config)
     actor, validation = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.val_kwargs
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both on."

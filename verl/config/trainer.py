@@ -1,9 +1,22 @@
 """The run: how long, what is logged, saved and resumed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.setting import setting
+
+
+@dataclass(kw_only=True, slots=True)
+class PlacementConfig:
+    """Ranks count over all machines from 0. Roles with the same ranks share their processes and devices, others have
+    none in common and work at the same time."""
+
+    actor: list[int] | None = setting(
+        None, "ranks of the actor and its rollout, [0,1] say; null: all that no other role is given"
+    )
+    critic: list[int] | None = setting(None, "ranks of the critic; null: the actor's")
+    reference: list[int] | None = setting(None, "ranks of the reference; null: the actor's")
+    reward_model: list[int] | None = setting(None, "ranks of the reward model; null: the actor's")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,6 +34,7 @@ class TrainerConfig:
     n_gpus_per_node: int | None = setting(
         None, "ranks a machine: torchrun's where it launched them, else Ray's; null: those launched", above=0
     )
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     project_name: str = setting("verl_examples", "project, for trackers and folders")
     experiment_name: str = setting("gsm8k", "experiment, for trackers and folders")
     logger: Any = setting(
@@ -38,6 +52,7 @@ class TrainerConfig:
         3, "skipped steps in a row (loss or gradient not finite) that stop the run", above=0
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: none", at_least=-1)
+    async_save: bool = setting(False, "write checkpoints beside the run, from a copy in host memory")
     default_local_dir: str = setting(
         "checkpoints/verl_examples/gsm8k", "folder of checkpoints",
         follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}", is_path=True,
@@ -61,7 +76,9 @@ class TrainerConfig:
         0.0, "seconds kept for a checkpoint before an instance expires", planned="expiry of an instance is not watched"
     )
     balance_batch: bool = setting(True, "even out tokens over ranks", no_effect="they always are")
-    profile_steps: list[int] | None = setting(None, "steps to profile", planned="traces are not written yet")
+    profile_steps: list[int] | None = setting(
+        None, "steps whose timeline is written, a Chrome trace for each: default_local_dir/timeline/global_step_N.json"
+    )
     ray_wait_register_center_timeout: int = setting(
         300, "seconds Ray may take", no_effect="Ray is waited for as long as it says that it is starting"
     )

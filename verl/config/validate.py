@@ -1,30 +1,33 @@
 """Whether a configuration can be honoured: asked before a weight is loaded."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from verl.config.keys import Key, keys_of, value_at
-from verl.config.rules import RULES, doubtful, inactive_sections
+from verl.config.rules import RULES, Rule, doubtful, inactive_sections
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
 
 
-def validate(config: TrainConfig) -> None:
-    """Raise one ConfigError with every contradiction; log one line for each changed key that has no effect."""
+def validate(config: Any, rules: Iterable[Rule] = RULES, doubts: Callable[[Any], Iterable[str]] = doubtful) -> None:
+    """Raise one ConfigError with every contradiction; log one line for each changed key that has no effect.
+
+    `rules` and `doubts` are those of the configuration's root, by default of TrainConfig.
+    """
     keys = keys_of(type(config))
     problems = [problem for key in keys.values() for problem in _problems_of_value(config, key)]
     if not problems:  # rules take it that every single value is in its range
         problems = [problem for key in keys.values() for problem in _not_available(config, key)]
-        problems += [problem for rule in RULES for problem in rule(config)]
+        problems += [problem for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError(
             problems[0]
             if len(problems) == 1
             else f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {problem}" for problem in problems)
         )
-    for warning in (*_without_effect(config, keys), *doubtful(config)):
+    for warning in (*_without_effect(config, keys), *doubts(config)):
         logger.warning(warning)
 
 
@@ -51,7 +54,7 @@ def _not_available(config: TrainConfig, key: Key) -> Iterator[str]:
     value, reason = value_at(config, key.path), key.setting.planned
     if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
         return
-    if not key.path.startswith(inactive_sections(config)):
+    if not key.path.startswith(inactive_sections(config) if isinstance(config, TrainConfig) else ()):
         yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={_written(key.default)}."
 
 

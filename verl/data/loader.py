@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from verl.data.collate import collate
-from verl.data.sampler import EpochSampler, Sampler, SeededSampler, StatefulSampler
+from verl.data.sampler import CurriculumSampler, EpochSampler, Sampler, SeededSampler, StatefulSampler
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 
@@ -74,6 +74,11 @@ class RLDataLoader:
             # The cursor moves on before the batch is out: a state taken while it is being used counts it.
             self._leave_finished_epoch()
             yield collate([self.dataset[row] for row in rows])
+
+    def tell_sampler(self, batch: DataProto) -> None:
+        """Show a trained batch to a sampler that wants to know."""
+        if isinstance(self.sampler, CurriculumSampler):
+            self.sampler.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor: a few numbers, whatever the size of the dataset."""

@@ -5,6 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from verl.protocol import DataProto
+
 
 class Sampler(Protocol):
     """Iterating gives the row numbers of one epoch, `len()` how many they are.
@@ -33,6 +35,13 @@ class StatefulSampler(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class CurriculumSampler(Protocol):
+    """A sampler that is shown each trained batch, with its scores and advantages, before the next rows are drawn."""
+
+    def update(self, batch: DataProto) -> None: ...
 
 
 class SeededSampler:

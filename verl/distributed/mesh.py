@@ -14,6 +14,7 @@ from verl.utils.errors import ConfigError
 
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
+ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS = "rollout_data", "rollout_tensor"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class Mesh:
     data: Axis = ALONE
     sequence: Axis = ALONE
     weights: DeviceMesh | None = None
+
+
+@dataclass(frozen=True)
+class RolloutMesh:
+    """This process among all ranks that generate, however they train: neighbours along `tensor` share one engine and
+    its requests, ranks along `data` have requests of their own."""
+
+    data: Axis = ALONE
+    tensor: Axis = ALONE
 
 
 def init_mesh(
@@ -55,9 +65,21 @@ def init_mesh(
     return _build(device, fsdp_size, sequence_parallel_size)
 
 
+def init_rollout_mesh(mesh: Mesh, tensor_parallel_size: int) -> RolloutMesh:
+    """The ranks of `mesh` in groups of `tensor_parallel_size` neighbours. Every rank must call it.
+
+    Raises ConfigError where the size does not divide the number of ranks.
+    """
+    if tensor_parallel_size == 1:
+        return RolloutMesh(mesh.world)
+    _check_divides("actor_rollout_ref.rollout.tensor_model_parallel_size", tensor_parallel_size, mesh.world.size)
+    return _build_rollout(mesh.device, tensor_parallel_size)
+
+
 def close_process_group() -> None:
     """Undo `init_mesh`; meshes made before are useless afterwards."""
     _build.cache_clear()
+    _build_rollout.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -72,13 +94,21 @@ def _build(device: torch.device, fsdp_size: int, sequence_parallel_size: int) ->
     weights = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if sequence_parallel_size == 1:
         return Mesh(device, world, world, ALONE, weights)
-    shape = (world.size // sequence_parallel_size, sequence_parallel_size)
-    ranks = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_AXIS, SEQUENCE_AXIS))
-    data, sequence = (
-        Axis(ranks.size(number), ranks.get_local_rank(name), ranks.get_group(name))
-        for number, name in enumerate((DATA_AXIS, SEQUENCE_AXIS))
+    return Mesh(device, world, *_two_axes(device, sequence_parallel_size, (DATA_AXIS, SEQUENCE_AXIS)), weights)
+
+
+@functools.cache
+def _build_rollout(device: torch.device, tensor_parallel_size: int) -> RolloutMesh:
+    return RolloutMesh(*_two_axes(device, tensor_parallel_size, (ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS)))
+
+
+def _two_axes(device: torch.device, size: int, names: tuple[str, str]) -> tuple[Axis, Axis]:
+    """All ranks as groups of `size` neighbours, which are the second axis."""
+    ranks = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=names)
+    outer, inner = (
+        Axis(ranks.size(number), ranks.get_local_rank(name), ranks.get_group(name)) for number, name in enumerate(names)
     )
-    return Mesh(device, world, data, sequence, weights)
+    return outer, inner
 
 
 def _launched_ranks() -> int:
@@ -105,7 +135,7 @@ def _own_device(device: torch.device) -> torch.device:
     """On CUDA the device of this rank, made current; elsewhere `device`."""
     if device.type != "cuda":
         return device
-    if _launched_ranks() > 1:
+    if _launched_ranks() > 1 or "LOCAL_RANK" in os.environ:  # a role may have one rank of many to itself
         # A launcher that hides the other ranks' devices leaves one, which is number 0 whatever the rank.
         visible = torch.cuda.device_count()
         index = int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0
@@ -121,15 +151,19 @@ def _own_device(device: torch.device) -> torch.device:
 
 
 def _check_sizes(world_size: int, fsdp_size: int, sequence_parallel_size: int) -> None:
-    if world_size % sequence_parallel_size:
-        raise ConfigError(
-            "ulysses_sequence_parallel_size must divide the number of ranks, got "
-            f"{sequence_parallel_size} and {world_size}. Set it to one of {_divisors(world_size)}."
-        )
+    _check_divides("ulysses_sequence_parallel_size", sequence_parallel_size, world_size)
     if 0 < fsdp_size < world_size and world_size % fsdp_size:
         raise ConfigError(
             f"fsdp_config.fsdp_size must divide the number of ranks, got {fsdp_size} and {world_size}. "
             f"Set it to one of {_divisors(world_size)}, or to -1 for all."
+        )
+
+
+def _check_divides(key: str, size: int, world_size: int) -> None:
+    if world_size % size:
+        raise ConfigError(
+            f"{key} must divide the number of ranks, got {size} and {world_size}. Set it to one of "
+            f"{_divisors(world_size)}."
         )
 
 

@@ -1,39 +1,43 @@
 """The training engine: packs rows, runs forward and backward over them, steps the optimizer, saves and loads."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from verl.checkpoint.sharded import ShardedWriter
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.collectives import gather_objects, max_of
-from verl.distributed.fsdp import apply_fsdp, full_tensor, recover, reshard, sync_gradients
+from verl.distributed.fsdp import full_tensor, recover, reshard, sync_gradients
 from verl.distributed.mesh import Mesh, init_mesh
-from verl.distributed.offload import Offload, apply_activation_offload
-from verl.distributed.sequence_parallel import apply_sequence_parallel
-from verl.engine.compile import apply_compile
+from verl.distributed.offload import Offload
+from verl.engine.agreement import plan_of_all_ranks
+from verl.engine.apply import apply_to_module
+from verl.engine.budget import AutomaticBudgets, CudaMeter
+from verl.engine.footprint import EngineFootprint
 from verl.engine.guard import find_offenders_in_turns
 from verl.engine.memory import PassGuard, Result, memory_hints
-from verl.engine.microbatch import TokenBudget, plan_micro_batches
+from verl.engine.microbatch import TokenBudget
+from verl.engine.model_shape import ModelShape
 from verl.engine.optim import Schedule, build_optimizer, build_schedule, set_learning_rate
 from verl.engine.packing import MicroBatch, MiniBatch
-from verl.engine.state import load_state, save_state, transformer_of
+from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossOutput, Totals
-from verl.models.attention import apply_checkpointing
-from verl.models.lora import merged_parameters
-from verl.models.rope import use_fast_rope
+from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
 from verl.protocol import DataProto
-from verl.utils.errors import DataError
+from verl.utils.peaks import phase_peaks
+from verl.weight_sync.fingerprint import FingerprintLog
+from verl.weight_sync.shards import gathered
 
-# Activations of a pass stay nearer to the caches: on two cores, the update of a small model on 10,000 tokens took 0.6 s
-# in passes of 4,096 tokens and 0.74 s in one.
-CPU_PASS_TOKENS = 4096
-
+# Those whose memory lies on the same device.
+_engines: "weakref.WeakSet[TrainEngine]" = weakref.WeakSet()
 
 # (outputs of the module, packed columns, row number of each token) -> LossOutput
 LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor], LossOutput]
@@ -72,9 +76,8 @@ class TrainEngine:
     and as many calls; ranks along the sequence axis give the same rows. Losses are shares of the whole mini-batch's, so
     gradients are summed over the ranks; metrics, the gradient's norm, skipped steps and offenders are the same on all.
 
-    Parallelism is applied from outside, in this order, each step around what the ones before left:
-    LoRA (by the worker, before this engine), sequence parallelism, checkpointing and off-load of activations, compile,
-    sharding, then the optimizer, and off-load of parameters and moments.
+    Parallelism is applied from outside: LoRA by the worker, before this engine, then what `apply_to_module` does, then
+    the optimizer, and off-load of parameters and moments.
 
     Args:
         module: wrapper with the Hugging Face module as attribute `model`; moved to `device` and sharded in place.
@@ -116,23 +119,19 @@ class TrainEngine:
         self.device = device = self.mesh.device
         self.share_prompts = share_prompts
         self.grad_clip = grad_clip
-        if compute_dtype is None and device.type == "cuda":
-            compute_dtype = torch.bfloat16
-        self.module = module.to(device).train()
-        if device.type == "cuda":
-            use_fast_rope(self.module)
-        if self.mesh.sequence.size > 1:
-            apply_sequence_parallel(self.module, self.mesh.sequence)
-        # Checkpointing before sharding: the recomputed forward must find the weights gathered by the layer's own hooks.
-        if gradient_checkpointing:
-            apply_checkpointing(transformer_of(self.hf_model), share=checkpointing_share)
-        if activation_offload:
-            apply_activation_offload(self.module, device)
-        if compile_backend is not None:
-            apply_compile(self.module, device, backend=compile_backend)
-        self._keeps_gathered = False
-        if self.mesh.weights is not None:
-            self._keeps_gathered = apply_fsdp(self.module, self.mesh.weights, fsdp, compute_dtype=compute_dtype)
+        # What is sharded comes to the device layer by layer, as it is cut.
+        self.module = (module if self.is_sharded else module.to(device)).train()
+        self._setup = apply_to_module(
+            self.module,
+            self.mesh,
+            optim,
+            fsdp,
+            gradient_checkpointing=gradient_checkpointing,
+            checkpointing_share=checkpointing_share,
+            activation_offload=activation_offload,
+            compute_dtype=compute_dtype,
+            compile_backend=compile_backend,
+        )
         self.optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule = lambda step: 1.0
         self._base_lr = self._lr = 0.0
@@ -146,9 +145,15 @@ class TrainEngine:
         self._stepped_since_schedule = False
         self._set_schedule_position(0)
         hints = memory_hints(fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None)
+        self._is_adapted = bool(adapted_layers(self.hf_model))
+        self._named_parameters = list(plain_parameters(self.hf_model))  # to find them takes a third of a hand-over
         self.guard = PassGuard(device, self.mesh.world, hints)
+        _engines.add(self)
+        meter = CudaMeter(device, self._bytes_to_come) if device.type == "cuda" else None
+        self.budgets = AutomaticBudgets(meter, self.mesh.world)
         # A plain module lies on the host anyway, and rollout engines may alias its weights.
         moves = self.is_sharded and not fsdp.offload_policy
+        self._checkpoints = ShardedWriter(self.mesh.world)
         self._parameters = Offload(self.module.parameters, device) if moves and fsdp.param_offload else None
         self._moments = Offload(self._moment_tensors, device) if moves and fsdp.optimizer_offload else None
 
@@ -156,6 +161,11 @@ class TrainEngine:
     def is_sharded(self) -> bool:
         """Whether parameters are shards (FSDP2), also where one rank has all of them."""
         return self.mesh.weights is not None
+
+    @cached_property
+    def footprint(self) -> EngineFootprint:
+        """What this engine holds and what a pass takes, told from its shapes."""
+        return EngineFootprint(ModelShape.from_module(self.module), self._setup)
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
@@ -193,11 +203,12 @@ class TrainEngine:
             pieces: dict[str, list[torch.Tensor]] = {}
             with self._passes():
                 for rows in plan:
-                    for name, values in self.module(mini_batch.pack(rows).packed, **forward_arguments).items():
+                    packed = self.budgets.saw(mini_batch.pack(rows)).packed
+                    for name, values in self.module(packed, **forward_arguments).items():
                         pieces.setdefault(name, []).append(values)
             return {name: mini_batch.unpack(plan, parts) for name, parts in pieces.items()}
 
-        return self._with_room(mini_batch, budget, passes)
+        return self._with_room(mini_batch, budget, passes, lambda: self.footprint.forward)
 
     # ---------------------------------------------------------------- training
 
@@ -226,9 +237,9 @@ class TrainEngine:
             totals = Totals(self.mesh)
             with self._passes():
                 for number, rows in enumerate(plan):
-                    if self._keeps_gathered:
+                    if self._setup.keeps_gathered:
                         sync_gradients(self.module, number == len(plan) - 1)
-                    micro_batch = mini_batch.pack(rows)
+                    micro_batch = self.budgets.saw(mini_batch.pack(rows))
                     output = self._backward(micro_batch, loss_fn if rows else None, forward_arguments)
                     if output is not None:
                         totals.add(output, micro_batch.columns["response_mask"])
@@ -236,7 +247,7 @@ class TrainEngine:
             self._pending = _Pending(mini_batch, plan, loss_fn, forward_arguments, loss_is_finite)
             return metrics
 
-        return self._with_room(mini_batch, budget, passes, on_restart)
+        return self._with_room(mini_batch, budget, passes, lambda: self.footprint.update, on_restart)
 
     def step(self) -> StepResult:
         """Clip and step on the gradients of `forward_backward`, then drop them.
@@ -273,14 +284,17 @@ class TrainEngine:
 
     # ---------------------------------------------------------------- weights
 
-    def parameters_for_rollout(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters_for_rollout(
+        self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20, log: FingerprintLog | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied weight once).
 
-        The tensors alias the parameters wherever this rank has all of them: read, don't write. Adapters are merged into
-        new tensors, one after the other.
+        The tensors alias the parameters wherever this rank has all of them: read, don't write. Shards are gathered a
+        bucket at a time, in `dtype` if that is narrower; see `gathered`. Adapters are merged into new tensors.
         """
+        named = merged_parameters(self.hf_model) if self._is_adapted else self._named_parameters
         with self.on_device():
-            for name, tensor in merged_parameters(self.hf_model):
+            for name, tensor in gathered(named, bucket_bytes=bucket_bytes, dtype=dtype, log=log):
                 # What this rank has all of is the parameter's own memory, which goes away afterwards.
                 yield name, tensor if self._parameters is None else tensor.clone()
 
@@ -289,34 +303,57 @@ class TrainEngine:
         """The Hugging Face module within the wrapper."""
         return self.module.model
 
-    def save(self, folder: Path, *, tokenizer: Any = None, merged: bool = False) -> None:
-        """`huggingface/` (configuration, fp32 weights, tokenizer if given) and, if trained, `optim.pt` in `folder`.
+    def save(
+        self,
+        folder: Path,
+        *,
+        tokenizer: Any = None,
+        merged: bool = False,
+        optimizer: bool = True,
+        extra: bool = True,
+        in_background: bool = False,
+    ) -> None:
+        """Write a checkpoint, see `save_state`: weights, or adapters, with the tokenizer if given; moments if there are
+        any and `optimizer`; the position in the schedule if `extra`; weights that transformers loads if `merged`.
 
-        With LoRA `lora_adapter/` instead, in peft's format, and `huggingface/` beside it if `merged`.
+        With `in_background` training may go on while shards are written; see `is_saved`.
         """
-        with self.on_device(optimizer=True):
+        progress = {
+            "schedule_position": self._schedule_position,
+            "lowered_budgets": self.guard.lowered,
+            "token_budgets": self.budgets.state_dict(),
+        }
+        with phase_peaks.phase("a checkpoint", self.device), self.on_device(optimizer=True):
             save_state(
                 folder,
                 self.hf_model,
-                self.optimizer,
-                {"schedule_position": self._schedule_position, "lowered_budgets": self.guard.lowered},
-                self.mesh.world,
+                self.optimizer if optimizer else None,
+                progress if extra else {},
+                self._checkpoints,
                 tokenizer=tokenizer,
                 merged=merged,
+                in_background=in_background,
             )
 
-    def load(self, folder: Path) -> None:
-        """Go back to what `save` wrote, bit for bit: weights, moments and the position in the schedule.
+    def is_saved(self, *, wait: bool) -> bool:
+        """Whether what `save` began in the background is written; on rank 0: by all ranks. Raises what went wrong."""
+        return self._checkpoints.is_done(wait=wait)
+
+    def load(self, folder: Path, *, optimizer: bool = True, extra: bool = True) -> None:
+        """Go back to what `save` wrote, bit for bit: weights, and as asked for moments and schedule position.
 
         Learning rate, decay and the shape of the schedule are those of this engine's configuration.
         """
         with self.on_device(optimizer=True):
-            progress = load_state(folder, self.hf_model, self.optimizer)
+            progress = load_state(folder, self.hf_model, self.optimizer if optimizer else None)
             reshard(self.module)
+        if not extra:
+            progress = {}
         self._pending = None
         self._stepped_since_schedule = False
         self._set_schedule_position(progress.get("schedule_position", 0))
         self.guard.lowered = dict(progress.get("lowered_budgets", {}))
+        self.budgets.load_state_dict(progress.get("token_budgets", {}))
 
     # ---------------------------------------------------------------- inner parts
 
@@ -325,6 +362,7 @@ class TrainEngine:
         mini_batch: MiniBatch,
         budget: TokenBudget,
         passes: Callable[[list[list[int]]], Result],
+        predict: Callable[[], Callable[[int, int], dict[str, int]]],
         on_restart: Callable[[], None] = lambda: None,
     ) -> Result:
         def start_again() -> None:
@@ -334,23 +372,13 @@ class TrainEngine:
             on_restart()
 
         lengths = [-(-length // self.mesh.sequence.size) for length in mini_batch.lengths]  # of one rank
-        return self.guard.run(budget, lengths, lambda size: self._plan(mini_batch, size), passes, start_again)
-
-    def _plan(self, mini_batch: MiniBatch, budget: TokenBudget) -> list[list[int]]:
-        """The budget is the most a pass may take on one rank; on a CPU passes near CPU_PASS_TOKENS are faster than
-        larger ones. Every rank gets as many micro-batches as the one that needs most: those in excess are empty."""
-        if self.mesh.data.size > 1 and not len(mini_batch):
-            raise DataError(
-                f"Every data-parallel rank needs rows of each mini-batch, but rank {self.mesh.data.rank} of "
-                f"{self.mesh.data.size} got none. Deal the rows evenly, or train on fewer ranks."
-            )
-        if budget.max_tokens is not None:
-            budget = replace(budget, max_tokens=budget.max_tokens * self.mesh.sequence.size)
-        if self.device.type == "cpu" and budget.max_tokens is not None:
-            enough = max([CPU_PASS_TOKENS, *mini_batch.lengths])
-            budget = replace(budget, max_tokens=min(budget.max_tokens, enough))
-        plan = plan_micro_batches(mini_batch.lengths, budget, mini_batch.prompts)
-        return plan + [[]] * (max_of(len(plan), self.mesh.world) - len(plan))
+        with phase_peaks.phase(budget.phase, self.device):
+            asked = self.budgets.begin(budget, lengths, lambda size: sum(predict()(size, size).values()))
+            result = self.guard.run(
+                asked, lengths, lambda size: plan_of_all_ranks(mini_batch, asked, size, self.mesh), passes, start_again
+            )  # fmt: skip
+            self.budgets.end(budget)
+        return result
 
     def _mini_batch(self, batch: DataProto, columns: Iterable[str]) -> MiniBatch:
         return MiniBatch(
@@ -391,6 +419,15 @@ class TrainEngine:
         place = f" of data-parallel rank {self.mesh.data.rank}" if self.mesh.data.size > 1 else ""
         names = [pending.mini_batch.describe(row) + place for row in rows]
         return [name for found in gather_objects(names, self.mesh.data) for name in found]
+
+    def _bytes_to_come(self) -> int:
+        """Moments that the first optimizer step of an engine in this process will make."""
+        return sum(
+            engine.footprint.moments
+            for engine in _engines
+            if engine.optimizer is not None and not engine.optimizer.state
+            if engine is self or engine._moments is None
+        )
 
     def _moment_tensors(self) -> list[torch.Tensor]:
         states = [] if self.optimizer is None else self.optimizer.state.values()

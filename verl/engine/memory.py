@@ -21,6 +21,7 @@ from verl.distributed.collectives import Axis
 from verl.engine.microbatch import TokenBudget
 from verl.utils.errors import OutOfMemoryError, VerlError
 from verl.utils.logging import logger
+from verl.utils.peaks import phase_peaks
 
 Result = TypeVar("Result")
 Plan = list[list[int]]
@@ -60,9 +61,11 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
 
 @contextmanager
 def told_as_out_of_memory(phase: str, device: torch.device, way_out: str, *, rank: str = "") -> Iterator[None]:
-    """Turn a shortage within into an OutOfMemoryError that names the phase, and the keys in `way_out`."""
+    """Turn a shortage within into an OutOfMemoryError that names the phase, and the keys in `way_out`. The phase's peak
+    is kept (`verl.utils.peaks`)."""
     try:
-        yield
+        with phase_peaks.phase(phase, device):
+            yield
     except (RuntimeError, MemoryError, OSError) as error:
         shortage = shortage_of(error, device)
         if shortage is None:

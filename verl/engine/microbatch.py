@@ -10,7 +10,8 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The size of a micro-batch: at most `max_tokens` packed tokens, or exactly `rows` rows (the last may have fewer).
+    """The size of a micro-batch: at most `max_tokens` packed tokens, or exactly `rows` rows (the last may have fewer);
+    neither: as many tokens as fit, which the engine finds out (see `verl.engine.budget`).
 
     `key` is the configuration key that errors name: that of the tokens, also where rows are given; `phase` is what the
     passes are for.
@@ -22,15 +23,18 @@ class TokenBudget:
     phase: str = "a pass over the model"
 
     def __post_init__(self) -> None:
-        if (self.max_tokens is None) == (self.rows is None):
+        if self.max_tokens is not None and self.rows is not None:
             raise ConfigError(
-                "A micro-batch is sized by tokens or by rows: give exactly one, "
+                "A micro-batch is sized by tokens or by rows: give one at most, "
                 f"got max_tokens={self.max_tokens} and rows={self.rows}."
             )
         size = self.max_tokens if self.max_tokens is not None else self.rows
-        assert size is not None
-        if size < 1:
+        if size is not None and size < 1:
             raise ConfigError(f"A micro-batch needs room for at least one token or row, got {size}. Raise {self.key}.")
+
+    @property
+    def is_automatic(self) -> bool:
+        return self.max_tokens is None and self.rows is None
 
 
 class SharedPrompts(NamedTuple):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.config.choices import OPTIMIZERS
-from verl.distributed.fsdp import decoder_layers, full_tensor, shard_like
+from verl.distributed.fsdp import decoder_layers, shard_like
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.imports import require
 
@@ -101,27 +101,15 @@ def _settings(config: OptimConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------- moments in a checkpoint
 
 
-def saved_moments(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]], *, keep: bool = True
-) -> dict[str, dict[str, Any]]:
-    """Whole moments on the host by the name of their parameter; without `keep` gathered for the ranks that do, and
-    dropped. Every rank must call it."""
-    to_saved = getattr(optimizer, "moment_to_saved", _moment_to_saved)
-    moments: dict[str, dict[str, Any]] = {}
-    for name, parameter in named_parameters:
-        for key, value in optimizer.state.get(parameter, {}).items():
-            whole = full_tensor(value)
-            if keep:
-                moments.setdefault(name, {})[key] = to_saved(whole)
-    return moments
-
-
 def restore_moments(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     saved: dict[str, dict[str, Any]],
 ) -> None:
-    """Undo `saved_moments`. Raises CheckpointError where they are of other parameters or of another optimizer."""
+    """Moments by the name of their parameter, whole or as it is sharded, into the optimizer's state.
+
+    Raises CheckpointError where they are of other parameters or of another optimizer.
+    """
     from_saved = getattr(optimizer, "moment_from_saved", _moment_from_saved)
     parameters = dict(named_parameters)
     kinds = {id(parameter): _keys(part) for part in _parts(optimizer) for parameter in _parameters(part)}
@@ -135,10 +123,6 @@ def restore_moments(
                 "as it was when they were saved, or start another run from the checkpoint's weights."
             )
         optimizer.state[parameter] = {key: from_saved(key, value, parameter) for key, value in moments.items()}
-
-
-def _moment_to_saved(whole: torch.Tensor) -> Any:
-    return whole.cpu()
 
 
 def _moment_from_saved(key: str, saved: Any, parameter: torch.Tensor) -> torch.Tensor:

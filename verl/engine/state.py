@@ -1,5 +1,6 @@
 """What an engine writes to disk and reads back: weights or adapters, moments by parameter name, schedule position."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from verl.distributed.collectives import Axis, barrier
+from verl.checkpoint.hf import WEIGHTS_FOLDER, save_config, save_weights
+from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTensors, ShardedWriter
+from verl.distributed.collectives import barrier
 from verl.distributed.fsdp import full_tensor, shard_like
-from verl.engine.optim import restore_moments, saved_moments
+from verl.engine.optim import restore_moments
 from verl.models.critic import VALUE_HEAD_FILE, CriticModel
-from verl.models.load import quiet_transformers
 from verl.models.lora import (
     ADAPTER_FOLDER,
     adapted_layers,
@@ -22,8 +24,7 @@ from verl.models.lora import (
 )
 from verl.utils.errors import CheckpointError
 
-WEIGHTS_FOLDER = "huggingface"
-OPTIMIZER_FILE = "optim.pt"
+PROGRESS_FILE = "progress.json"
 
 
 def save_state(
@@ -31,41 +32,43 @@ def save_state(
     hf_model: Any,
     optimizer: torch.optim.Optimizer | None,
     progress: dict[str, Any],
-    world: Axis,
+    writer: ShardedWriter,
     *,
     tokenizer: Any = None,
     merged: bool = False,
+    in_background: bool = False,
 ) -> None:
-    """Write `huggingface/` (loadable by transformers alone) and, with an optimizer, `optim.pt`.
+    """Write a checkpoint of one module. Every rank must call this; nothing that is written depends on how many.
 
-    With LoRA, `lora_adapter/` (loadable by peft alone) instead, and `huggingface/` with the adapters merged into the
-    weights only where `merged` asks for it.
+    `sharded/` has the weights and, for each trained parameter's name, the whole moments (`exp_avg`, `exp_avg_sq` and
+    `step` of AdamW): every rank writes the shards it has. `huggingface/` has configuration and tokenizer, and the
+    weights too where `merged` asks for them. With LoRA `lora_adapter/` (loadable by peft alone) instead of weights, and
+    `huggingface/` with the adapters merged in where `merged` asks for it. `progress.json` has `progress`.
 
-    `optim.pt` holds `progress` and, for each trained parameter's name, the whole moments (`exp_avg`, `exp_avg_sq` and
-    `step` of AdamW): nothing in them depends on how many ranks there were. Every rank of `world` must call this, to
-    gather what is sharded; the first one writes, and all return when it has.
+    All of it is written when this returns; `in_background`, `sharded/` when `writer.is_done()`.
     """
-    writes = world.rank == 0
-    weights = folder / WEIGHTS_FOLDER
-    written = []
-    if adapted_layers(hf_model):
-        written.append(folder / ADAPTER_FOLDER)
+    writes = writer.world.rank == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"has_optimizer": optimizer is not None, **progress}
+        (folder / PROGRESS_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    adapted = bool(adapted_layers(hf_model))
+    places = []
+    if adapted:
+        places.append(folder / ADAPTER_FOLDER)
         _save_adapters(folder / ADAPTER_FOLDER, hf_model, writes=writes)
-    if merged or not written:
-        written.append(weights)
-        state = _full_state_dict(hf_model, keep=writes)
+    if merged or not adapted:
+        places.append(folder / WEIGHTS_FOLDER)
         if writes:
-            weights.mkdir(parents=True, exist_ok=True)
-            with quiet_transformers():
-                hf_model.save_pretrained(weights, state_dict=state)
+            save_config(folder / WEIGHTS_FOLDER, transformer_of(hf_model))
+    if merged:
+        _save_merged(folder / WEIGHTS_FOLDER, hf_model, writes=writes)
     if tokenizer is not None and writes:
-        for place in written:
+        for place in places:
             tokenizer.save_pretrained(place)
-    if optimizer is not None:
-        moments = saved_moments(optimizer, hf_model.named_parameters(), keep=writes)
-        if writes:
-            torch.save({"moments": moments, **progress}, folder / OPTIMIZER_FILE)
-    barrier(world)
+    barrier(writer.world)  # the folder is there now
+    tensors = {} if adapted else _weights(hf_model)
+    writer.write(folder / SHARDED_FOLDER, tensors | _moments(optimizer, hf_model), in_background=in_background)
 
 
 def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -73,6 +76,11 @@ def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | N
 
     In place, so that a rollout engine that aliases the weights sees them too.
     """
+    file = folder / PROGRESS_FILE
+    if not file.is_file():
+        raise CheckpointError(f"Expected a role's part of a checkpoint in {folder}, found no {PROGRESS_FILE} there.")
+    progress = json.loads(file.read_text(encoding="utf-8"))
+    has_optimizer = progress.pop("has_optimizer")
     if adapted_layers(hf_model):
         _load_adapters(folder / ADAPTER_FOLDER, hf_model)
     elif (folder / ADAPTER_FOLDER).is_dir():
@@ -81,19 +89,65 @@ def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | N
             f"{folder / ADAPTER_FOLDER / 'adapter_config.json'}, or start another run from merged weights."
         )
     else:
-        _load_weights(folder / WEIGHTS_FOLDER, hf_model)
-    if optimizer is None:
-        return {}
-    if not (folder / OPTIMIZER_FILE).is_file():
-        raise CheckpointError(f"Expected '{OPTIMIZER_FILE}' in {folder}, found none: it was saved without optimizer.")
-    saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-    restore_moments(optimizer, hf_model.named_parameters(), saved.pop("moments"))
-    return saved
+        _load_weights(folder / SHARDED_FOLDER, hf_model)
+    if optimizer is not None:
+        if not has_optimizer:
+            raise CheckpointError(
+                f"{folder} was saved without optimizer. Leave 'optimizer' out of checkpoint.load_contents, and the "
+                "run starts with new moments."
+            )
+        _load_moments(folder / SHARDED_FOLDER, hf_model, optimizer)
+    return progress
 
 
 def transformer_of(model: PreTrainedModel | CriticModel) -> PreTrainedModel:
     """The transformers module: a policy itself, the body of a critic."""
     return model.body if isinstance(model, CriticModel) else model
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _weights(hf_model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, live; a tied weight under its first name."""
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in hf_model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), (MODEL + name, tensor.detach()))
+    return dict(named.values())
+
+
+def _load_weights(folder: Path, hf_model: Any) -> None:
+    saved = SavedTensors(folder)
+    is_critic = any(name.startswith(f"{MODEL}value_head.") for name in saved.tensors)
+    if isinstance(hf_model, CriticModel) and not is_critic:
+        raise CheckpointError(f"{folder} has no value head: it holds a policy, not a critic.")
+    saved.read(_weights(hf_model))
+
+
+def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
+    """Whole weights, adapters merged in, at least fp32, gathered one by one on every rank and written by the first."""
+    seen: set[int] = set()
+    body = "body." if isinstance(hf_model, CriticModel) else ""
+    head: dict[str, torch.Tensor] = {}
+
+    def tensors() -> Any:
+        for name, tensor, whole in merged_state(hf_model):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            precise = whole.to(torch.float32) if whole.dtype in (torch.bfloat16, torch.float16) else whole
+            if name.startswith(body):
+                yield name.removeprefix(body), precise
+            else:
+                head[name.removeprefix("value_head.")] = precise.cpu().contiguous()
+
+    if not writes:
+        for _ in tensors():
+            pass
+        return
+    save_weights(folder, transformer_of(hf_model), tensors())
+    if head:
+        save_file(head, folder / VALUE_HEAD_FILE)
 
 
 def _save_adapters(folder: Path, hf_model: Any, *, writes: bool) -> None:
@@ -118,48 +172,50 @@ def _load_adapters(folder: Path, hf_model: Any) -> None:
             tensor.copy_(shard_like(saved[name], tensor))
 
 
-def _load_weights(folder: Path, hf_model: Any) -> None:
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"Expected the weights of a checkpoint in {folder}, found no config.json there.")
-    source = _read_weights(folder, hf_model)
-    with torch.no_grad():
-        for name, tensor in hf_model.state_dict().items():
-            if name not in source or source[name].shape != tensor.shape:
-                raise CheckpointError(
-                    f"{folder} has no '{name}' of shape {tuple(tensor.shape)}, which this model needs."
-                )
-            tensor.copy_(shard_like(source[name], tensor))
+# ---------------------------------------------------------------- moments
+# Their names: optimizer.<moment>.<parameter>, or optimizer.<moment>/<part>.<parameter> where a moment has parts.
 
 
-def _read_weights(folder: Path, hf_model: Any) -> dict[str, torch.Tensor]:
-    """On the host, under the names of `hf_model.state_dict()`."""
-    transformer = transformer_of(hf_model)
-    # Through transformers, which knows how the names and stacks of a file map to those of a module.
-    loader: Any = type(transformer).from_pretrained
-    with quiet_transformers():
-        loaded, report = loader(folder, dtype=transformer.dtype, output_loading_info=True)
-    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if wrong:
-        raise CheckpointError(f"{folder} lacks weights of this model, or has them in another shape: {wrong[:3]}.")
-    if not isinstance(hf_model, CriticModel):
-        return loaded.state_dict()
-    if not (folder / VALUE_HEAD_FILE).is_file():
-        raise CheckpointError(f"{folder} has no {VALUE_HEAD_FILE}: it holds a policy, not a critic.")
-    body = {f"body.{name}": tensor for name, tensor in loaded.state_dict().items()}
-    return body | {f"value_head.{name}": tensor for name, tensor in load_file(folder / VALUE_HEAD_FILE).items()}
+def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str, torch.Tensor]:
+    """Live, as they are sharded."""
+    moments: dict[str, torch.Tensor] = {}
+    if optimizer is None:
+        return moments
+    to_saved = getattr(optimizer, "moment_to_saved", None)
+    for name, parameter in hf_model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            saved = value if to_saved is None else to_saved(full_tensor(value))
+            parts = {f"/{part}": tensor for part, tensor in saved.items()} if isinstance(saved, dict) else {"": saved}
+            moments |= {f"{OPTIMIZER}{kind}{part}.{name}": tensor.detach() for part, tensor in parts.items()}
+    return moments
 
 
-def _full_state_dict(hf_model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host, adapters merged in, at least fp32; tied names share one tensor, as `save_pretrained`
-    expects. Without `keep` gathered for the ranks that do, and dropped."""
-    copies: dict[int, torch.Tensor] = {}
-
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor, whole in merged_state(hf_model):
-        if not keep:
+def _load_moments(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer) -> None:
+    parameters = dict(hf_model.named_parameters())
+    sharded = not hasattr(optimizer, "moment_from_saved")
+    found: dict[str, torch.Tensor] = {}
+    moments: dict[str, dict[str, Any]] = {}
+    saved = SavedTensors(folder)
+    for key, (shape, dtype) in saved.tensors.items():
+        if not key.startswith(OPTIMIZER):
             continue
-        if id(tensor) not in copies:
-            half = whole.dtype in (torch.bfloat16, torch.float16)
-            copies[id(tensor)] = whole.to("cpu", torch.float32 if half else whole.dtype)
-        state[name] = copies[id(tensor)]
-    return state
+        kind, _, name = key.removeprefix(OPTIMIZER).partition(".")
+        kind, _, part = kind.partition("/")
+        parameter = parameters.get(name)
+        if sharded and parameter is not None and parameter.shape == shape:
+            found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+        else:
+            found[key] = torch.empty(shape, dtype=dtype)
+        of_name = moments.setdefault(name, {})
+        if part:
+            of_name.setdefault(kind, {})[part] = found[key]
+        else:
+            of_name[kind] = found[key]
+    saved.read(found)
+    # In the order in which steps make them; the order in a folder depends on the ranks that wrote it.
+    order = {name: number for number, name in enumerate(parameters)}
+    ordered = {
+        name: dict(sorted(moments[name].items(), key=lambda item: (item[0] != "step", item[0])))
+        for name in sorted(moments, key=lambda name: order.get(name, -1))
+    }
+    restore_moments(optimizer, parameters.items(), ordered)

@@ -1,4 +1,4 @@
-"""Loading tokenizers, policies and critics from a folder or the hub."""
+"""Loading tokenizers and models from a folder or the hub."""
 
 import socket
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -23,7 +22,6 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from verl.models.attention import IMPLEMENTATION, prepare
-from verl.models.critic import CriticModel
 from verl.models.families import override, refuse_unpackable, zero_dropout, zero_module_dropout
 from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
@@ -102,33 +100,27 @@ def load_causal_lm(
     """
     if external_lib:
         load_module(external_lib)
-    model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length)
+    model = load_transformer(AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length)
     head_of(model)
     if check and model.device.type != "meta":
         check_packed(model)
     return model
 
 
-def load_critic(
+def load_model_config(
     path: str | Path,
     *,
-    dtype: torch.dtype | str,
-    device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
     external_lib: str | None = None,
-    max_length: int | None = None,
-    check: bool = True,
-) -> CriticModel:
-    """A critic from the folder of a saved critic, or from a causal LM under a new value head. As `load_causal_lm`."""
+) -> PreTrainedConfig:
+    """The configuration that `load_causal_lm` gives a model, without its weights."""
     if external_lib:
         load_module(external_lib)
-    body = _load(AutoModel, path, dtype, device, trust_remote_code, override_config, max_length)
-    if check and body.device.type != "meta":
-        check_packed(body)
-    critic = CriticModel(body)
-    critic.load_value_head(resolve_path(path))
-    return critic.eval()
+    source = resolve_path(path)
+    _need_files(source, ("config.json",), "a configuration", "config.json")
+    _need_hub(source, "configuration")
+    return _load_config(source, trust_remote_code, override_config or {})
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -142,7 +134,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def _load(
+def load_transformer(
     auto_class: Any,
     path: str | Path,
     dtype: torch.dtype | str,
@@ -151,11 +143,10 @@ def _load(
     override_config: dict[str, Any] | None,
     max_length: int | None,
 ) -> PreTrainedModel:
+    """What `auto_class` of transformers makes of a folder, as `load_causal_lm` says, not yet checked."""
+    config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     source = resolve_path(path)
-    _need_files(source, ("config.json",), "a configuration", "config.json")
     _need_files(source, _WEIGHT_FILES, "weights", "model.safetensors")
-    _need_hub(source, "configuration")
-    config = _load_config(source, trust_remote_code, override_config or {})
     refuse_unpackable(config, max_length)
     try:
         with quiet_transformers():

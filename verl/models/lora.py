@@ -6,6 +6,7 @@ checkpoint) asks here.
 """
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,13 +147,18 @@ def _whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         yield name, _merged(layers[owner], whole) if kind == "weight" and owner in layers else whole
 
 
-@torch.no_grad()
 def _merged(layer: Any, weight: Tensor) -> Tensor:
     a, b = (full_tensor(factor.weight) for factor in _factors(layer))
+    return merged_weight(layer.get_base_layer(), weight, a, b, layer.scaling[_ADAPTER])
+
+
+@torch.no_grad()
+def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """W + scaling * B A in at least fp32, W being the `weight` of `layer`; A (rank, in), B (out, rank)."""
     precise = torch.promote_types(weight.dtype, torch.float32)
     weight = weight.to(precise)
-    transposed = isinstance(layer.get_base_layer(), Conv1D)  # GPT-2: (in, out)
-    total = torch.addmm(weight.T if transposed else weight, b.to(precise), a.to(precise), alpha=layer.scaling[_ADAPTER])
+    transposed = isinstance(layer, Conv1D)  # GPT-2: (in, out)
+    total = torch.addmm(weight.T if transposed else weight, b.to(precise), a.to(precise), alpha=scaling)
     return total.T.contiguous() if transposed else total
 
 
@@ -181,13 +187,21 @@ def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]
     config.save_pretrained(folder)
 
 
+def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor]]]:
+    """What `save_adapters` wrote: peft's configuration, and (A, B) by the name of the layer in the plain module."""
+    config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(folder / _WEIGHTS_FILE).items()}
+    layers = [name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")]
+    return config, {name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"]) for name in layers}
+
+
 def load_adapters(folder: Path, model: PreTrainedModel) -> None:
     """Read what `save_adapters` wrote, or peft itself, into the adapters of `model`, in place."""
     file = folder / _WEIGHTS_FILE
     if not file.is_file():
         raise CheckpointError(
             f"Expected the adapters of a LoRA run in {folder}, found none. The checkpoint was saved with lora_rank=0: "
-            "set lora_rank=0, or start another run from its weights (model.path=<its huggingface folder>)."
+            "set lora_rank=0, or start another run from its weights (python -m verl.model_merger merge)."
         )
     saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(file).items()}
     factors = {

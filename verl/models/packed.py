@@ -1,18 +1,21 @@
-"""Packed batches, and the two modules that compute on them: log-probs of a policy and values of a critic."""
+"""Packed batches, and the modules that compute on them: log-probs of a policy, values of a critic, scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout, PackingSlot, prepare
-from verl.models.critic import CriticModel
 from verl.models.logprobs import Head, head_of, token_log_probs
-from verl.utils.errors import DataError
+from verl.utils.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from verl.models.critic import CriticModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,7 @@ class PackedCausalLM(nn.Module):
 class PackedValueModel(nn.Module):
     """Values before response tokens. The critic's body is switched to packed attention in place."""
 
-    def __init__(self, model: CriticModel, *, attention_kernel: str = "auto") -> None:
+    def __init__(self, model: "CriticModel", *, attention_kernel: str = "auto") -> None:
         super().__init__()
         self.slot = prepare(model)
         self.slot.kernel = attention_kernel
@@ -217,6 +220,62 @@ class PackedValueModel(nn.Module):
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
         """`values` (M,): what the critic expects before each response token, fp32 (float64 if the model is)."""
         hidden = packed_hidden_states(self.model.body, self.slot, batch).index_select(0, batch.predict)
-        values = self.model.value_head(hidden).squeeze(-1)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        return {"values": _of_whole_batch(self.slot, batch, values)}
+        values = self.model.value_head(hidden)
+        if values.shape != (len(hidden), 1):
+            raise ModelError(
+                f"The value head must map states (..., {hidden.shape[-1]}) to values (..., 1), but "
+                f"{tuple(hidden.shape)} became {tuple(values.shape)}. End it in one output: torch.nn.Linear(..., 1)."
+            )
+        return {"values": _of_whole_batch(self.slot, batch, _at_least_fp32(values.squeeze(-1)))}
+
+
+class PaddedValueModel(nn.Module):
+    """Values by a critic's own `forward(input_ids, attention_mask)`: takes and gives what `PackedValueModel` does, and
+    pads in between. Not for shared prompts or ranks that share tokens, whose segments are no whole rows."""
+
+    def __init__(self, model: "CriticModel") -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """`values` (M,), see `PackedValueModel.forward`."""
+        assert not batch.shared, "a padded forward takes whole rows"
+        assert batch.places is None, "a padded forward takes whole rows"
+        device = batch.input_ids.device
+        lengths = torch.tensor(batch.lengths, device=device)
+        real = torch.arange(batch.max_seqlen, device=device) < lengths[:, None]
+        ids = torch.zeros(real.shape, dtype=batch.input_ids.dtype, device=device).masked_scatter(real, batch.input_ids)
+        self.model.use_own_attention()  # here, for checkpointing and other wrappers switch to packed attention
+        values: Any = self.model(input_ids=ids, attention_mask=real.long())
+        if isinstance(values, Tensor) and values.shape == (*ids.shape, 1):
+            values = values.squeeze(-1)
+        if not isinstance(values, Tensor) or values.shape != ids.shape:
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ModelError(
+                f"{type(self.model).__name__}.forward must give one value a token, a tensor of shape "
+                f"{tuple(ids.shape)} or {(*ids.shape, 1)} for input_ids {tuple(ids.shape)}, got {found}."
+            )
+        return {"values": _at_least_fp32(values[real].index_select(0, batch.predict))}
+
+
+class PackedRewardModel(nn.Module):
+    """Scores of sequences whose response is their last token. The model is switched to packed attention in place."""
+
+    def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
+        super().__init__()
+        self.slot = prepare(model)
+        self.slot.kernel = attention_kernel
+        self.model = model
+
+    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """`rewards` (M,): the head on the state of each response token itself, fp32 (float64 if the model is)."""
+        assert batch.places is None, "a score is read from the token after the one that predicts it"
+        hidden = packed_hidden_states(self.model.base_model, self.slot, batch).index_select(0, batch.predict + 1)
+        head: Any = self.model.score
+        # In fp32: a score in bf16 has three digits.
+        bias = None if head.bias is None else _at_least_fp32(head.bias)
+        return {"rewards": F.linear(_at_least_fp32(hidden), _at_least_fp32(head.weight), bias).squeeze(-1)}
+
+
+def _at_least_fp32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

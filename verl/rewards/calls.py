@@ -2,7 +2,8 @@
 
 A plain function is called for one sample after another in a worker thread, a coroutine function for all samples at
 once in an event loop. Python cannot stop a running call: one that is late is left behind in its daemon thread, which
-does not keep the process from exiting, and the remaining samples go to new threads.
+does not keep the process from exiting, and the remaining samples go to new threads. When too many are left behind, the
+calls move to processes, which can be killed.
 """
 
 import ast
@@ -20,13 +21,17 @@ from typing import Any
 
 import torch
 
-from verl.utils.errors import RewardError
-from verl.utils.logging import say_once
+from verl.rewards.helper import HelperTimeout
+from verl.rewards.processes import ProcessFunction
+from verl.utils.errors import ConfigError, RewardError
+from verl.utils.logging import logger, say_once
 
 # Threads that one batch may use once calls hang; before the first time-out it is one.
 MAX_THREADS = 32
 # Calls left behind and still running, over the whole run. More of them would only eat memory.
 MAX_HANGING = 256
+# Once they are more: processes that make the calls instead.
+NUM_PROCESSES = 4
 # How long cancelled coroutines may take to clean up.
 CANCEL_GRACE_S = 1.0
 
@@ -67,17 +72,26 @@ class Caller:
         self._hanging: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __call__(self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool = False) -> list[Outcome | None]:
+    def __call__(
+        self,
+        arguments: Sequence[dict[str, Any]],
+        stop_at_failure: bool = False,
+        at_once: int = 1,
+        timeout_s: float | None = None,
+    ) -> list[Outcome | None]:
         """One outcome a sample, in order; with `stop_at_failure`, None for those that were not called any more.
 
+        `at_once`: threads that call a plain function. `timeout_s`: a shorter deadline for these calls.
+
         Raises:
-            RewardError: more than MAX_HANGING calls hang.
+            RewardError: more than MAX_HANGING calls hang, and the function cannot be called in another process.
         """
+        deadline = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         if self.in_caller:
             return self._call_here(arguments, stop_at_failure)
         if self.is_async:
-            return self._gather(arguments)
-        batch = _Batch(self.function, arguments, self.timeout_s, stop_at_failure)
+            return self._gather(arguments, deadline)
+        batch = _Batch(self.function, arguments, deadline, stop_at_failure, at_once)
         outcomes = batch.run()
         self._remember_hanging(batch.abandoned)
         if any(outcome is not None and _needs_main_thread(outcome.error) for outcome in outcomes):
@@ -99,22 +113,31 @@ class Caller:
 
     def _remember_hanging(self, threads: list[threading.Thread]) -> None:
         self._hanging = [thread for thread in (*self._hanging, *threads) if thread.is_alive()]
-        if len(self._hanging) > MAX_HANGING:
+        if len(self._hanging) <= MAX_HANGING:
+            return
+        fact = f"{len(self._hanging)} calls of the reward function still hang, more than the {MAX_HANGING} tolerated"
+        try:
+            self.function = ProcessFunction(self.function, timeout_s=self.timeout_s, num_processes=NUM_PROCESSES)
+        except ConfigError as error:
             raise RewardError(
-                f"{len(self._hanging)} calls of the reward function still hang, more than the {MAX_HANGING} that are "
-                "tolerated. Give the function a time limit of its own, such as timeout= of an HTTP request."
-            )
+                f"{fact}. Give it a time limit of its own, such as timeout= of an HTTP request. It cannot be called in "
+                f"processes, which could be killed: {error}"
+            ) from error
+        self.is_async, self._hanging = False, []
+        # The process kills a late call itself; no thread is left behind.
+        self.timeout_s = math.inf
+        logger.warning("%s. From now on it is called in %d processes, which are killed when late.", fact, NUM_PROCESSES)
 
-    def _gather(self, arguments: Sequence[dict[str, Any]]) -> list[Outcome | None]:
+    def _gather(self, arguments: Sequence[dict[str, Any]], timeout_s: float) -> list[Outcome | None]:
         if self._loop is None:
             self._loop = _start_loop()
         pulse = _Pulse()
-        work = asyncio.run_coroutine_threadsafe(_gather(self.function, arguments, self.timeout_s, pulse), self._loop)
+        work = asyncio.run_coroutine_threadsafe(_gather(self.function, arguments, timeout_s, pulse), self._loop)
         done = threading.Event()
         work.add_done_callback(lambda _: done.set())
-        while not done.wait(0.05 if self.timeout_s < 1 else 0.5):
+        while not done.wait(0.05 if timeout_s < 1 else 0.5):
             # A coroutine that blocks without awaiting stops the loop, and the deadline with it.
-            if time.monotonic() - pulse.last > self.timeout_s + CANCEL_GRACE_S:
+            if time.monotonic() - pulse.last > timeout_s + CANCEL_GRACE_S:
                 self._loop = None
                 self._remember_hanging(pulse.threads)
                 return [outcome or Outcome(timed_out=True) for outcome in pulse.outcomes(len(arguments))]
@@ -148,6 +171,8 @@ def _needs_main_thread(error: BaseException | None) -> bool:
 def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
     try:
         return Outcome(value=function(**sample))
+    except HelperTimeout:
+        return Outcome(timed_out=True)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code: even sys.exit() is this sample's failure)
         return Outcome(error=error)
 
@@ -168,11 +193,13 @@ class _Batch:
         arguments: Sequence[dict[str, Any]],
         timeout_s: float,
         stop_at_failure: bool,
+        at_once: int,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.timeout_s = timeout_s
         self.stop_at_failure = stop_at_failure
+        self.at_once = at_once
         self.outcomes: list[Outcome | None] = [None] * len(arguments)
         self.abandoned: list[threading.Thread] = []
         self._next = 0
@@ -186,7 +213,7 @@ class _Batch:
     def run(self) -> list[Outcome | None]:
         if not self.arguments:
             return []
-        self._start_threads(1)
+        self._start_threads(min(self.at_once, len(self.arguments)))
         try:
             while not self._done.wait(self._until_next_deadline()):
                 self._leave_late_ones()
@@ -245,7 +272,7 @@ class _Batch:
                 if index >= 0:
                     self._record(index, Outcome(timed_out=True))
             waiting = len(self.arguments) - self._next
-            room = MAX_THREADS - len(self._running)
+            room = max(MAX_THREADS, self.at_once) - len(self._running)
         # Twice as many as were late: when every call hangs, the batch ends after a few time-outs, not one a sample.
         self._start_threads(min(2 * len(late), waiting, room))
 

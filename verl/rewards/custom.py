@@ -10,17 +10,20 @@ from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
 
 
-def load_reward_function(
-    config: CustomRewardFunctionConfig, reward_kwargs: Mapping[str, Any] | None = None
-) -> Callable[..., Any] | None:
+def load_reward_function(config: CustomRewardFunctionConfig, *, for_batches: bool = False) -> Callable[..., Any] | None:
     """What the section `custom_reward_function` names, or None when it names nothing."""
-    return load_custom_reward(config.path, config.name, reward_kwargs)
+    return load_custom_reward(config.path, config.name, config.reward_kwargs, for_batches=for_batches)
 
 
 def load_custom_reward(
-    path: str | None, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
+    path: str | None,
+    name: str = "compute_score",
+    reward_kwargs: Mapping[str, Any] | None = None,
+    *,
+    for_batches: bool = False,
 ) -> Callable[..., Any] | None:
     """The user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or None when no path is given.
 
@@ -28,6 +31,7 @@ def load_custom_reward(
         path: a .py file or an importable module.
         name: the function in it, plain or `async`. It returns a float, or a dict with "score".
         reward_kwargs: further keyword arguments for every call.
+        for_batches: it takes lists, `data_sources` and so on, and returns a list (the manager `batch`).
 
     Raises:
         ConfigError: no such file or name, not callable, or it does not take the arguments above.
@@ -40,20 +44,23 @@ def load_custom_reward(
             f"custom_reward_function.name='{name}' in '{path}' must be a function, it is {type(function).__name__}."
         )
     extra = dict(reward_kwargs or {})
-    check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra)
+    check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra, for_batches)
     return functools.partial(function, **extra) if extra else function
 
 
-def check_arguments(function: Callable[..., Any], what: str, extra: Mapping[str, Any]) -> None:
+def check_arguments(
+    function: Callable[..., Any], what: str, extra: Mapping[str, Any], for_batches: bool = False
+) -> None:
     """Refuse a function that cannot be called with our keywords, before anything is generated for it."""
+    arguments = _BATCH_ARGUMENTS if for_batches else _ARGUMENTS
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins tell no signature; the first call shows it
         return
     try:
-        signature.bind(**dict.fromkeys(_ARGUMENTS), **extra)
+        signature.bind(**dict.fromkeys(arguments), **extra)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with the keywords {', '.join((*_ARGUMENTS, *extra))}; its signature is "
+            f"{what} is called with the keywords {', '.join((*arguments, *extra))}; its signature is "
             f"{signature}: {error}."
         ) from error

@@ -14,13 +14,13 @@ import torch
 from verl.protocol import DataProto
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.registry import answer_extractors, reward_managers
-from verl.rewards.rules import default_compute_score, find_rule
+from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 
-OnError = Literal["stop", "zero", "drop"]
+OnError = Literal["stop", "zero", "drop", "retry"]
 
 
 @dataclass(slots=True)
@@ -52,9 +52,13 @@ class Scores:
     dropped: list[int] = field(default_factory=list)
     num_errors: int = 0
     num_timeouts: int = 0
+    num_retries: int = 0
 
     def metrics(self) -> dict[str, float]:
-        return {"reward/num_errors": self.num_errors, "reward/num_timeouts": self.num_timeouts}
+        metrics: dict[str, float] = {"reward/num_errors": self.num_errors, "reward/num_timeouts": self.num_timeouts}
+        if self.num_retries:
+            metrics["reward/num_retries"] = self.num_retries
+        return metrics
 
 
 class RewardManager:
@@ -68,7 +72,8 @@ class RewardManager:
         reward_fn_key: the column with the data source.
         timeout_s: seconds that one call may take; None: no limit.
         on_error: for a sample whose call raises, is late, or returns no finite score: "stop" raises RewardError, "zero"
-            scores it 0, "drop" scores it 0 and lists its row in "dropped", so that the trainer leaves it out.
+            scores it 0, "drop" scores it 0 and lists its row in "dropped", so that the trainer leaves it out, "retry"
+            calls again up to `max_retries` times and drops what fails still.
     """
 
     def __init__(
@@ -80,9 +85,10 @@ class RewardManager:
         *,
         timeout_s: float | None = 60.0,
         on_error: OnError = "stop",
+        max_retries: int = 2,
     ) -> None:
-        if on_error not in ("stop", "zero", "drop"):
-            raise ConfigError(f"reward_model.on_error must be stop, zero or drop, got {on_error!r}.")
+        if on_error not in ("stop", "zero", "drop", "retry"):
+            raise ConfigError(f"reward_model.on_error must be stop, zero, drop or retry, got {on_error!r}.")
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"reward_model.timeout_s must be positive, or null for no limit, got {timeout_s}.")
         self.tokenizer = tokenizer
@@ -91,6 +97,8 @@ class RewardManager:
         self.reward_fn_key = reward_fn_key
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self.on_error = on_error
+        self.max_retries = max_retries if on_error == "retry" else 0
+        self.by_rule = scores_by_rule(self.compute_score)
         self._caller = Caller(self.compute_score, self.timeout_s)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
@@ -141,7 +149,7 @@ class RewardManager:
                 row=row,
                 data_source=sources[row],
                 solution_str=texts[row],
-                ground_truth=_ground_truth(truths[row]),
+                ground_truth=ground_truth_of(truths[row]),
                 extra_info=extras[row],
                 last_token=lengths[row] - 1,
             )
@@ -150,12 +158,17 @@ class RewardManager:
 
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
         """Call the function for every sample and apply `on_error` where that gives no score."""
-        if self.compute_score is default_compute_score:
+        if self.by_rule:
             # A data source without a rule is a mistake of the whole run, never one sample's bad luck.
             for source in dict.fromkeys(sample.data_source for sample in samples):
                 find_rule(source)
-        outcomes = self._caller([sample.arguments() for sample in samples], stop_at_failure=self.on_error == "stop")
+        outcomes = list(self.call(samples, stop_at_failure=self.on_error == "stop"))
         result = Scores()
+        for _ in range(self.max_retries):
+            failed = [i for i, outcome in enumerate(outcomes) if outcome and check_outcome(outcome, self.timeout_s)[2]]
+            result.num_retries += len(failed)
+            for i, outcome in zip(failed, self.call([samples[i] for i in failed]) if failed else ()):
+                outcomes[i] = outcome
         first_failure = ""
         for sample, outcome in zip(samples, outcomes):
             if outcome is None:  # not called any more: the failure that stopped the batch stands in another row
@@ -167,9 +180,9 @@ class RewardManager:
                 first_failure = first_failure or f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
                 result.num_timeouts += outcome.timed_out
                 result.num_errors += not outcome.timed_out
-                if self.on_error == "drop":
+                if self.on_error in ("drop", "retry"):
                     result.dropped.append(sample.row)
-            if self.compute_score is default_compute_score and sample.data_source in answer_extractors:
+            if self.by_rule and sample.data_source in answer_extractors:
                 extra = {"pred": answer_extractors.get(str(sample.data_source))(sample.solution_str), **extra}
             result.scores.append(score)
             result.extra.append(extra)
@@ -179,11 +192,22 @@ class RewardManager:
                 result.num_errors + result.num_timeouts,
                 len(samples),
                 result.num_timeouts,
-                "their rows are dropped" if self.on_error == "drop" else "they count as 0",
+                "they count as 0" if self.on_error == "zero" else "their rows are dropped",
                 self.on_error,
                 first_failure,
             )
         return result
+
+    def call(
+        self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
+    ) -> Sequence[Outcome | None]:
+        """One outcome a sample; with `stop_at_failure`, None for those after one. `timeout_s`: a shorter deadline."""
+        return self._caller(
+            [sample.arguments() for sample in samples],
+            stop_at_failure=stop_at_failure,
+            timeout_s=timeout_s,
+            at_once=calls_at_once(self._caller.function, {sample.data_source for sample in samples}),
+        )
 
     def print_examples(self, samples: Sequence[Sample], scores: Sequence[float], data: DataProto) -> None:
         """Log the first `num_examine` samples of each data source."""
@@ -224,8 +248,8 @@ class RewardManager:
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
             f"  ground_truth:    {str(sample.ground_truth)[:200]!r}\n"
-            "Mend the function, or choose what becomes of such samples with reward_model.on_error=zero or drop"
-            f"{' and how long a call may take with reward_model.timeout_s' if outcome.timed_out else ''}."
+            "Mend the function, or choose what becomes of such samples with reward_model.on_error=zero, drop or retry"
+            f"{', and how long a call may take with reward_model.timeout_s' if outcome.timed_out else ''}."
         )
         if outcome.error is not None:
             text += "\n" + "".join(traceback.format_exception(outcome.error)).rstrip()
@@ -237,9 +261,33 @@ class NaiveRewardManager(RewardManager):
     """One call a sample: in turn for a plain function, all at once for a coroutine function."""
 
 
-def _ground_truth(reward_model: Any) -> Any:
+def ground_truth_of(reward_model: Any) -> Any:
     """Of the column `reward_model`, which a set that a custom function scores need not have."""
     return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+
+
+def check_result(result: Any, responses: torch.Tensor) -> None:
+    """What a manager returned under `return_dict` fits the (B, R) responses: told at its first mistake.
+
+    Raises:
+        RewardError: no finite (B, R) scores, or a field without one entry a response.
+    """
+    tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != responses.shape:
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor or result).__name__
+        raise RewardError(
+            "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score for each token of the "
+            f"responses, of shape {tuple(responses.shape)}, got {found}."
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        row = int((~torch.isfinite(tensor)).any(-1).nonzero()[0, 0])
+        raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
+    for name, values in result.get("reward_extra_info", {}).items():
+        if len(values) != len(responses):
+            raise RewardError(
+                f"The reward's field '{name}' must have one entry for each of {len(responses)} responses, got "
+                f"{len(values)}."
+            )
 
 
 def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:

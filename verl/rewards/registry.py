@@ -36,3 +36,7 @@ reward_rules: RuleRegistry[Rule] = RuleRegistry("data source")
 # What a response answers, for majority votes: f(solution_str) -> str, or None where it answers nothing.
 answer_extractors: RuleRegistry[Callable[[str], str | None]] = RuleRegistry("data source")
 reward_managers: Registry[Callable[..., Any]] = Registry("reward manager")
+
+# Under the names that verl 0.5 gives them.
+register_reward_manager = reward_managers.register
+get_reward_manager_cls = reward_managers.get

@@ -1,14 +1,20 @@
 """The score of one response by the rule of its data source."""
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from verl.rewards.builtin import countdown, gsm8k, math, toy
+from verl.rewards.builtin import choice, code, countdown, gsm8k, math, search_qa, toy
 from verl.rewards.registry import Rule, reward_rules
-from verl.utils.errors import RewardError
+from verl.rewards.sandbox.runner import CodeRunner, default_runner
+from verl.utils.errors import ConfigError, RewardError
 from verl.utils.registry import nearest_names
 
-__all__ = ["countdown", "default_compute_score", "find_rule", "gsm8k", "math", "toy"]
+__all__ = [
+    "choice", "code", "countdown", "default_compute_score", "find_rule", "gsm8k", "math", "scores_by_rule", "search_qa",
+    "toy",
+]  # fmt: skip
 
 
 def default_compute_score(
@@ -16,6 +22,8 @@ def default_compute_score(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    *,
+    runner: CodeRunner | None = None,
     **options: Any,
 ) -> float | dict[str, Any]:
     """Score `solution_str` by the rule registered for `data_source`.
@@ -25,6 +33,7 @@ def default_compute_score(
         solution_str: the decoded response.
         ground_truth: what the rule compares with; its form depends on the rule.
         extra_info: the row's `extra_info`, handed to the rule.
+        runner: where rules that run code do so; None: the sandbox of this machine.
         options: settings of that rule, such as `method="flexible"` of gsm8k.
 
     Raises:
@@ -36,7 +45,48 @@ def default_compute_score(
             f"The rule for data_source '{data_source}' needs reward_model.ground_truth, but this row has none. Add the "
             "column reward_model = {'style': 'rule', 'ground_truth': ...} to the data."
         )
+    if runner is not None and runs_code(rule):
+        options["runner"] = runner
     return rule(solution_str, ground_truth, extra_info, **options)
+
+
+def scores_by_rule(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is the rules' own, with options or without."""
+    return getattr(function, "func", function) is default_compute_score
+
+
+def runs_code(rule: Rule) -> bool:
+    """Whether a rule takes `runner=`."""
+    return getattr(rule, "runs_code", False)
+
+
+def calls_at_once(function: Callable[..., Any], data_sources: Iterable[Any]) -> int:
+    """How many calls may be under way at a time: one, unless the function or the runner of code says otherwise."""
+    if not scores_by_rule(function):
+        return int(getattr(function, "max_concurrent", 1))
+    if not any(runs_code(find_rule(source)) for source in data_sources):
+        return 1
+    return (getattr(function, "keywords", {}).get("runner") or default_runner()).max_concurrent
+
+
+def with_options(options: Mapping[str, Any], runner: CodeRunner | None) -> Callable[..., Any]:
+    """`default_compute_score` with a run's `reward_model.rule_kwargs` and its CodeRunner."""
+    given = {**options, **({"runner": runner} if runner is not None else {})}
+    return functools.partial(default_compute_score, **given) if given else default_compute_score
+
+
+def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
+    """ConfigError for an option that the rule of this data source does not take."""
+    parameters = inspect.signature(find_rule(data_source)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [name for name in list(parameters)[3:] if name != "runner"]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"reward_model.rule_kwargs.{name}: the rule of data_source {data_source!r} takes "
+                f"{', '.join(known) or 'no options'}."
+            )
 
 
 def find_rule(data_source: Any) -> Rule:

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.assemble import assemble
 from verl.rollout.base import RolloutEngine, rollout_engines
 from verl.rollout.embedded import EmbeddedEngine
@@ -31,9 +32,10 @@ _OTHER_ENGINES = {"vllm": "pip install 'verl[vllm]'", "sglang": "pip install 've
 
 
 def create_rollout_engine(
-    config: RolloutConfig, *, model: PreTrainedModel, tokenizer: Any, device: torch.device
+    config: RolloutConfig, *, model: PreTrainedModel, tokenizer: Any, device: torch.device, ranks: Axis = ALONE
 ) -> RolloutEngine:
-    """The engine that `config.name` says, over the weights of `model`.
+    """The engine that `config.name` says, over the weights of `model`; one engine for all `ranks`, each of which makes
+    every call on it alike.
 
     Raises ConfigError for an unknown name, MissingDependencyError for an engine whose package is not installed.
     """
@@ -48,4 +50,5 @@ def create_rollout_engine(
             f"engines {', '.join(sorted(rollout_engines))} only. Set actor_rollout_ref.rollout.name=embedded."
         )
     factory = rollout_engines.get(config.name)
-    return factory(model=model, tokenizer=tokenizer, config=config, device=device)
+    shared: dict[str, Any] = {"ranks": ranks} if ranks.size > 1 else {}  # by the rules only `embedded` can be
+    return factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)

@@ -7,9 +7,10 @@ import torch
 
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.registry import Registry
+from verl.weight_sync import WeightTaker
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(WeightTaker, Protocol):
     """Turns requests into completions.
 
     The engine owns its KV cache; where its dtype and layout agree with the trainer's, its weights alias them, otherwise

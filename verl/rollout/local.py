@@ -1,6 +1,7 @@
 """What the engines that compute in the trainer's own process have in common."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,21 @@ from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import ModelTwin, engine_dtype
 from verl.rollout.types import Request, SamplingParams
 from verl.utils.errors import EngineAsleepError, RolloutError
+from verl.weight_sync.fingerprint import Fingerprint
 
 
 class LocalEngine:
     """Weights, sleep, and the checks at the door of `generate`."""
 
     def __init__(
-        self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device, attention: str
+        self,
+        *,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        config: RolloutConfig,
+        device: torch.device,
+        attention: str,
+        cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -28,16 +37,33 @@ class LocalEngine:
         embeddings: Any = model.get_input_embeddings()
         self.vocabulary: int = embeddings.num_embeddings
         dtype = engine_dtype(config.dtype, model, device)
-        self.twin = ModelTwin(model, attention=attention, dtype=dtype, device=device)
+        self.twin = ModelTwin(model, attention=attention, dtype=dtype, device=device, cuts=cuts)
         self._asleep = False
         self._statistics: dict[str, float] = {}
+        self._hand_over: dict[str, float] = {}
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the trainer's own parameters
         become aliases again and are not copied."""
         if self._asleep:
             raise EngineAsleepError("The rollout engine is asleep; call wake() before update_weights().")
+        start = time.perf_counter()
         self.twin.update(named_tensors)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.twin.copied_bytes:
+            seconds = time.perf_counter() - start
+            per_s = self.twin.copied_bytes / seconds / 1e9
+            self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """See `WeightTaker.weight_dtype`."""
+        return self.twin.dtype
+
+    def weight_fingerprints(self) -> dict[str, Fingerprint]:
+        """See `WeightTaker.weight_fingerprints`."""
+        return self.twin.fingerprints()
 
     def sleep(self) -> None:
         """Drop what lies on the device: on CUDA the weights too, on CPU they are the trainer's or stay."""
@@ -55,8 +81,9 @@ class LocalEngine:
         """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says so."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the last `generate`; the engine's class says which."""
-        return dict(self._statistics)
+        """Counters of the last `generate`; the engine's class says which. And of the last `update_weights` that copied:
+        update_weights_s (gathering included), update_weights_gb_per_s."""
+        return {**self._statistics, **self._hand_over}
 
     def _require_ready(self) -> None:
         if self._asleep:

@@ -1,7 +1,8 @@
 """A second module object of the trainer's model class, whose weights an engine reads."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from verl.models.lora import adapted_layers, plain_modules, plain_parameters
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import nearest_names
 from verl.utils.reserved_memory import ReservedMemory
+from verl.weight_sync.fingerprint import Fingerprint, Part, fingerprints, parts_of
 
 # Linear layers that transformers' modules apply to one input.
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -48,16 +50,29 @@ class ModelTwin:
     nothing is copied. Every other parameter, a weight that LoRA has adapters for among them, is a copy at an address of
     its own, which on CUDA outlives `release` and `restore`; there the weights that several linear layers apply to one
     input lie behind one another (see `stacked`).
+
+    Of a parameter named in `cuts` the twin has what that function makes of the whole, always as a copy.
     """
 
-    def __init__(self, model: PreTrainedModel, *, attention: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attention: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self._cuts = cuts or {}
         self._source = model
         self._parameters = dict(plain_parameters(model))
         self._merged = {f"{name}.weight" for name in adapted_layers(model)}
+        self._shapes = {name: self._cut(name, _like(parameter)).shape for name, parameter in self._parameters.items()}
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
+        self._held: dict[str, nn.Parameter] = {}
         self._num_updates = 0
         self.module = _meta_copy(model, attention)
         self._memory: ReservedMemory | None = None
@@ -68,11 +83,11 @@ class ModelTwin:
             self._memory.grow(num_bytes)
         self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
         for name, parameter in self._parameters.items():
-            if self._can_alias(parameter) and name not in self._merged:
+            if self._can_alias(name) and name not in self._merged:
                 self._aliased.add(name)
                 self._place(name, parameter)
             else:
-                self._place(name, self._new_copy(name, parameter))
+                self._place(name, self._new_copy(name))
                 self._fill_at_start(name, parameter)
         _share_other_tensors(model, self.module, device)
         self.module.eval()
@@ -85,9 +100,9 @@ class ModelTwin:
     @property
     def copied_bytes(self) -> int:
         """Memory of the parameters that are not the trainer's own."""
-        copies = (self._parameters[name] for name in self._parameters if name not in self._aliased)
-        return sum(parameter.numel() * self._dtype_of(parameter).itemsize for parameter in copies)
+        return sum(self._num_bytes(name) for name in self._parameters if name not in self._aliased)
 
+    @torch.no_grad()
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of another shape; the
         weights count as incomplete then, until an update succeeds."""
@@ -117,6 +132,26 @@ class ModelTwin:
                 f"{' ...' if len(missing) > 5 else ''}."
             )
         self.ready = True
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Of every parameter as it stands here; of one that is cut, the part's share of the whole one's."""
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        parts: list[Part] = []
+        for name, parameter in self._parameters.items():
+            placed = self._placed(name)
+            taken = [(..., Part())]
+            if name in self._cuts:
+                placed = placed.view(-1, *(1, *placed.shape)[-2:])
+                taken = parts_of(self._cuts[name], parameter.shape)
+            for place, part in taken:
+                names.append(name)
+                tensors.append(placed[place])
+                parts.append(part)
+        sums = Counter[str]()
+        for name, value in zip(names, fingerprints(tensors, parts).tolist()):
+            sums[name] += value
+        return {name: Fingerprint(value, is_part=name in self._cuts) for name, value in sums.items()}
 
     def release(self) -> None:
         """Give the memory of copies on CUDA back. Their addresses stay, and nothing may read them until `restore`."""
@@ -153,51 +188,62 @@ class ModelTwin:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
             for name in names:
                 offsets[name] = end
-                parameter = self._parameters[name]
-                end += parameter.numel() * self._dtype_of(parameter).itemsize
+                end += self._num_bytes(name)
         return offsets, end
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         source = self._parameters[name]
-        if self._can_alias(source) and tensor.data_ptr() == source.data_ptr():
+        if self._can_alias(name) and tensor.data_ptr() == source.data_ptr():
             self._aliased.add(name)
             self._place(name, source)
             return
         if name in self._aliased:
             # Other memory than the trainer's: writing through the alias would change the trainer's weights.
             self._aliased.discard(name)
-            self._place(name, self._new_copy(name, source))
-        with torch.no_grad():
-            self._placed(name).copy_(tensor)
+            self._place(name, self._new_copy(name))
+        self._placed(name).copy_(self._cut(name, tensor))
 
-    def _can_alias(self, parameter: torch.Tensor) -> bool:
+    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return self._cuts[name](whole) if name in self._cuts else whole
+
+    def _can_alias(self, name: str) -> bool:
+        parameter = self._parameters[name]
         if self.device.type != "cpu" or parameter.device != self.device or isinstance(parameter, DTensor):
             return False
-        return parameter.dtype == self._dtype_of(parameter)
+        return parameter.dtype == self._dtype_of(parameter) and name not in self._cuts
+
+    def _num_bytes(self, name: str) -> int:
+        return self._shapes[name].numel() * self._dtype_of(self._parameters[name]).itemsize
 
     def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
-    def _new_copy(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    def _new_copy(self, name: str) -> torch.Tensor:
+        shape, dtype = self._shapes[name], self._dtype_of(self._parameters[name])
         if self._memory is not None:
-            return self._memory.tensor(self._offsets[name], parameter.shape, self._dtype_of(parameter))
-        return torch.empty(parameter.shape, dtype=self._dtype_of(parameter), device=self.device)
+            return self._memory.tensor(self._offsets[name], shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _fill_at_start(self, name: str, parameter: torch.Tensor) -> None:
         if isinstance(parameter, DTensor) or parameter.is_meta:
             self.ready = False  # a shard is not the parameter: the first `update` brings it
             return
         with torch.no_grad():
-            self._placed(name).copy_(parameter)
+            self._placed(name).copy_(self._cut(name, parameter))
 
     def _placed(self, name: str) -> torch.Tensor:
-        return self.module.get_parameter(name)
+        return self._held[name]  # asking the module takes as long as a small copy
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
         for place in self._places[name]:
             owner, _, attribute = place.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
+        self._held[name] = parameter
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.empty(parameter.shape, device="meta")
 
 
 def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:

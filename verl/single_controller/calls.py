@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
+from verl.utils.timeline import note_span
 
 # After one rank has raised: how long the others have to end too. What still runs then waits for a collective that the
 # first one will never reach.
@@ -27,9 +28,20 @@ class Ranks(Protocol):
     """The processes of a backend that carry the workers of one or several roles, numbered from 0."""
 
     size: int
+    hands_on_unfinished: bool  # whether `hand_on` takes replies to calls that are still running
 
-    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Any]:
-        """Start a method on some ranks; gives what `wait` and `value` take. Calls on a rank run in their order."""
+    def submit(
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+    ) -> dict[int, Any]:
+        """Start a method on some ranks; gives what `wait` and `values` take. Calls on a rank run in their order.
+
+        `blocking`: the caller waits at once, so that what is in its own process may run before this returns.
+        """
+        ...
+
+    def hand_on(self, replies: Sequence[Any], receiver: "Ranks") -> list[Any] | None:
+        """What stands for the values of replies among the arguments of calls on `receiver`, so that they need not be
+        read by the driver; None where they must be."""
         ...
 
     def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
@@ -68,9 +80,11 @@ class GroupFuture:
         answering: Sequence[int],
         collect: Callable[[list[Any]], Any],
         deadline_s: float,
+        dealt: tuple[Any] | None = None,
     ) -> None:
-        self.ranks, self.label = ranks, label
+        self.ranks, self.label, self._dealt = ranks, label, dealt
         self._replies, self._answering, self._collect = replies, answering, collect
+        self._started_ns = time.monotonic_ns()
         self._deadline_s, self._ends_at = deadline_s, time.monotonic() + deadline_s
         self._value: Any = None
         self._error: BaseException | None = None
@@ -86,7 +100,7 @@ class GroupFuture:
         Raises WorkerError if a rank raised, WorkerLostError if one died, DeadlineError if one is late. Unless every
         rank has come back from the call, all processes of the group are ended before.
         """
-        if self._replies:
+        if self._replies and self._error is None:
             try:
                 self._wait()
                 values = self.ranks.values([self._replies[rank] for rank in self._answering])
@@ -94,11 +108,26 @@ class GroupFuture:
             except Exception as error:  # noqa: BLE001 - kept for everybody who asks for the answer
                 self._error = error
             self._replies = {}  # and with them the memory of the answers
+            note_span(self.label, "calls", self._started_ns, overlaps=True)
         if self._error is not None:
             raise self._error
         return self._value
 
     get = result
+
+    def handed_on(self, receiver: Ranks) -> tuple[list[Any], Any] | None:
+        """For each share what stands for its answer in a call on `receiver`, and what undoes the dealing of the rows;
+        None where the answer must be read and dealt again."""
+        if self._dealt is None or not self._replies or self._error is not None:
+            return None
+        if not self.ranks.hands_on_unfinished:
+            try:
+                self._wait()
+            except Exception as error:
+                self._error = error  # for everybody who asks for the answer
+                raise
+        shares = self.ranks.hand_on([self._replies[rank] for rank in self._answering], receiver)
+        return None if shares is None else (shares, *self._dealt)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -107,7 +136,7 @@ class GroupFuture:
         )
 
     def _wait(self) -> None:
-        ended = self.ranks.wait(self._replies, max(self._ends_at - time.monotonic(), 0.0))
+        ended = self.ranks.wait(self._replies, max(self._ends_at - time.monotonic(), 0.001))
         if any(isinstance(end, Raised) for end in ended.values()):
             ended = self._wait_for_the_others()
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}

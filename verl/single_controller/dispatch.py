@@ -6,7 +6,7 @@ A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` g
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from verl.single_controller.dealing import (
     token_counts,
     with_masked_rows,
 )
+from verl.single_controller.worker import DATA, ROLLOUT
 from verl.utils.errors import ConfigError
 
 CALL_PLAN = "_verl_call_plan"
@@ -43,6 +44,7 @@ class Dispatch:
     ALL_TO_ALL = "all_to_all"
     DP_COMPUTE = "dp_compute"
     DP_COMPUTE_PROTO = "dp_compute_proto"
+    ROLLOUT_COMPUTE_PROTO = "rollout_compute_proto"
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     DP_COMPUTE_METRIC = "dp_compute_metric"
 
@@ -68,13 +70,15 @@ class CallPlan:
 class DispatchMode:
     """A split/collect pair. `split` gives one (args, kwargs) per share, and what `collect` needs to undo it.
 
-    `by_share`: the ranks that work on the same rows (sequence parallel) get the same share, and the first of them
-    answers for all. Otherwise every rank is a share of its own.
+    `shares`: the ranks that have the same number of them (`Worker.shares`) get the same share, and the first of them
+    answers for all. None: every rank is a share of its own.
+    `takes_any_deal`: whether batches may be dealt in any way, also as the answers of an earlier call already are.
     """
 
     split: Split
     collect: Collect
-    by_share: bool = False
+    shares: str | None = None
+    takes_any_deal: bool = False
 
 
 def same_for_all(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
@@ -136,14 +140,21 @@ def _split_batches(
         raise ValueError(f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}.")
     rows = orders[0] if orders else deal(batches[id(given[0])], num_shares)
     chunks = {key: [_rows(batch, share) for share in rows] for key, batch in batches.items()}
-    per_share = [
+    return shares_of_each(args, kwargs, chunks), Order(rows, sizes.pop())
+
+
+def shares_of_each(
+    args: tuple[Any, ...], kwargs: dict[str, Any], split: Mapping[int, Sequence[Any]]
+) -> list[Arguments]:
+    """The arguments of every share; `split` has the shares of some values by their `id`, the others go to all."""
+    num_shares = len(next(iter(split.values())))
+    return [
         (
-            tuple(chunks[id(value)][share] if id(value) in chunks else value for value in args),
-            {name: chunks[id(value)][share] if id(value) in chunks else value for name, value in kwargs.items()},
+            tuple(split[id(value)][share] if id(value) in split else value for value in args),
+            {name: split[id(value)][share] if id(value) in split else value for name, value in kwargs.items()},
         )
         for share in range(num_shares)
     ]
-    return per_share, Order(rows, sizes.pop())
 
 
 def _undealt(value: Any) -> Any:
@@ -219,12 +230,13 @@ _MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
     Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
     Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
-    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_share=True),
-    Dispatch.DP_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, by_share=True),
+    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, shares=DATA),
+    Dispatch.DP_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, DATA, takes_any_deal=True),
+    Dispatch.ROLLOUT_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, ROLLOUT, takes_any_deal=True),
     # The function is the first argument and no batch, so that it goes to all.
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(_split_protos, _join_protos, by_share=True),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(_split_protos, _join_protos, DATA, takes_any_deal=True),
     # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
-    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_share=True),
+    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, shares=DATA),
 }
 
 
@@ -250,7 +262,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> None:
     """Replace the pair of a known mode, in groups that are made from now on."""
     known = find_dispatch_mode(dispatch_mode)
-    _MODES[dispatch_mode] = _of_functions(dispatch_fn, collect_fn, by_share=known.by_share)
+    _MODES[dispatch_mode] = _of_functions(dispatch_fn, collect_fn, known.shares)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., Any]]:
@@ -272,7 +284,7 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., An
 
 
 def _of_functions(
-    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], by_share: bool = False
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], shares: str | None = None
 ) -> DispatchMode:
     def split(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
         group = SimpleNamespace(world_size=num_shares)
@@ -281,7 +293,7 @@ def _of_functions(
             return [((), {})] * num_shares, group
         return one_entry_each(num_shares, tuple(columns), named)[0], group
 
-    return DispatchMode(split, lambda outputs, group: collect_fn(group, outputs), by_share)
+    return DispatchMode(split, lambda outputs, group: collect_fn(group, outputs), shares)
 
 
 def find_dispatch_mode(name: str) -> DispatchMode:

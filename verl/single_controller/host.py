@@ -7,8 +7,11 @@ from typing import Any
 
 from verl.single_controller.breadcrumbs import breadcrumb
 from verl.single_controller.worker import Worker
+from verl.utils.timeline import recorded_since, span
 
-BUILD = "__init__"  # as a method's name: its first argument is the class
+# What a process does beside the methods of its workers, as the names of methods.
+BUILD = "__init__"  # the first argument is the class
+RECENT_SPANS = "recent spans"  # gives a Recorded
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,25 @@ class Host:
         self.roles: dict[str, Worker] = {}
 
     def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method; or build the worker, which gives its (data_rank, data_size)."""
+        """Call a method; or build the worker, which gives its (shares, data_size)."""
         breadcrumb(f"{role}.{method} starts")
         end = "raised"
         try:
             if method == BUILD:
                 worker_class, *rest = args
                 worker = self.roles[role] = worker_class(*rest, **kwargs)
-                answer = (worker.data_rank, worker.data_size)
+                answer = (worker.shares(), worker.data_size)
             else:
-                answer = getattr(self.roles[role], method)(*args, **kwargs)
+                answer = call_method(self.roles[role], role, method, args, kwargs)
             end = "is done"
             return answer
         finally:
             breadcrumb(f"{role}.{method} {end}")
+
+
+def call_method(worker: Worker, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of a worker, as a span of the timeline; or give the spans."""
+    if method == RECENT_SPANS:
+        return recorded_since(*args, **kwargs)
+    with span(method, row=role):
+        return getattr(worker, method)(*args, **kwargs)

@@ -1,5 +1,7 @@
 """Backend `ray`: pools of processes on one machine or many, and groups of workers in them. `pip install ray`."""
 
+import os
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_r
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
+# Variables of the driver that workers on every node get.
+FORWARDED = ("NCCL_", "TORCH_NCCL_")
 # What a working directory holds that no worker reads from it; uploads of more than some 100 MB fail.
 RUNTIME_ENV: dict[str, Any] = {
     "excludes": ["checkpoints/", "outputs/", "wandb/", ".git/", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.distcp"],
@@ -20,10 +24,12 @@ RUNTIME_ENV: dict[str, Any] = {
 
 
 def merged_runtime_env(given: dict[str, Any] | None) -> dict[str, Any]:
-    """`RUNTIME_ENV` extended by a user's: excludes are joined, variables merged, everything else is the user's."""
+    """`RUNTIME_ENV` and the driver's `FORWARDED` variables, extended by a user's: excludes are joined, variables
+    merged, everything else is the user's."""
     given = dict(given or {})
     excludes = [*RUNTIME_ENV["excludes"], *given.pop("excludes", [])]
-    variables = {**RUNTIME_ENV["env_vars"], **given.pop("env_vars", {})}
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    variables = {**RUNTIME_ENV["env_vars"], **forwarded, **given.pop("env_vars", {})}
     return {**given, "excludes": excludes, "env_vars": variables}
 
 
@@ -97,7 +103,7 @@ class RayResourcePool:
             placement_group(
                 [dict(bundle) for _ in range(count)],
                 strategy="STRICT_PACK",
-                name=f"{self.name_prefix}verl_pool_{number}",
+                name=f"{self.name_prefix}verl_pool_{number}_{uuid.uuid4().hex[:8]}",
                 lifetime="detached" if self.detached else None,
             )
             for number, count in enumerate(self.process_on_nodes)
@@ -165,7 +171,7 @@ class RayWorkerGroup(WorkerGroup):
             return
         role, entry = name_prefix or ray_cls_with_init.cls.__name__, ray_cls_with_init
         group = start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
-        self._bind(entry.cls, ranks, role, group.shares)
+        self._bind(entry.cls, ranks, role, group.shares, group._members)
         self._groups = {role: group}
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:

@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
-from verl.single_controller.calls import Lost
+from verl.single_controller.calls import Lost, Ranks
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, Raised
-from verl.utils.errors import WorkerLostError
+from verl.utils.errors import WorkerError, WorkerLostError
 
 _POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
@@ -38,6 +38,22 @@ class Place(NamedTuple):
     free_port: int
     pid: int
     node_id: str
+
+
+Answer = tuple[Raised | None, Any]  # of one call on one rank
+
+
+class HandedOn(NamedTuple):
+    """Among the arguments of a call: the answer of another, which travels from rank to rank."""
+
+    answer: Any  # reference of an Answer
+
+
+class Reply:
+    """To a call, which may still be running."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference, self.value = reference, None
 
 
 class RankProcess:
@@ -58,11 +74,12 @@ class RankProcess:
     def set_environment(self, values: dict[str, str]) -> None:
         os.environ.update(values)
 
-    @ray.method(num_returns=2)
-    def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> tuple[Raised | None, Any]:
-        """How it ended and what it gave, apart: the driver learns the first without fetching the second."""
+    def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> "Answer":
+        """How it ended and what it gave."""
+        role, method, args, kwargs = call
         try:
-            return None, self.host.run(*call)
+            opened = tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()}
+            return None, self.host.run(role, method, *opened)
         except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
             return Raised.from_error(error), None
 
@@ -77,6 +94,8 @@ class RankProcess:
 
 class RayRanks:
     """The actors of one set of processes, by rank; implements `Ranks`."""
+
+    hands_on_unfinished = True
 
     def __init__(
         self,
@@ -130,28 +149,50 @@ class RayRanks:
 
     # ---------------------------------------------------------------- the calls of `Ranks`
 
-    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Any]:
+    def submit(
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+    ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         calls: dict[int, Any] = {id(share): (role, method, *share) for share in arguments.values()}
         if len(calls) < len(arguments):  # what several ranks get is stored once; Ray stores what one gets by itself
             calls = {key: ray.put(call) if _holds_rows(call) else call for key, call in calls.items()}
-        return {rank: self.actors[rank].run.remote(calls[id(share)]) for rank, share in arguments.items()}
+        return {rank: Reply(self.actors[rank].run.remote(calls[id(share)])) for rank, share in arguments.items()}
 
-    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
+    def wait(self, replies: Mapping[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
         ends_at = time.monotonic() + timeout_s
-        waiting = {reply[0]: rank for rank, reply in replies.items()}
-        ended: dict[int, Raised | Lost | None] = {}
-        while waiting:
+        waiting = dict(replies)
+        ended = self._all_at_once(waiting, timeout_s)
+        while waiting and not any(end is not None for end in ended.values()):
             left = ends_at - time.monotonic()
-            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(max(left, 0.0), _POLL_S))
-            ended |= {waiting.pop(reference): end for reference, end in zip(done, _ends(done))}
-            if left <= 0 or any(end is not None for end in ended.values()):
+            of = {reply.reference: rank for rank, reply in waiting.items()}
+            done, _ = ray.wait(list(of), num_returns=len(of), timeout=min(max(left, 0.0), _POLL_S))
+            for reference in done:
+                answer, rank = _answer(reference), of[reference]
+                ended[rank], waiting.pop(rank).value = answer if isinstance(answer, tuple) else (answer, None)
+            if left <= 0:
                 break
         return ended
 
-    def values(self, replies: Sequence[Any]) -> list[Any]:
-        return ray.get([value for _, value in replies])
+    def _all_at_once(self, waiting: dict[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        """How calls ended where all do soon and no actor dies: one request to Ray instead of three."""
+        try:
+            answers: list[Answer] = ray.get(
+                [reply.reference for reply in waiting.values()], timeout=min(timeout_s, _POLL_S)
+            )
+        except (GetTimeoutError, RayError):
+            return {}
+        ended: dict[int, Raised | Lost | None] = {}
+        for rank, (end, value) in zip(list(waiting), answers):
+            ended[rank], waiting.pop(rank).value = end, value
+        return ended
+
+    def values(self, replies: Sequence[Reply]) -> list[Any]:
+        return [reply.value for reply in replies]
+
+    def hand_on(self, replies: Sequence[Reply], receiver: Ranks) -> list[HandedOn] | None:
+        """References, also of answers that are not there yet: the receiving rank waits for them."""
+        return [HandedOn(reply.reference) for reply in replies] if isinstance(receiver, RayRanks) else None
 
     def describe(self, rank: int) -> str:
         place = self.places[rank]
@@ -218,12 +259,14 @@ def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
     return task(function).remote(*args)
 
 
-def _ends(references: list[Any]) -> list[Any]:
-    """How calls ended whose references are there; all at once where no actor died."""
-    try:
-        return ray.get(references)
-    except RayError:
-        return [_answer(reference) for reference in references]
+def _opened(value: Any) -> Any:
+    """What an argument stands for. Raises WorkerError where the call that should have given it raised."""
+    if not isinstance(value, HandedOn):
+        return value
+    end, answer = ray.get(value.answer)
+    if end is not None:
+        raise WorkerError(f"An argument was to come from a call that raised: {end.summary}\n{end.traceback}")
+    return answer
 
 
 def _answer(reference: Any) -> Any:

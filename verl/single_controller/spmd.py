@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
-from verl.single_controller.calls import ANSWER_S, Lost
+from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, Raised
+from verl.single_controller.parts import SpmdPart, split_launch
 from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, handle_sigterm, launched_rank, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
-from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
+from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
 
@@ -55,10 +56,18 @@ class LocalPool:
 
     world_size = 1
 
+    def __init__(self) -> None:
+        self._background = Background()
+
     def start(
         self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
     ) -> WorkerGroup:
-        return WorkerGroup(worker_class(*args, **kwargs))
+        return WorkerGroup(worker_class(*args, **kwargs), role, self._background)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> "list[LocalPool]":
+        """Itself: there is one part at most."""
+        assert [*map(list, parts)] == [[0]], parts
+        return [self]
 
     def shutdown(self) -> None:
         """There is nobody to end."""
@@ -94,9 +103,25 @@ class SpmdPool:
         self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
     ) -> WorkerGroup:
         """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
-        group = start_role(self.ranks, role, worker_class, args, kwargs, deadline_s)
+        return self.start_on(range(self.world_size), role, worker_class, args, kwargs, deadline_s)
+
+    def start_on(
+        self,
+        members: Sequence[int],
+        role: str,
+        worker_class: type[Worker],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        deadline_s: float,
+    ) -> WorkerGroup:
+        """`start` on some ranks."""
+        group = start_role(self.ranks, role, worker_class, args, kwargs, deadline_s, members)
         self._end_first()
         return group
+
+    def split(self, parts: Sequence[Sequence[int]]) -> "list[SpmdPool] | list[SpmdPart]":
+        """Pools of disjoint parts of the ranks, each a world of its own; before anything is started here."""
+        return [self] if [*map(list, parts)] == [[*range(self.world_size)]] else split_launch(self, parts)
 
     def shutdown(self) -> None:
         """End the other ranks, once they are done with what they were asked; those that do not end are killed."""
@@ -134,6 +159,8 @@ class SpmdRanks:
     A thread of its own receives, so that answers and deaths are noticed whatever the driver is at.
     """
 
+    hands_on_unfinished = False
+
     def __init__(self, peers: dict[int, Peer], folder: Path) -> None:
         self.size = len(peers) + 1
         self.peers, self.folder = peers, folder
@@ -152,7 +179,9 @@ class SpmdRanks:
 
     # ---------------------------------------------------------------- the calls of `Ranks`
 
-    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Future]:
+    def submit(
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+    ) -> dict[int, Future]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         # All are pickled before one is sent: what cannot be is told before any rank starts.
@@ -160,7 +189,9 @@ class SpmdRanks:
         messages = {key: Outgoing((role, method, *share)) for key, share in shares.items()}
         replies = {rank: self._send(rank, Kind.CALL, messages[id(arguments[rank])]) for rank in arguments if rank > 0}
         if 0 in arguments:
-            replies[0] = self.local.submit(role, method, arguments[0])
+            args, kwargs = arguments[0]
+            opened = tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()}
+            replies[0] = self.local.submit(role, method, opened)
         return dict(sorted(replies.items()))
 
     def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
@@ -182,6 +213,13 @@ class SpmdRanks:
 
     def values(self, replies: Sequence[Future]) -> list[Any]:
         return [reply.result()() for reply in replies]
+
+    def hand_on(self, replies: Sequence[Future], receiver: Ranks) -> list[Any] | None:
+        """The messages of other ranks, whose memory is sent on as it is, and what rank 0 gave."""
+        if receiver is not self:
+            return None
+        answers = [reply.result() for reply in replies]
+        return [answer.__self__ if isinstance(answer, types.MethodType) else answer() for answer in answers]
 
     def describe(self, rank: int) -> str:
         return self.peers[rank].place if rank in self.peers else f"{socket.gethostname()}, pid {os.getpid()}, driver"
@@ -288,3 +326,7 @@ class SpmdRanks:
             self.news.set()
         for future in futures:
             future.set_result(lost)
+
+
+def _opened(value: Any) -> Any:
+    return value.value() if isinstance(value, Incoming) else value

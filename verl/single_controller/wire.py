@@ -43,9 +43,11 @@ class Kind(IntEnum):
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors outside a DataProto as buffers too."""
+    """Tensors outside a DataProto as buffers too, and a received message as the value in it, which is not unpickled."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Incoming:
+            return _value_in, tuple(map(pickle.PickleBuffer, obj.parts))
         packed = pack_tensor(obj) if type(obj) is torch.Tensor and not obj.requires_grad else obj
         return NotImplemented if packed is obj or isinstance(packed, torch.Tensor) else (unpack_tensor, (packed,))
 
@@ -81,7 +83,7 @@ class Incoming:
     parts: Sequence[memoryview]
 
     def value(self) -> Any:
-        return pickle.loads(self.parts[0], buffers=self.parts[1:])
+        return _value_in(*self.parts)
 
 
 class Link:
@@ -151,6 +153,10 @@ class Link:
                 raise EOFError("the connection was closed within a message")
             received += count
         return data
+
+
+def _value_in(head: memoryview, *buffers: memoryview) -> Any:
+    return pickle.loads(head, buffers=buffers)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

@@ -3,9 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import torch
+
+from verl.protocol import DataProto
 from verl.single_controller.calls import GroupFuture, Lost, Ranks
+from verl.single_controller.dealing import Dealt
 from verl.single_controller.dispatch import (
     Arguments,
     CallPlan,
@@ -14,33 +19,84 @@ from verl.single_controller.dispatch import (
     Execute,
     find_dispatch_mode,
     registered_methods,
+    shares_of_each,
 )
-from verl.single_controller.host import BUILD, Raised
-from verl.single_controller.worker import Worker
+from verl.single_controller.host import BUILD, RECENT_SPANS, Raised, call_method
+from verl.single_controller.worker import DATA, ROLLOUT, Worker
 from verl.utils.errors import ConfigError
+from verl.utils.timeline import Recorded
 
 # Of a call that names none. Generous: a rollout of long responses may take an hour.
 DEADLINE_S = 7200.0
-_DEADLINE = "deadline_s"
+_DEADLINE, _BLOCKING = "deadline_s", "blocking"
+
+
+class Background:
+    """A thread of this process, in which calls run one by one that the driver does not wait for at once."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._latest: Future | None = None
+
+    def start(self, call: Callable[..., Any], *args: Any) -> Future:
+        if self._executor is None:
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._executor = ThreadPoolExecutor(1, "verl-background", functools.partial(_use_device, device))
+        self._latest = self._executor.submit(call, *args)
+        return self._latest
+
+    def finish(self) -> None:
+        """Wait until everything that was started has ended."""
+        if self._latest is not None:
+            wait([self._latest])
+            self._latest = None
+
+
+def _use_device(number: int | None) -> None:
+    """The current device belongs to a thread."""
+    if number is not None:
+        torch.cuda.set_device(number)
 
 
 class InProcess:
-    """Ranks that are workers of this process; a call runs at once, and its errors come as they are."""
+    """Ranks that are workers of this process; their errors come as they are. A call that blocks runs in the caller's
+    thread, after all that did not and that share its `background`."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    hands_on_unfinished = True
+
+    def __init__(self, workers: Sequence[Worker], background: Background | None = None) -> None:
         self.workers = workers
         self.size = len(workers)
+        self._background = background or Background()
 
-    def submit(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Any]:
-        return {
-            rank: getattr(self.workers[rank], method)(*args, **kwargs) for rank, (args, kwargs) in arguments.items()
-        }
+    def submit(
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+    ) -> dict[int, Future]:
+        if not blocking:
+            return {
+                rank: self._background.start(self._run, rank, role, method, given) for rank, given in arguments.items()
+            }
+        self._background.finish()
+        replies = {rank: Future() for rank in arguments}
+        for rank, reply in replies.items():
+            reply.set_result(self._run(rank, role, method, arguments[rank]))
+        return replies
 
-    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        return dict.fromkeys(replies)
+    def _run(self, rank: int, role: str, method: str, arguments: Arguments) -> Any:
+        args, kwargs = arguments
+        return call_method(self.workers[rank], role, method, args, kwargs)
 
-    def values(self, replies: Sequence[Any]) -> list[Any]:
-        return list(replies)
+    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        """However long it takes: nobody could end what runs in this process. Without time, what has ended."""
+        if timeout_s:
+            wait(replies.values())
+        return {rank: None for rank, reply in replies.items() if reply.done()}
+
+    def values(self, replies: Sequence[Future]) -> list[Any]:
+        return [reply.result() for reply in replies]
+
+    def hand_on(self, replies: Sequence[Future], receiver: Ranks) -> None:
+        """There is nothing to save."""
 
     def describe(self, rank: int) -> str:
         return "this process"
@@ -58,52 +114,105 @@ class InProcess:
 class WorkerGroup:
     """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on the group.
 
-    A call takes the method's arguments, split as its dispatch mode says, and `deadline_s`: the seconds after which it
-    is a DeadlineError that tells where every rank is, instead of a silent wait. `WorkerGroup(worker)` is the group of
-    one worker in this process, which waits for nobody; `start` of a resource pool makes groups of several ranks.
+    A call takes the method's arguments, split as its dispatch mode says, and two of its own. `deadline_s`: the seconds
+    after which it is a DeadlineError that tells where every rank is, instead of a silent wait. `blocking`: whether it
+    waits for the answer, or gives a future with `result()`; if not given, as the method was registered.
+    `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool makes groups of several
+    ranks.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, role: str | None = None, background: Background | None = None) -> None:
         self.worker = worker
-        self._bind(type(worker), InProcess([worker]), type(worker).__name__, [0])
+        ranks = InProcess([worker], background)
+        self._bind(type(worker), ranks, role or type(worker).__name__, {DATA: [0], ROLLOUT: [0]}, [0])
 
     @classmethod
-    def over(cls, ranks: Ranks, role: str, worker_class: type[Worker], shares: Sequence[int] | None = None) -> Any:
-        """The group of the workers of `role`; `shares` tells which share of a batch each rank works on."""
+    def over(
+        cls,
+        ranks: Ranks,
+        role: str,
+        worker_class: type[Worker],
+        shares: Mapping[str, Sequence[int]],
+        members: Sequence[int] | None = None,
+    ) -> Any:
+        """The group of the workers of `role`, which live on the ranks `members` (None: all); `shares` are those of each
+        (`Worker.shares`)."""
         group = cls.__new__(cls)
-        group._bind(worker_class, ranks, role, list(range(ranks.size)) if shares is None else list(shares))
+        group._bind(worker_class, ranks, role, shares, range(ranks.size) if members is None else members)
         return group
 
-    def _bind(self, worker_class: type[Worker], ranks: Ranks, role: str, shares: list[int]) -> None:
+    def _bind(
+        self,
+        worker_class: type[Worker],
+        ranks: Ranks,
+        role: str,
+        shares: Mapping[str, Sequence[int]],
+        members: Sequence[int],
+    ) -> None:
         self.worker_class, self.role = worker_class, role
-        self.world_size = ranks.size
-        self._ranks, self.shares = ranks, shares
+        self.world_size = len(members)
+        self._ranks, self.shares, self._members = ranks, shares, members
         for name, plan in registered_methods(worker_class).items():
             setattr(self, name, bound(functools.partial(self._call, name, plan), plan, getattr(worker_class, name)))
 
     @property
     def num_shares(self) -> int:
         """Into how many shares the rows of a batch are dealt."""
-        return max(self.shares) + 1
+        return max(self.shares[DATA]) + 1
 
-    def _call(self, name: str, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float) -> Any:
-        if plan.materialize_futures:
-            args = tuple(_resolved(value) for value in args)
-            kwargs = {key: _resolved(value) for key, value in kwargs.items()}
+    def _call(
+        self,
+        name: str,
+        plan: CallPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        deadline_s: float,
+        blocking: bool,
+    ) -> Any:
         mode = find_dispatch_mode(plan.dispatch_mode)
         if plan.execute_mode is Execute.RANK_ZERO or plan.dispatch_mode == Dispatch.RANK_ZERO:
             share_of, answering = {0: 0}, [0]
-        elif mode.by_share:
-            share_of = dict(enumerate(self.shares))
-            answering = [self.shares.index(share) for share in range(self.num_shares)]
+        elif mode.shares is not None:
+            shares = self.shares[mode.shares]
+            share_of = dict(enumerate(shares))
+            answering = [shares.index(share) for share in range(max(shares) + 1)]
         else:
             share_of = {rank: rank for rank in range(self.world_size)}
             answering = list(share_of)
-        per_share, undo = mode.split(len(answering), args, kwargs)
-        replies = self._ranks.submit(self.role, name, {rank: per_share[share] for rank, share in share_of.items()})
+        per_share, undo = self._split(mode, plan, len(answering), args, kwargs)
+        arguments = {self._members[place]: per_share[share] for place, share in share_of.items()}
+        answering = [self._members[place] for place in answering]
+        replies = self._ranks.submit(self.role, name, arguments, blocking)
         collect = functools.partial(_collect, mode, undo)
-        future = GroupFuture(self._ranks, f"{self.role}.{name}", replies, answering, collect, deadline_s)
-        return future.result() if plan.blocking else future
+        dealt = (undo,) if mode.takes_any_deal else None
+        future = GroupFuture(self._ranks, f"{self.role}.{name}", replies, answering, collect, deadline_s, dealt)
+        return future.result() if blocking else future
+
+    def _split(
+        self, mode: DispatchMode, plan: CallPlan, num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Arguments], Any]:
+        """`mode.split`. Where all batches are answers of calls that were dealt alike, each share goes as it is from the
+        rank that has it to those that take it; otherwise futures are read, joined and dealt again."""
+        values = (*args, *kwargs.values())
+        futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
+        if not futures or not plan.materialize_futures:
+            return mode.split(num_shares, args, kwargs)
+        if mode.takes_any_deal and not any(isinstance(value, DataProto | Dealt) for value in values):
+            found = {key: future.handed_on(self._ranks) for key, future in futures.items()}
+            handed_on = {
+                key: dealt for key, dealt in found.items() if dealt is not None and len(dealt[0]) == num_shares
+            }
+            orders = [order for _, order in handed_on.values()]
+            if len(handed_on) == len(futures) and all(order == orders[0] for order in orders):
+                return shares_of_each(args, kwargs, {key: shares for key, (shares, _) in handed_on.items()}), orders[0]
+        args = tuple(_resolved(value) for value in args)
+        return mode.split(num_shares, args, {name: _resolved(value) for name, value in kwargs.items()})
+
+    def recent_spans(self, since_wall_ns: int) -> list[Recorded]:
+        """What ran in the process of every rank since then, for a timeline; see `verl.utils.timeline`."""
+        replies = self._ranks.submit(self.role, RECENT_SPANS, dict.fromkeys(self._members, ((since_wall_ns,), {})))
+        label = f"{self.role}: {RECENT_SPANS}"
+        return GroupFuture(self._ranks, label, replies, self._members, list, DEADLINE_S).result()
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that no bound method has: name the nearest fact instead of a bare AttributeError.
@@ -115,22 +224,25 @@ class WorkerGroup:
 
 
 def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[..., Any]:
-    """A function with the signature of `method`, less `self` and with `deadline_s`, and its docstring."""
+    """A function with the signature of `method`, less `self`, with `deadline_s` and `blocking`, and its docstring."""
     find_dispatch_mode(plan.dispatch_mode)  # an unknown mode is told when the group is made
     signature = inspect.signature(method)
-    if _DEADLINE in signature.parameters:
+    defaults = {_DEADLINE: DEADLINE_S, _BLOCKING: plan.blocking}
+    for name in defaults.keys() & signature.parameters.keys():
         raise ConfigError(
-            f"{method.__qualname__} has a parameter '{_DEADLINE}', which a call on a group takes for itself. Rename it."
+            f"{method.__qualname__} has a parameter '{name}', which a call on a group takes for itself. Rename it."
         )
 
     @functools.wraps(method)
-    def call_ranks(*args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any) -> Any:
-        return call(args, kwargs, deadline_s)
+    def call_ranks(*args: Any, deadline_s: float = DEADLINE_S, blocking: bool = plan.blocking, **kwargs: Any) -> Any:
+        return call(args, kwargs, deadline_s, blocking)
 
     parameters = [*signature.parameters.values()][1:]
-    ours = inspect.Parameter(_DEADLINE, inspect.Parameter.KEYWORD_ONLY, default=DEADLINE_S, annotation=float)
     place = len(parameters) - any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    parameters.insert(place, ours)
+    parameters[place:place] = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=type(default))
+        for name, default in defaults.items()
+    ]
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
     return call_ranks
 
@@ -150,12 +262,15 @@ def start_role(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     deadline_s: float,
+    members: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """Build a worker with the same arguments on every rank at once, and give the group of them."""
+    """Build a worker with the same arguments on every rank at once (`members`: some), and give the group of them."""
     building = (worker_class, *args), kwargs
-    replies = ranks.submit(role, BUILD, dict.fromkeys(range(ranks.size), building))
+    members = range(ranks.size) if members is None else members
+    replies = ranks.submit(role, BUILD, dict.fromkeys(members, building))
     label = f"{role}: {worker_class.__name__}()"
-    layout = GroupFuture(ranks, label, replies, range(ranks.size), list, deadline_s).result()
-    shares, sizes = [share for share, _ in layout], {size for _, size in layout}
-    assert sizes == {len(set(shares))}, f"{worker_class.__name__}: shares {shares} of {sizes}"
-    return WorkerGroup.over(ranks, role, worker_class, shares)
+    layout = GroupFuture(ranks, label, replies, members, list, deadline_s).result()
+    shares = {name: [numbers[name] for numbers, _ in layout] for name in (DATA, ROLLOUT)}
+    sizes = {size for _, size in layout}
+    assert sizes == {len(set(shares[DATA]))}, f"{worker_class.__name__}: shares {shares} of {sizes}"
+    return WorkerGroup.over(ranks, role, worker_class, shares, members)

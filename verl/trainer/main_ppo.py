@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 from verl.utils.errors import MissingDependencyError, VerlError
 from verl.utils.imports import missing_package
@@ -10,13 +11,13 @@ from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Load the configuration, train, and return the exit code; what a user can cause is one line, no traceback."""
+def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None = None) -> int:
+    """Do `job` (by default `train`) and return the exit code; what a user can cause is one line, no traceback."""
     # What all ranks would say is said once.
     configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     limit_spinning()
     try:
-        train(sys.argv[1:] if argv is None else argv)
+        (job or train)(sys.argv[1:] if argv is None else argv)
     except VerlError as error:
         # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
         return _told(error.__cause__ if isinstance(error.__cause__, VerlError) else error)
@@ -34,9 +35,9 @@ def train(argv: list[str]) -> None:
     from verl.config.load import load_config
 
     config = load_config(argv)
-    from verl.trainer.ppo_trainer import PPOTrainer
+    from verl.trainer.variants import trainer_class
 
-    trainer = PPOTrainer(config)
+    trainer = trainer_class(config)(config)
     trainer.init_workers()
     trainer.fit()
 

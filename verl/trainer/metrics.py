@@ -1,10 +1,13 @@
 """The numbers of a step, under the names that verl's users plot."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.timeline import Recorded, recorded_since, write_trace
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -75,3 +78,17 @@ def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: 
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_total_tokens / (seconds["step"] * num_devices)
     return metrics
+
+
+def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> None:
+    """What ran since then as a Chrome trace: the driver's phases and calls, and the methods of every rank of the worker
+    groups, each process with rows of its own."""
+    ours = recorded_since(since_wall_ns)
+    names = {(ours.machine, ours.pid): ["driver"]}
+    found: dict[tuple[str, int], Recorded] = {(ours.machine, ours.pid): ours}
+    for group in dict.fromkeys(groups):
+        for rank, recorded in enumerate(group.recent_spans(since_wall_ns)):
+            key = (recorded.machine, recorded.pid)
+            names.setdefault(key, []).append(f"{group.role} {rank}")
+            found.setdefault(key, recorded)
+    write_trace(path, [(f"{', '.join(names[key])} (pid {key[1]})", recorded) for key, recorded in found.items()])

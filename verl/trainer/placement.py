@@ -2,40 +2,73 @@
 
 import importlib
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl.config import TrainConfig
+from verl.config.placement import number_of_ranks, ranks_of_roles
 from verl.protocol import DataProto
-from verl.single_controller import spmd
+from verl.single_controller import Worker, WorkerGroup, spmd
 from verl.single_controller.dealing import Dealt, in_windows, token_counts
 from verl.single_controller.spmd import ResourcePool
 from verl.utils.errors import ConfigError
 from verl.utils.imports import require
 
 
+class PlacedPools:
+    """Pools of disjoint ranks as one, which starts every role in its own; implements `ResourcePool`."""
+
+    def __init__(self, pools: Mapping[str, ResourcePool]) -> None:
+        self.pools = pools
+        self.world_size = sum(pool.world_size for pool in {id(pool): pool for pool in pools.values()}.values())
+
+    def start(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
+        """`start` in the pool of the role; one that has no place is with the actor."""
+        return self.pools.get(role, self.pools["actor_rollout"]).start(role, worker_class, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        """End the processes of all pools."""
+        for pool in self.pools.values():
+            pool.shutdown()
+
+
 def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
-    """The pool that the workers start in: all ranks of torchrun where they were launched (every rank but 0 serves in
-    here and never returns), this process alone where one is asked for, and Ray for more.
+    """What the workers start in: ranks of torchrun where they were launched (every rank but 0 serves in here and never
+    returns), this process alone where one is asked for, and Ray for more; each role on the ranks of its placement.
 
     Raises ConfigError where the ranks launched are not those asked for.
     """
-    trainer = config.trainer
+    trainer, ranks = config.trainer, number_of_ranks(config)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    asked = None if trainer.n_gpus_per_node is None else trainer.nnodes * trainer.n_gpus_per_node
-    if launched > 1 and asked not in (None, launched):
+    if launched > 1 and ranks != launched:
         raise ConfigError(
             f"torchrun launched {launched} ranks, but trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} ask for {asked}. Leave n_gpus_per_node unset, or launch as many."
+            f"{trainer.n_gpus_per_node} ask for {ranks}. Leave n_gpus_per_node unset, or launch as many."
         )
-    if launched > 1 or asked in (None, 1):
-        return spmd.join()
-    require("ray", f"Training on {asked} ranks without torchrun", "pip install 'ray>=2.40'")
+    placed = {role: tuple(of_role) for role, of_role in ranks_of_roles(config).items()}
+    parts = list(dict.fromkeys(placed.values()))
+    pools: Sequence[ResourcePool]
+    if launched > 1 or ranks == 1:
+        pools = spmd.join().split(parts)
+    else:
+        pools = _ray_pools(config, parts, device)
+    if len(pools) == 1:
+        return pools[0]
+    return PlacedPools({role: pools[parts.index(part)] for role, part in placed.items()})
+
+
+def _ray_pools(config: TrainConfig, parts: Sequence[tuple[int, ...]], device: torch.device) -> list[ResourcePool]:
+    ranks = number_of_ranks(config)
+    require("ray", f"Training on {ranks} ranks without torchrun", "pip install 'ray>=2.40'")
     backend: Any = importlib.import_module("verl.single_controller.ray")
     limits = {} if config.ray_init.num_cpus is None else {"num_cpus": config.ray_init.num_cpus}
     backend.connect(**limits)
-    return backend.RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=device.type == "cuda")
+    per_node = config.trainer.n_gpus_per_node or ranks
+    on_nodes = [list(Counter(rank // per_node for rank in part).values()) for part in parts]
+    return [backend.RayResourcePool(counts, use_gpu=device.type == "cuda") for counts in on_nodes]
 
 
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:

@@ -2,23 +2,35 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
-from verl.algorithms.kl import apply_kl_penalty, get_kl_controller, kl_penalty
+from verl.algorithms.advantages import advantage_estimators
+from verl.algorithms.kl import get_kl_controller
 from verl.checkpoint.manager import CheckpointManager
 from verl.config import TrainConfig
 from verl.config.load import config_to_dict
+from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
+from verl.single_controller import GroupFuture, WorkerGroup
 from verl.tracking import Tracker
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
-from verl.trainer.metrics import data_metrics, timing_metrics
+from verl.trainer.algorithm import (
+    advantage_inputs,
+    algorithm_in_words,
+    chosen_samples,
+    corrected_rollout,
+    entropy_controller,
+    is_corrected,
+    penalised_scores,
+)
+from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.validation import validation_metrics
 from verl.utils.devices import describe_device, memory_metrics, visible_device
@@ -26,7 +38,7 @@ from verl.utils.errors import NonFiniteError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.timing import PhaseTimer
-from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker
+from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 Result = TypeVar("Result")
 
@@ -48,6 +60,7 @@ class PPOTrainer:
     actor_rollout_wg: Any
     critic_wg: Any
     ref_policy_wg: Any
+    rm_wg: Any
 
     def __init__(
         self,
@@ -66,15 +79,18 @@ class PPOTrainer:
         seed_everything(config.trainer.seed)
         setup.load_user_code(config)
         setup.check_names(config)
+        if type(self) is PPOTrainer:
+            setup.check_step(config)
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
         self.reward_fn = reward_fn or setup.build_reward(config, self.tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or setup.build_reward(config, self.tokenizer, num_examine=1)
         self.train_loader, self.val_loader = setup.build_loaders(config, self.tokenizer, train_dataset, val_dataset)
         if reward_fn is None:
-            setup.check_reward(config, self.train_loader)
+            setup.check_reward(config, self.reward_fn, self.train_loader)
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.checkpoints = CheckpointManager(
@@ -84,12 +100,16 @@ class PPOTrainer:
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
+        self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}  # passes over a batch, by phase
 
     # ---------------------------------------------------------------- set-up
 
     def init_workers(self) -> None:
         """Load the models: actor with its rollout engine, and critic and reference where the algorithm needs them."""
         logger.info("Device: %s", describe_device(self.device))
+        watch(self.config)  # for profile_memory()
+        for line in algorithm_in_words(self.config):
+            logger.info("%s", line)
         # Before the models: a missing tracker package is told in seconds.
         self.tracker = Tracker(
             self.config.trainer.logger,
@@ -109,7 +129,7 @@ class PPOTrainer:
             device=self.device,
             tokenizer=self.tokenizer,
         )
-        self.critic_wg = self.ref_policy_wg = None
+        self.critic_wg = self.ref_policy_wg = self.rm_wg = None
         if self.config.needs_critic:
             self.critic_wg = self.pool.start(
                 "critic",
@@ -125,6 +145,14 @@ class PPOTrainer:
             self.ref_policy_wg = self.actor_rollout_wg  # its frozen weights, without the adapters
         elif self.config.needs_reference:
             self.ref_policy_wg = self.pool.start("reference", ReferenceWorker, roles, device=self.device)
+        if self.config.reward_model.enable:
+            self.rm_wg = self.pool.start(
+                "reward_model",
+                RewardModelWorker,
+                self.config.reward_model,
+                input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
+                device=self.device,
+            )
 
     # ---------------------------------------------------------------- the run
 
@@ -144,6 +172,9 @@ class PPOTrainer:
                     self.run_step(prompts)
                     if self.global_step >= self.total_steps:
                         break
+        except Exception:
+            self.checkpoints.rescue()
+            raise
         finally:
             self.tracker.finish()
         print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
@@ -153,6 +184,7 @@ class PPOTrainer:
         self.global_step += 1
         self.metrics, self.timer = {}, PhaseTimer()
         batch = self.timed("step", self.step, prompts)
+        self.train_loader.tell_sampler(batch)
         self.guard_against_skipped_steps()
         self.metrics.update(data_metrics(batch))
         self.write_rollouts(batch)
@@ -167,11 +199,12 @@ class PPOTrainer:
         self.tracker.log(self.metrics, self.global_step)
         if self._is_due(self.config.trainer.save_freq, last):
             self.save_checkpoint()
+        if self.global_step in (self.config.trainer.profile_steps or ()):
+            self.write_timeline()
 
     def step(self, prompts: DataProto) -> DataProto:
         """The sentence."""
-        batch = self.timed("gen", self.generate, prompts)
-        batch = self.timed("reward", self.score, batch)
+        batch = self.collect(prompts)
         batch = self.evaluate_policies(batch)
         batch = self.timed("adv", self.estimate_advantages, batch)
         self.update(batch)
@@ -180,87 +213,118 @@ class PPOTrainer:
 
     # ---------------------------------------------------------------- the phases
 
-    def generate(self, prompts: DataProto) -> DataProto:
-        """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share its `uid`."""
+    def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
+        """`generate` and `score`."""
+        batch = self.timed("gen", self.generate, prompts, first_row)
+        self.begin_passes(batch)
+        return self.timed("reward", self.score, batch)
+
+    def generate(self, prompts: DataProto, first_row: int = 0) -> DataProto:
+        """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share its `uid`.
+
+        A step that generates several times numbers its prompts on from `first_row`: the noise depends on the number.
+        """
         rollout = self.config.actor_rollout_ref.rollout
-        batch = self._generate(prompts, rollout.n, setup.sampling_params(rollout), rollout.seed, self.global_step)
+        draw = setup.sampling_params(rollout)
+        batch = self._generate(prompts, rollout.n, draw, rollout.seed, self.global_step, first_row)
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         return batch
 
-    def _generate(self, prompts: DataProto, n: int, params: SamplingParams, seed: int, step: int) -> DataProto:
-        count = len(prompts)
-        prompts.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in range(count)], dtype=object)
-        prompts.non_tensor_batch["prompt_row"] = np.arange(count, dtype=object)
+    def _generate(
+        self, prompts: DataProto, n: int, params: SamplingParams, seed: int, step: int, first_row: int = 0
+    ) -> DataProto:
+        numbers = range(first_row, first_row + len(prompts))
+        prompts.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in numbers], dtype=object)
+        prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
         generated = self.actor_rollout_wg.generate_sequences(prompts, n=n, params=params, seed=seed, step=step)
         return prompts.repeat(n, interleave=True).union(generated)
 
     def score(self, batch: DataProto) -> DataProto:
         """Adds `token_level_scores` and whatever else the reward tells of a sample."""
-        result = self.reward_fn(batch, return_dict=True)
+        result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
         setup.record_scores(batch, result)
         self.metrics.update(setup.reward_metrics(result))
         return batch
 
-    def evaluate_policies(self, batch: DataProto) -> DataProto:
-        """Adds old and reference log-probs and values, where something reads them."""
-        if self.needs_old_log_probs():
-            answer = self.timed("old_log_prob", self.actor_rollout_wg.compute_log_prob, batch)
-            self.metrics.update(answer.meta_info.pop("metrics"))
-            batch = batch.union(answer)
-        if self.ref_policy_wg is not None:
-            batch = batch.union(self.timed("ref", self.ref_policy_wg.compute_ref_log_prob, batch))
-        if self.critic_wg is not None:
-            batch = batch.union(self.timed("values", self.critic_wg.compute_values, batch))
+    def add_rm_scores(self, batch: DataProto) -> DataProto:
+        """Adds `rm_scores`, which reward managers take for the scores, where there is a reward model."""
+        if self.rm_wg is not None:
+            batch.batch["rm_scores"] = self.timed("rm", self.rm_wg.compute_rm_score, batch).batch["rm_scores"]
         return batch
+
+    def evaluate_policies(self, batch: DataProto) -> DataProto:
+        """Adds old and reference log-probs and values, where something reads them; at once where their workers have
+        devices of their own."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        begun_for, passes = self.begun
+        if begun_for is not batch:
+            passes = self._start_passes(batch)
+        self.begun = None, {}
+        for name, answer in passes.items():
+            columns = self.timed(name, answer.result)
+            self.metrics.update(columns.meta_info.pop("metrics", {}))
+            batch = batch.union(columns)
+        return batch
+
+    def begin_passes(self, batch: DataProto) -> None:
+        """Start what `evaluate_policies` waits for, to run beside the reward, where no answer can depend on that."""
+        names = ("collect", "score", "evaluate_policies")
+        phase_replaced = any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names)
+        if not phase_replaced and setup.leaves_batch_alone(self.config.reward_model, self.reward_fn):
+            self.begun = batch, self._start_passes(batch.select())  # the columns of now, whatever is added meanwhile
+
+    def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
+        passes: dict[str, Callable[..., GroupFuture]] = {}
+        if self.needs_old_log_probs():
+            passes["old_log_prob"] = self.actor_rollout_wg.compute_log_prob
+        if self.ref_policy_wg is not None:
+            passes["ref"] = self.ref_policy_wg.compute_ref_log_prob
+        if self.critic_wg is not None:
+            passes["values"] = self.critic_wg.compute_values
+        return {name: start(batch, blocking=False) for name, start in passes.items()}
 
     def needs_old_log_probs(self) -> bool:
         """False when the whole batch is one update: the old policy is then the current one, whose log-probs the update
         computes anyway. True wherever a user's own code stands between the rollout and that update and may read them.
         """
         actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        correction = self.config.algorithm.rollout_correction
+        if correction.bypass_mode:
+            return False
         one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, data.train_batch_size)
-        reads_before = self.reads_old_log_probs or self.config.algorithm.use_kl_in_reward
+        reads_before = self.reads_old_log_probs or self.config.algorithm.use_kl_in_reward or is_corrected(self.config)
         phases = ("fit", "run_step", "step", "estimate_advantages", "update")
-        phase_replaced = any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in phases)
-        return reads_before or phase_replaced or not setup.is_our_own(self.estimator) or not one_update
+        users = [self.estimator, *(getattr(type(self), name) for name in phases)]
+        return reads_before or not all(setup.is_our_own(part) for part in users) or not one_update
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
-        columns, algorithm = batch.batch, self.config.algorithm
-        mask = columns["response_mask"]
-        columns["token_level_rewards"] = columns["token_level_scores"]
-        if algorithm.use_kl_in_reward:
-            kl = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], algorithm.kl_penalty)
-            columns["token_level_rewards"] = apply_kl_penalty(
-                columns["token_level_scores"], kl, mask, self.kl_controller.value
-            )
-            mean_kl = ((kl * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
-            self.metrics.update({"actor/reward_kl_penalty": mean_kl})
-            self.metrics.update({"actor/reward_kl_penalty_coeff": self.kl_controller.value})
-            self.kl_controller.update(current_kl=mean_kl, n_steps=len(batch))
-        columns["advantages"], columns["returns"] = self.estimator(
-            AdvantageInputs(
-                token_level_rewards=columns["token_level_rewards"],
-                response_mask=mask,
-                group=setup.group_numbers(batch),
-                values=columns.get("values", None),
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-                columns=dict(columns.items()),
-            )
-        )
+        columns = batch.batch
+        columns["token_level_rewards"], metrics = penalised_scores(batch, self.config, self.kl_controller)
+        self.metrics.update(metrics)
+        columns["advantages"], columns["returns"] = self.estimator(advantage_inputs(batch, self.config))
         return batch
 
     def update(self, batch: DataProto) -> None:
         """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the actor."""
         samples = self.config.actor_rollout_ref.rollout.n
+        batch = chosen_samples(batch, self.config, self.global_step)
         if self.critic_wg is not None:
             rows = dealt_by_prompts(batch, self.critic_wg, samples)
             self.metrics.update(self.timed("update_critic", self.critic_wg.update_critic, rows))
         if self.global_step > self.config.trainer.critic_warmup:
+            batch = self.correct_rollout(batch)
             rows = dealt_by_prompts(batch, self.actor_rollout_wg, samples)
-            self.metrics.update(self.timed("update_actor", self.actor_rollout_wg.update_actor, rows))
+            update, entropy_coeff = self.actor_rollout_wg.update_actor, self.entropy_controller.value
+            self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff))
+            self.entropy_controller.update(self.metrics["actor/entropy"])
+
+    def correct_rollout(self, batch: DataProto) -> DataProto:
+        """What the actor learns from, where `algorithm.rollout_correction` weighs or rejects."""
+        batch, metrics = corrected_rollout(batch, self.config)
+        self.metrics.update(metrics)
+        return batch
 
     def sync_weights(self) -> None:
         """Training layout to rollout layout."""
@@ -279,7 +343,10 @@ class PPOTrainer:
             batch = self._generate(
                 prompts, rollout.val_kwargs.n, setup.validation_params(rollout), rollout.seed + 1, number
             )
+            if not setup.has_rule(batch):
+                batch = self.add_rm_scores(batch)
             result = self.val_reward_fn(batch, return_dict=True)
+            setup.check_result(result, batch.batch["responses"])
             batch.batch["token_level_scores"] = result["reward_tensor"]
             rows += setup.sample_rows(batch, self.tokenizer, result["reward_extra_info"], self.config)
         if self.config.trainer.validation_data_dir:
@@ -300,6 +367,12 @@ class PPOTrainer:
             rows = setup.sample_rows(batch, self.tokenizer, extra, self.config)
             write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
 
+    def write_timeline(self) -> None:
+        """The step as a Chrome trace in the folder of checkpoints."""
+        folder = Path(self.config.trainer.default_local_dir) / "timeline"
+        groups = [part for part in vars(self).values() if isinstance(part, WorkerGroup)]
+        write_timeline(folder / f"global_step_{self.global_step}.json", groups, self.timer.started_at_ns)
+
     def guard_against_skipped_steps(self) -> None:
         """Stop after `trainer.max_nonfinite_steps` steps in a row whose update was skipped."""
         skipped = self.metrics.get("actor/skipped_updates", 0) + self.metrics.get("critic/skipped_updates", 0)
@@ -314,13 +387,18 @@ class PPOTrainer:
 
     def save_checkpoint(self) -> None:
         """Everything that a resumed run needs to end with the same bits."""
-        writers: dict[str, Callable[[Path], None]] = {
-            "actor": self.actor_rollout_wg.save_checkpoint,
-            "trainer": lambda folder: torch.save(self.state_dict(), folder / "state.pt"),
+        # The last one in no background: there is no step beside which it could be written.
+        in_background = self.config.trainer.async_save and self.global_step < self.total_steps
+        groups = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg is not None else {})
+        writers: dict[str, Callable[[Path], Any]] = {
+            role: partial(group.save_checkpoint, in_background=in_background) for role, group in groups.items()
         }
-        if self.critic_wg is not None:
-            writers["critic"] = self.critic_wg.save_checkpoint
-        self.checkpoints.save(self.global_step, writers)
+        writers["trainer"] = lambda folder: torch.save(self.state_dict(), folder / "state.pt")
+
+        def is_written(wait: bool) -> bool:
+            return all(group.checkpoint_is_written(wait=wait) for group in groups.values())
+
+        self.checkpoints.save(self.global_step, writers, is_written if in_background else None)
 
     def load_checkpoint(self) -> None:
         """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path` names."""
@@ -341,6 +419,7 @@ class PPOTrainer:
             "global_step": self.global_step,
             "skipped_in_a_row": self.skipped_in_a_row,
             "kl_controller": self.kl_controller.state_dict(),
+            "entropy_controller": self.entropy_controller.state_dict(),
             "train_loader": self.train_loader.state_dict(),
             "rng": rng_state(),
         }
@@ -350,13 +429,16 @@ class PPOTrainer:
         self.global_step = state["global_step"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
         self.train_loader.load_state_dict(state["train_loader"])
         restore_rng_state(state["rng"])
 
     def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
         """Run one phase under its name in `timing_s/*`."""
         with self.timer.phase(name):
-            return phase(*args)
+            result = phase(*args)
+        self.checkpoints.advance()
+        return result
 
     def _is_due(self, every: int, last: bool) -> bool:
         return every > 0 and (last or self.global_step % every == 0)

@@ -11,14 +11,15 @@ import torch
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.policy_losses import extra_losses, policy_losses
-from verl.config import RolloutConfig, TrainConfig
+from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.data import RLDataLoader
 from verl.data.build import build_dataset, build_sampler
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
-from verl.rewards.custom import load_reward_function
-from verl.rewards.manager import reward_managers
-from verl.rewards.rules import find_rule
+from verl.rewards.build import build_reward as build_reward
+from verl.rewards.manager import check_result
+from verl.rewards.managers import reward_managers
+from verl.rewards.preflight import preflight
 from verl.rollout import rollout_engines
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
@@ -28,7 +29,8 @@ from verl.utils.logging import say_once
 
 def load_user_code(config: TrainConfig) -> None:
     """Import `model.external_lib` (a module or a .py file), whose decorators may register anything."""
-    for name in {config.actor_rollout_ref.model.external_lib, config.critic.model.external_lib}:
+    roles = (config.actor_rollout_ref, config.critic, config.reward_model)
+    for name in {role.model.external_lib for role in roles}:
         if name is not None:
             load_module(name)
 
@@ -42,6 +44,16 @@ def check_names(config: TrainConfig) -> None:
         extra_losses.get(term.name)
     reward_managers.get(config.reward_model.reward_manager)
     rollout_engines.get(config.actor_rollout_ref.rollout.name)
+
+
+def check_step(config: TrainConfig) -> None:
+    """The step of PPOTrainer itself is the one that the algorithm needs."""
+    for key, asked, kind in (
+        ("filter_groups.enable=True", config.algorithm.filter_groups.enable, "dapo.DAPOTrainer"),
+        ("adv_estimator=remax", config.algorithm.adv_estimator == "remax", "remax.ReMaxTrainer"),
+    ):
+        if asked:
+            raise ConfigError(f"algorithm.{key} needs verl.trainer.{kind} or a subclass, got PPOTrainer.")
 
 
 def is_our_own(function: Callable[..., Any]) -> bool:
@@ -59,6 +71,20 @@ def build_tokenizer(config: TrainConfig) -> Any:
         trust_remote_code=config.data.trust_remote_code or model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
     )
+
+
+def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
+    """What decodes the actor's tokens for the reward model: `tokenizer`, the actor's, unless another is named."""
+    section = config.reward_model.model
+    if section.input_tokenizer in (None, config.actor_rollout_ref.model.path):
+        return tokenizer
+    return load_tokenizer(section.input_tokenizer, trust_remote_code=section.trust_remote_code)
+
+
+def has_rule(batch: DataProto) -> bool:
+    """Whether the rows come with what a rule scores by: a ground truth, not in the style "model"."""
+    truths = batch.non_tensor_batch.get("reward_model", ())
+    return len(truths) > 0 and all(isinstance(truth, Mapping) and truth.get("style") != "model" for truth in truths)
 
 
 def build_loaders(
@@ -90,23 +116,19 @@ def build_loaders(
     )
 
 
-def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
-    """The reward manager the config names, with the user's function where one is given."""
-    manager = reward_managers.get(config.reward_model.reward_manager)
-    return manager(
-        tokenizer,
-        num_examine=num_examine,
-        compute_score=load_reward_function(config.custom_reward_function),
-        reward_fn_key=config.data.reward_fn_key,
-        timeout_s=config.reward_model.timeout_s,
-        on_error=config.reward_model.on_error,
-    )
+def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
+    """Whether log-probs and values can be computed while the reward is: it neither writes into the batch, as a user's
+    own manager may, nor drops samples from it."""
+    if config.on_error in ("drop", "retry"):
+        return False
+    asked = config.launch_reward_fn_async
+    return is_our_own(type(reward_fn)) if asked is None else asked
 
 
-def check_reward(config: TrainConfig, train_loader: RLDataLoader) -> None:
-    """Where rules give the score, the first row's data source has one: told before a weight is loaded."""
-    if config.custom_reward_function.path is None and config.reward_model.reward_manager == "naive":
-        find_rule(train_loader.dataset[0].get(config.data.reward_fn_key))
+def check_reward(config: TrainConfig, reward_fn: Any, train_loader: RLDataLoader) -> None:
+    """The reward works on a few rows of the data: told before a weight is loaded. A reward model is not there yet."""
+    if not config.reward_model.enable:
+        preflight(config, train_loader.dataset, reward_fn)
 
 
 def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
@@ -154,6 +176,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
     A dropped sample loses its response mask, and with it every part in the update. An extra field never replaces a
     column that is there already, such as `uid`: it stays out.
     """
+    check_result(result, batch.batch["responses"])
     batch.batch["token_level_scores"] = result["reward_tensor"]
     kept = batch.meta_info["reward_fields"] = list[str]()
     for name, values in result["reward_extra_info"].items():

@@ -3,6 +3,7 @@
 import torch
 
 from verl.utils.errors import ConfigError
+from verl.utils.peaks import phase_peaks
 
 GIB = 1024**3
 
@@ -33,9 +34,5 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """Peak memory of the accelerator since the last call, in GB as verl's users plot it; 0 where there is none."""
     if device.type != "cuda":
         return {"perf/max_memory_allocated_gb": 0.0, "perf/max_memory_reserved_gb": 0.0}
-    metrics = {
-        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / GIB,
-        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / GIB,
-    }
-    torch.cuda.reset_peak_memory_stats(device)
-    return metrics
+    allocated, reserved = phase_peaks.take(device)
+    return {"perf/max_memory_allocated_gb": allocated / GIB, "perf/max_memory_reserved_gb": reserved / GIB}

@@ -3,6 +3,9 @@
 Every class is also the builtin that a caller would catch, and pickles across process borders.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class VerlError(Exception):
     """Root of all errors raised on purpose by this package."""
@@ -58,3 +61,15 @@ class DeadlineError(VerlError, TimeoutError):
 
 class NonFiniteError(VerlError, ArithmeticError):
     """Loss or gradient was not finite more often than the policy allows."""
+
+
+@contextmanager
+def retold(in_words_here: Callable[[str], str]) -> Iterator[None]:
+    """Our errors from within, their messages put into the words of who called: other names of keys, say."""
+    try:
+        yield
+    except VerlError as error:
+        for told in (error, error.__cause__):
+            if isinstance(told, VerlError):
+                told.args = (in_words_here(str(told)),)
+        raise

@@ -3,5 +3,6 @@
 from verl.workers.actor import ActorRolloutWorker
 from verl.workers.critic import CriticWorker
 from verl.workers.reference import ReferenceWorker
+from verl.workers.reward_model import RewardModelWorker
 
-__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker"]
+__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker"]

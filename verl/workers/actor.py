@@ -9,18 +9,21 @@ import torch
 
 from verl.config import ActorRolloutRefConfig, log_prob_micro_batch, update_micro_batch
 from verl.distributed.collectives import all_reduce_sum, gather_objects
+from verl.distributed.mesh import init_rollout_mesh
 from verl.engine.base import TrainEngine
 from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.memory import told_as_out_of_memory
 from verl.engine.microbatch import TokenBudget
-from verl.models.load import check_vocabulary, load_causal_lm
+from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
+from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, register
+from verl.weight_sync import DirectSender, ProofSchedule
 from verl.workers.losses import PolicyObjective, mismatch_of_all
 from verl.workers.reference import reference_budget
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
@@ -50,12 +53,18 @@ class ActorRolloutWorker(TrainedWorker):
         self.checkpoint = config.actor.checkpoint
         model_config, actor = config.model, config.actor
         assert model_config.path is not None
+        source: dict[str, Any] = {
+            "path": model_config.path,
+            "trust_remote_code": model_config.trust_remote_code,
+            "override_config": model_config.override_config,
+            "external_lib": model_config.external_lib,  # which a process of its own may not have yet
+        }
+        tensor_parallel_size = config.rollout.tensor_model_parallel_size
+        if tensor_parallel_size > 1:
+            check_tensor_parallel(load_model_config(**source), tensor_parallel_size)
         model = load_causal_lm(
-            model_config.path,
+            **source,
             dtype=parameter_dtype(model_config, device),
-            trust_remote_code=model_config.trust_remote_code,
-            override_config=model_config.override_config,
-            external_lib=model_config.external_lib,  # which a process of its own may not have yet
             max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
         )
         check_vocabulary(model, tokenizer)
@@ -76,12 +85,24 @@ class ActorRolloutWorker(TrainedWorker):
             share_prompts=actor.share_prompts,
         )
         self.flops = FlopsModel.from_model(model)
+        self.rollout_mesh = init_rollout_mesh(self.engine.mesh, tensor_parallel_size)
         self.rollout = create_rollout_engine(
-            config.rollout, model=model, tokenizer=tokenizer, device=self.engine.device
+            config.rollout,
+            model=model,
+            tokenizer=tokenizer,
+            device=self.engine.device,
+            ranks=self.rollout_mesh.tensor,
         )
+        self.weight_sender = DirectSender(self.rollout, world=self.engine.mesh.world, sharing=self.rollout_mesh.tensor)
+        self.proofs = ProofSchedule(config.rollout.fingerprint_interval)
         self.rollout_is_asleep = False
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @property
+    def rollout_rank(self) -> int:
+        """See `Worker.rollout_rank`."""
+        return self.rollout_mesh.data.rank
+
+    @register(dispatch_mode=Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate_sequences(
         self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int, step: int
     ) -> DataProto:
@@ -147,12 +168,13 @@ class ActorRolloutWorker(TrainedWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """Every mini-batch of every epoch: forward, backward, step.
+    def update_actor(self, batch: DataProto, entropy_coeff: float | None = None) -> dict[str, float]:
+        """Every mini-batch of every epoch: forward, backward, step. `entropy_coeff` None: the configuration's.
 
         Mini-batches are made of whole prompts, in their order; with `shuffle` of single rows in a drawn order.
         """
         actor = self.config.actor
+        self.objective.entropy_coeff = actor.entropy_coeff if entropy_coeff is None else entropy_coeff
         started = time.perf_counter()
         metrics = run_updates(
             self.engine,
@@ -186,11 +208,17 @@ class ActorRolloutWorker(TrainedWorker):
             if self.rollout_is_asleep:
                 self.rollout.wake()
                 self.rollout_is_asleep = False
-            self.rollout.update_weights(self.engine.parameters_for_rollout())
+            log = self.proofs.next()
+            named_tensors = self.engine.parameters_for_rollout(
+                dtype=self.rollout.weight_dtype,
+                bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
+                log=log,
+            )
+            self.weight_sender.send(named_tensors, log)
 
     def _statistics_of_all(self) -> dict[str, float]:
-        """The rollout's numbers over all ranks: what was counted is added up, what was measured is the largest."""
-        statistics = gather_objects(self.rollout.statistics(), self.engine.mesh.data)
+        """The rollout's numbers over all engines: what was counted is added up, what was measured is the largest."""
+        statistics = gather_objects(self.rollout.statistics(), self.rollout_mesh.data)
         counted = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
         return {
             name: (sum if name.endswith(counted) else max)(each[name] for each in statistics) for name in statistics[0]

@@ -4,13 +4,16 @@ from typing import Any
 
 import torch
 
-from verl.config import CriticConfig, update_micro_batch, value_micro_batch
+from verl.config import CriticConfig, CriticModelConfig, update_micro_batch, value_micro_batch
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
-from verl.models.load import load_critic
-from verl.models.packed import PackedValueModel
+from verl.models.critic import CriticModel
+from verl.models.packed import PackedValueModel, PaddedValueModel
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
+from verl.utils.errors import ConfigError
+from verl.utils.imports import load_extern_type
+from verl.utils.logging import say_once
 from verl.workers.losses import ValueObjective
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -43,7 +46,7 @@ class CriticWorker(TrainedWorker):
         # A new value head is drawn, and must be the same on every rank.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            critic = load_critic(
+            critic = critic_class(config.model).from_pretrained(
                 config.model.path,
                 dtype=parameter_dtype(config.model, device),
                 trust_remote_code=config.model.trust_remote_code,
@@ -56,7 +59,7 @@ class CriticWorker(TrainedWorker):
             critic.value_head.float()  # trained in full beside the frozen bf16 body
         self.objective = ValueObjective(config.cliprange_value)
         self.engine = TrainEngine(
-            PackedValueModel(critic, attention_kernel=config.model.attention_kernel),
+            _value_module(critic, config),
             optim=config.optim,
             fsdp=config.model.fsdp_config,
             grad_clip=config.grad_clip,
@@ -66,6 +69,7 @@ class CriticWorker(TrainedWorker):
             checkpointing_share=config.model.gradient_checkpointing_share,
             sequence_parallel_size=config.ulysses_sequence_parallel_size,
             activation_offload=config.model.enable_activation_offload,
+            share_prompts=not critic.computes_padded,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -93,3 +97,30 @@ class CriticWorker(TrainedWorker):
                 *update_micro_batch(config), key="critic.ppo_max_token_len_per_gpu", phase="the critic's update"
             ),
         )
+
+
+def critic_class(config: CriticModelConfig) -> type[CriticModel]:
+    """CriticModel, or what `custom_cls` names instead."""
+    path, name = config.custom_cls.path, config.custom_cls.name
+    if path is None or name is None:
+        return CriticModel
+    kind = load_extern_type(path, name)
+    if not (isinstance(kind, type) and issubclass(kind, CriticModel)):
+        raise ConfigError(
+            f"critic.model.custom_cls.name={name} must be a subclass of verl.models.critic.CriticModel, but '{path}' "
+            f"has {kind!r} under that name."
+        )
+    return kind
+
+
+def _value_module(critic: CriticModel, config: CriticConfig) -> PackedValueModel | PaddedValueModel:
+    if not critic.computes_padded:
+        return PackedValueModel(critic, attention_kernel=config.model.attention_kernel)
+    name = type(critic).__name__
+    if config.ulysses_sequence_parallel_size > 1:
+        raise ConfigError(
+            f"critic.ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size} shares the tokens of rows, "
+            f"but {name} computes padded, by a forward of its own. Set it to 1, or replace value_head alone."
+        )
+    say_once(f"The critic {name} has a forward of its own: it computes on padded rows, and pays for the padding.")
+    return PaddedValueModel(critic)

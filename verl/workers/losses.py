@@ -1,52 +1,68 @@
 """What the actor and the critic minimise: packed model outputs and batch columns in, one loss out."""
 
-from dataclasses import asdict
-from typing import Protocol
+import zlib
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from verl.algorithms.importance import mismatch_metrics
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.policy_losses import PolicyLossInputs, extra_losses, policy_losses
+from verl.algorithms.padded import loss_settings
+from verl.algorithms.policy_losses import PolicyLossInputs, SelectionInputs, extra_losses, policy_losses, selections
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.engine.base import LossOutput
+from verl.protocol import DataProto
 
 Columns = dict[str, torch.Tensor]
 
+AGGREGATION_IN_WORDS = {
+    "token-mean": "sum over all response tokens of the mini-batch / their number",
+    "seq-mean-token-sum": "sum over a response's tokens, mean over the responses of the mini-batch",
+    "seq-mean-token-mean": "mean over a response's tokens, mean over the responses of the mini-batch",
+    "seq-mean-token-sum-norm": "sum over a response's tokens / data.max_response_length, mean over the responses of "
+    "the mini-batch",
+}
 
-class Objective(Protocol):
+
+class Objective:
     """A loss function of the engine that also knows which columns it reads."""
 
     def columns(self, available: set[str]) -> list[str]:
         """The batch columns to pack for it, out of those there are."""
-        ...
+        raise NotImplementedError
+
+    def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
+        """A mini-batch comes; add the columns that depend on the whole of it. `infer` computes its outputs, (B, R)
+        each, by the weights before the update; every rank along `data` gets here."""
 
     def restart(self) -> None:
         """Forget the passes over this mini-batch: they start again, because memory ran out."""
-        ...
 
-    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput: ...
+    def end(self) -> None:
+        """The passes over this mini-batch are done. Calls from here on look for the rows that spoilt it."""
+
+    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+        raise NotImplementedError
 
 
-class PolicyObjective:
+class PolicyObjective(Objective):
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra terms."""
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.policy_loss = policy_losses.get(config.policy_loss.loss_mode)
-        self.settings = {
-            "clip_ratio_low": config.clip_ratio_low,
-            "clip_ratio_high": config.clip_ratio_high,
-            "clip_ratio_c": config.clip_ratio_c,
-            **asdict(config.policy_loss),
-        }
+        self.selection = selections.get(name) if (name := config.policy_loss.loss_mode) in selections else None
+        self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
+        self.entropy_coeff = config.entropy_coeff
         self.extra_terms = [(extra_losses.get(term.name), term.coef) for term in config.loss_extra]
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._is_looking_for_offenders = False
 
     def columns(self, available: set[str]) -> list[str]:
-        wanted = ["advantages", "old_log_probs", "rollout_log_probs"]
+        wanted = ["advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights", "selected"]
         if self.config.use_kl_loss:
             wanted.append("ref_log_prob")
         if self.extra_terms:  # a user's term may read anything
@@ -55,7 +71,8 @@ class PolicyObjective:
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         log_probs, weights = outputs["log_probs"], columns["weights"]
-        if "old_log_probs" not in columns and "rollout_log_probs" in columns:
+        is_own_update = "old_log_probs" not in columns and "rollout_log_probs" in columns
+        if is_own_update and not self._is_looking_for_offenders:
             self._seen.append((log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"]))
         # Without the column the whole batch is one update: the old policy is the current one.
         columns = {"old_log_probs": log_probs.detach(), **columns}
@@ -65,14 +82,19 @@ class PolicyObjective:
             advantages=columns["advantages"],
             weights=weights,
             sequence=sequence,
+            mask=columns["response_mask"],
+            selected=columns.get("selected"),
         )
-        policy = self.policy_loss(inputs, **self.settings)
+        # The correction is the policy loss's alone: KL and entropy are of the current policy, whoever drew the token.
+        correction = columns.get("rollout_is_weights")
+        corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
+        policy = self.policy_loss(corrected, **self.settings)
         loss = policy.loss
         sums = {"actor/pg_loss": policy.loss.detach()}
         means = {f"actor/{name}": value for name, value in policy.means.items()}
         means["actor/entropy"] = outputs["entropy"].detach()
-        if self.config.entropy_coeff != 0:
-            loss = loss - self.config.entropy_coeff * (outputs["entropy"] * weights).sum()
+        if self.entropy_coeff != 0:
+            loss = loss - self.entropy_coeff * (outputs["entropy"] * weights).sum()
         if self.config.use_kl_loss:
             kl = kl_penalty(log_probs, columns["ref_log_prob"], self.config.kl_loss_type)
             kl_loss = (kl * weights).sum()
@@ -82,9 +104,29 @@ class PolicyObjective:
             loss = loss + coef * term(inputs, columns)
         return LossOutput(loss=loss, means=means, sums=sums)
 
+    def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
+        """See `Objective.begin`: writes `selected` for a loss that has a selection."""
+        self._is_looking_for_offenders = False
+        if self.selection is None:
+            return
+        columns, mask = mini_batch.batch, mini_batch.batch["response_mask"].bool()
+        log_probs = infer()["log_probs"]
+        old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_probs
+        mine = [column[mask].cpu() for column in (log_probs, old, columns["advantages"], token_noise(mini_batch))]
+        of_all = gather_objects(mine, data)
+        chosen = self.selection(SelectionInputs(*(torch.cat(parts) for parts in zip(*of_all))), **self.settings)
+        first = sum(len(pieces[0]) for pieces in of_all[: data.rank])
+        selected = torch.zeros(mask.shape)
+        selected[mask] = chosen[first : first + len(mine[0])].float()
+        columns["selected"] = selected
+
     def restart(self) -> None:
         """See `Objective.restart`. What is remembered is of one update of the whole batch."""
         self._seen = []
+
+    def end(self) -> None:
+        """See `Objective.end`: rows that are run again are not counted again in the mismatch."""
+        self._is_looking_for_offenders = True
 
     def take_mismatch(self, data: Axis = ALONE) -> dict[str, float]:
         """How far trainer and rollout engine disagree on the tokens of the last update, those of all ranks along
@@ -94,6 +136,33 @@ class PolicyObjective:
             return {}
         trainer, rollout, mask = (torch.cat(pieces) for pieces in zip(*seen))
         return mismatch_of_all(rollout, trainer, mask, data)
+
+
+def loss_in_words(config: ActorConfig) -> str:
+    """The loss that the actor minimises: the formula of a token, with r = pi / pi_old, and how tokens are added up."""
+    name = config.policy_loss.loss_mode
+    loss = policy_losses.get(name)
+    terms = [f"{name}: " + getattr(loss, "formula", "a loss of your own").format(**loss_settings(config))]
+    if config.entropy_coeff != 0:
+        terms.append(f"- {config.entropy_coeff:g} entropy")
+    if config.use_kl_loss:
+        terms.append(f"+ {config.kl_loss_coef:g} KL(pi, reference) by {config.kl_loss_type}")
+    terms += [f"+ {term.coef:g} {term.name}" for term in config.loss_extra]
+    return f"{' '.join(terms)}. {config.loss_agg_mode}: {AGGREGATION_IN_WORDS[config.loss_agg_mode]}."
+
+
+def token_noise(batch: DataProto) -> torch.Tensor:
+    """Uniform in [0, 1) for each response token, (B, R): a function of uid (which tells the step), response and
+    position, so that it does not depend on who has the row and beside which others."""
+    mask = batch.batch["response_mask"].bool()
+    tokens = batch.batch["input_ids"][:, -mask.shape[1] :]
+    uids = batch.non_tensor_batch.get("uid", np.full(len(mask), "", dtype=object))
+    keys = [
+        [zlib.crc32(str(uid).encode()), zlib.crc32(row[own].cpu().numpy().tobytes())]
+        for uid, row, own in zip(uids, tokens, mask)
+    ]
+    noise = np.stack([np.random.default_rng(key).random(mask.shape[1]) for key in keys])
+    return torch.from_numpy(noise)
 
 
 def mismatch_of_all(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, data: Axis) -> dict[str, float]:
@@ -106,7 +175,7 @@ def mismatch_of_all(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Te
     return mismatch_metrics(rollout, trainer, mask)
 
 
-class ValueObjective:
+class ValueObjective(Objective):
     """The clipped value loss of PPO."""
 
     def __init__(self, cliprange_value: float) -> None:
@@ -114,9 +183,6 @@ class ValueObjective:
 
     def columns(self, available: set[str]) -> list[str]:
         return ["values", "returns"]
-
-    def restart(self) -> None:
-        """See `Objective.restart`. Nothing is remembered."""
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         result = clipped_value_loss(
@@ -128,3 +194,14 @@ class ValueObjective:
         )
         means = {f"critic/{name}": value for name, value in result.means.items()}
         return LossOutput(loss=result.loss, means=means, sums={"critic/vf_loss": result.loss.detach()})
+
+
+class LanguageModelObjective(Objective):
+    """Cross-entropy of the response tokens: supervised fine-tuning."""
+
+    def columns(self, available: set[str]) -> list[str]:
+        return []
+
+    def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
+        loss = -(outputs["log_probs"] * columns["weights"]).sum()
+        return LossOutput(loss=loss, sums={"train/loss": loss.detach()})

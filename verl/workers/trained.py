@@ -35,14 +35,28 @@ class TrainedWorker(EngineWorker):
     checkpoint: CheckpointConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Weights in Hugging Face format, or adapters in peft's, with the tokenizer, optimizer and schedule."""
-        self.engine.save(folder, tokenizer=self.tokenizer, merged="hf_model" in self.checkpoint.save_contents)
+    def save_checkpoint(self, folder: Path, *, in_background: bool = False) -> None:
+        """What `checkpoint.save_contents` names, see `TrainEngine.save`; every rank writes its shards."""
+        contents = self.checkpoint.save_contents
+        self.engine.save(
+            folder,
+            tokenizer=self.tokenizer,
+            merged="hf_model" in contents,
+            optimizer="optimizer" in contents,
+            extra="extra" in contents,
+            in_background=in_background,
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)  # which is told of the other ranks' failures too
+    def checkpoint_is_written(self, *, wait: bool) -> bool:
+        """Whether all ranks have written what they began in the background. Raises what went wrong with it."""
+        return self.engine.is_saved(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
-        """Undo `save_checkpoint`."""
-        self.engine.load(folder)
+        """Undo `save_checkpoint`, as far as `checkpoint.load_contents` asks for it."""
+        contents = self.checkpoint.load_contents
+        self.engine.load(folder, optimizer="optimizer" in contents, extra="extra" in contents)
 
 
 def parameter_dtype(

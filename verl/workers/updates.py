@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,10 +93,13 @@ def run_updates(
             mini_batch = mini_batch.select()  # a column more, and the caller's batch stays as it is
             mask = mini_batch.batch["response_mask"]
             mini_batch.batch["weights"] = global_weights(mask, loss_agg_mode, engine.mesh.data)
+            infer = partial(engine.infer, mini_batch, budget, **forward_arguments)
+            objective.begin(mini_batch, infer, engine.mesh.data)
             columns = objective.columns(set(mini_batch.batch.keys()))
             metrics = engine.forward_backward(
                 mini_batch, budget, objective, columns, on_restart=objective.restart, **forward_arguments
             )
+            objective.end()
             result = engine.step()
             lr = result.lr
             metrics[f"{name}/grad_norm"] = result.grad_norm

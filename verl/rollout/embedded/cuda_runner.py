@@ -5,6 +5,7 @@ last token, position, page table and sampling key. A step draws its tokens itsel
 steps follow each other without the host.
 """
 
+import atexit
 import bisect
 import functools
 import gc
@@ -108,6 +109,9 @@ class CudaRunner(ModelRunner):
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.device)  # one: cuBLAS keeps a workspace for every stream
+        if self.parallel is not None:
+            # A communicator waits for the graphs that it was captured in, so they go before process groups are closed.
+            atexit.register(self._graphs.clear)
 
     @property
     def other_bytes(self) -> int:
@@ -244,6 +248,8 @@ class CudaRunner(ModelRunner):
             log_probs=self._draw.log_probs[:rows],
         )
         draw(self.logits(hidden), drawn, self._workspace, filtered=self._filtered, greedy=self._greedy)
+        if self.parallel is not None:
+            self.parallel.agree(drawn.tokens)
         advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
 
     def _device_step(self, slots: Tensor, pages: Tensor, offsets: Tensor) -> DeviceStep:
@@ -258,6 +264,7 @@ class CudaRunner(ModelRunner):
         workspace = None
         if splits > 1:
             heads: int = self.module.config.get_text_config().num_attention_heads
+            heads //= 1 if self.parallel is None else self.parallel.axis.size
             widest = max(shape.value_dim for shape in shapes)
             workspace = split_workspace(rows, heads, widest, splits, self.device)
         return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace)
@@ -282,7 +289,9 @@ class CudaRunner(ModelRunner):
             torch.cuda.synchronize(self.device)
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture.
             with _no_garbage_collection():
-                graph.capture_begin(pool=self._pool)
+                # NCCL's watchdog asks for events on a thread of its own meanwhile.
+                errors_of = "global" if self.parallel is None else "thread_local"
+                graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
                 try:
                     self._step(rows)
                 except RuntimeError as error:

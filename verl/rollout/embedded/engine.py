@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.distributed.collectives import ALONE, Axis, max_of
 from verl.rollout.base import rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.embedded.attention import IMPLEMENTATION
@@ -19,6 +20,7 @@ from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
+from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
@@ -37,13 +39,32 @@ _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens"
 class EmbeddedEngine(LocalEngine):
     """A `RolloutEngine` inside the trainer's process. One `generate` at a time.
 
+    Several `ranks` share one engine (`TensorParallel`): each makes every call with the same arguments, takes every
+    completion, and gives all of them.
+
     Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps, generated_tokens,
     preemptions, copied_pages, peak_pages, num_pages, memory_gib (pages, and weights that are not the trainer's),
     capture_s (of all graphs since the engine was made), generate_s, tokens_per_s.
     """
 
-    def __init__(self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> None:
-        super().__init__(model=model, tokenizer=tokenizer, config=config, device=device, attention=IMPLEMENTATION)
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        config: RolloutConfig,
+        device: torch.device,
+        ranks: Axis = ALONE,
+    ) -> None:
+        self.parallel = TensorParallel(model, ranks, in_order=config.deterministic) if ranks.size > 1 else None
+        super().__init__(
+            model=model,
+            tokenizer=tokenizer,
+            config=config,
+            device=device,
+            attention=IMPLEMENTATION,
+            cuts=self.parallel.cuts if self.parallel else None,
+        )
         self.runner = self._make_runner()
         self._scheduler: Scheduler | None = None
         self._pages = PageAllocator(0)
@@ -94,6 +115,7 @@ class EmbeddedEngine(LocalEngine):
             "deterministic": self.config.deterministic,
             "device": self.device,
             "dtype": self.twin.dtype,
+            "parallel": self.parallel,
         }
         if self.device.type == "cpu":
             return HostRunner(self.twin, **settings)
@@ -146,7 +168,11 @@ class EmbeddedEngine(LocalEngine):
             self.runner.allocate(wanted)
 
     def _most_bytes(self) -> int:
-        """What the cache may fill of the memory that is free or its own."""
+        """What the cache may fill of the memory that is free or its own: on each of the ranks that share the engine."""
+        most = self._most_bytes_here()
+        return most if self.parallel is None else -max_of(-most, self.parallel.axis)
+
+    def _most_bytes_here(self) -> int:
         if self.device.type == "cpu":
             return int(CPU_MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -309,6 +335,8 @@ class _Progress:
 
 
 @rollout_engines.register("embedded")
-def embedded(*, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> EmbeddedEngine:
+def embedded(
+    *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device, ranks: Axis = ALONE
+) -> EmbeddedEngine:
     """Factory of the registry."""
-    return EmbeddedEngine(model=model, tokenizer=tokenizer, config=config, device=device)
+    return EmbeddedEngine(model=model, tokenizer=tokenizer, config=config, device=device, ranks=ranks)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
+from verl.rollout.embedded.tensor_parallel import TensorParallel
 
 # h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h); rotary embeddings of whole heads.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -59,7 +60,13 @@ class FusedDecoder(ABC):
     """
 
     def __init__(
-        self, module: PreTrainedModel, paging: Paging, shapes: dict[nn.Module, LayerShape], *, max_positions: int
+        self,
+        module: PreTrainedModel,
+        paging: Paging,
+        shapes: dict[nn.Module, LayerShape],
+        *,
+        max_positions: int,
+        parallel: TensorParallel | None = None,
     ) -> None:
         body: Any = module.base_model
         self.paging = paging
@@ -82,6 +89,9 @@ class FusedDecoder(ABC):
         cos, sin = body.rotary_emb(weight.new_empty(1, 1), positions[None])
         self.cos: Tensor = cos[0].contiguous()
         self.sin: Tensor = sin[0].contiguous()
+        if parallel is not None:
+            # Before the methods themselves, so that one rank alone has nothing more to do.
+            vars(self).update(attend=parallel.summed(self.attend), feed_forward=parallel.summed(self.feed_forward))
 
     def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
         """Token ids (b,) at positions (b,) -> hidden states (b, H)."""
@@ -106,11 +116,11 @@ class FusedDecoder(ABC):
 
     @abstractmethod
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
-        """Attention of the normed states (b, H), its output projection included."""
+        """Attention of the normed states (b, H), its output projection included; this rank's share of it."""
 
     @abstractmethod
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """The gated feed-forward part of the normed states (b, H)."""
+        """The gated feed-forward part of the normed states (b, H); this rank's share of it."""
 
 
 class TorchDecoder(FusedDecoder):

@@ -139,4 +139,6 @@ class HostRunner(ModelRunner):
             draw = invariant.draw if self.deterministic else sample
             parts.append(draw(self.logits(hidden[part]), self.params, None if noise is None else noise[part]))
         tokens, log_probs = (torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts))
+        if self.parallel is not None:
+            self.parallel.agree(tokens)
         return tokens.numpy(), log_probs.numpy()

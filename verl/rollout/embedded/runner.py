@@ -17,6 +17,7 @@ from verl.rollout.embedded.fused import FusedDecoder, can_fuse
 from verl.rollout.embedded.invariant import head_logits as invariant_head_logits
 from verl.rollout.embedded.invariant import make_invariant, refuse_variant_operations
 from verl.rollout.embedded.scheduler import Scheduler
+from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
 from verl.utils.logging import logger
 
@@ -53,6 +54,7 @@ class ModelRunner:
         deterministic: bool,
         device: torch.device,
         dtype: torch.dtype,
+        parallel: TensorParallel | None = None,
     ) -> None:
         self.module = module
         self.max_model_len = max_model_len
@@ -60,8 +62,11 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.deterministic = deterministic
+        self.parallel = parallel
         if deterministic:
             make_invariant(module, device)
+        if parallel is not None:
+            parallel.sum_outputs(module)
         self.paging = Paging(module, invariant=deterministic)
         self.head = head_of(module)
         self.num_pages = 0
@@ -150,7 +155,10 @@ class ModelRunner:
     def make_body(self, fused: Callable[..., FusedDecoder]) -> Body:
         """The way of a decode step through the layers."""
         if can_fuse(self.module):
-            return fused(self.module, self.paging, self.layer_shapes(), max_positions=self.max_model_len)
+            shapes = self.layer_shapes()
+            return fused(
+                self.module, self.paging, shapes, max_positions=self.max_model_len, parallel=self.parallel
+            )  # fmt: skip
         logger.info(f"rollout: '{self.module.config.model_type}' decodes through its module's own layers")
         return self.hidden
 

@@ -1,0 +1,93 @@
+"""HumanEval and MBPP as train.parquet and test.parquet; their programs run in the sandbox (docs/rewards.md).
+
+    python examples/data_preprocess/code_problems.py --dataset mbpp --local_save_dir ~/data/mbpp       # from the hub
+    python examples/data_preprocess/code_problems.py --dataset humaneval --local_dataset_path raw/humaneval
+
+A local folder holds HumanEval.jsonl or mbpp.jsonl, plain or gzipped. HumanEval has 164 problems, all of them for
+testing. MBPP's split is that of its paper: test 11-510, training 601-974 and validation 511-600; the ten few-shot
+examples are left out. (The file is not called code.py: Python would find it as its own `code`.)
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import load_dataset
+
+SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
+FILES = {"humaneval": "HumanEval.jsonl", "mbpp": "mbpp.jsonl"}
+HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in one Python code block.\n\n"
+MBPP_INSTRUCTION = (
+    "{text}\n\nYour code must pass these tests:\n\n{tests}\n\nAnswer with one Python code block, without the tests."
+)
+
+
+def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
+    """All problems, from a folder, or else from the hub. FileNotFoundError if the folder has no such file."""
+    if folder is None:
+        splits: Any = load_dataset(SOURCES[dataset])
+        return (row for split in splits.values() for row in split)
+    for name in (FILES[dataset], f"{FILES[dataset]}.gz"):
+        path = Path(folder).expanduser() / name
+        if path.is_file():
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
+    raise FileNotFoundError(f"'{folder}' must hold {FILES[dataset]} or {FILES[dataset]}.gz, found neither.")
+
+
+def make_humaneval_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Split and row."""
+    truth = {name: raw[name] for name in ("prompt", "test", "entry_point")}
+    solution = raw["prompt"] + raw["canonical_solution"]
+    index = int(raw["task_id"].split("/")[1])
+    return "test", _row("humaneval", HUMANEVAL_INSTRUCTION + raw["prompt"], truth, solution, "test", index)
+
+
+def make_mbpp_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Split and row; None for a few-shot example."""
+    number = int(raw["task_id"])
+    if number <= 10:
+        return None
+    split = "test" if number <= 510 else "val" if number <= 600 else "train"
+    tests = list(raw["test_list"])
+    truth = {"test_list": tests, "test_setup_code": raw["test_setup_code"]}
+    question = MBPP_INSTRUCTION.format(text=raw["text"], tests="\n".join(tests))
+    return split, _row("mbpp", question, truth, raw["code"], split, number)
+
+
+def _row(dataset: str, question: str, truth: dict, solution: str, split: str, index: int) -> dict[str, Any]:
+    return {
+        "data_source": SOURCES[dataset],
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "code",
+        # As JSON: columns of one type, whatever the form of the tests.
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+        "extra_info": {"split": split, "index": index, "question": question, "solution": solution},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=sorted(SOURCES), required=True)
+    parser.add_argument("--local_dataset_path", help="folder of the raw file; default: the hub")
+    parser.add_argument("--local_save_dir", "--local_dir", help="folder to write to; default: ~/data/<dataset>")
+    options = parser.parse_args(arguments)
+    target = Path(options.local_save_dir or f"~/data/{options.dataset}").expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    make = {"humaneval": make_humaneval_row, "mbpp": make_mbpp_row}[options.dataset]
+    splits: dict[str, list[dict[str, Any]]] = {}
+    for made in map(make, read_raw(options.local_dataset_path, options.dataset)):
+        if made is not None:
+            splits.setdefault(made[0], []).append(made[1])
+    for split, rows in splits.items():
+        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
+        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+
+
+if __name__ == "__main__":
+    main()

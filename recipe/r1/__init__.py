@@ -1,0 +1,1 @@
+"""Evaluation under the names of verl's R1 recipe."""

@@ -1,0 +1,230 @@
+"""The dictionaries of verl 0.5's core_algos: ours by its signatures, and users' functions of them in our training."""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.algorithms.references import ADVANTAGES, LOSSES, SETTINGS, aggregate
+from tests.algorithms.tensors import random_columns, random_mask
+from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.masked import AGGREGATION_MODES, agg_loss, aggregation_weights
+from verl.algorithms.policy_losses import PolicyLossInputs, policy_losses
+from verl.config import ActorConfig, PolicyLossConfig
+from verl.utils.errors import ConfigError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from verl.trainer.ppo.core_algos import (  # pyright: ignore[reportMissingImports]
+        ADV_ESTIMATOR_REGISTRY,
+        POLICY_LOSS_REGISTRY,
+        AdvantageEstimator,
+        get_adv_estimator_fn,
+        get_policy_loss_fn,
+        register_adv_est,
+        register_policy_loss,
+    )
+
+MASK = random_mask(5, 6, 7)
+OLD, DRIFT, ADVANTAGES_OF = random_columns(5, 6, 7, 3)
+OLD = -OLD.abs()
+NEW = OLD + 0.4 * DRIFT
+GAINS = ADVANTAGES_OF[:, :1].expand(6, 7).contiguous()
+UIDS = np.array(["x", "y", "x", "y", "y", "x"], dtype=object)
+
+_CLIP = {"clip_ratio": 9.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+_POLICY_LOSS = {name: value for name, value in SETTINGS.items() if not name.startswith("clip_ratio")}
+CONFIGS = {
+    "dict": {**_CLIP, "policy_loss": _POLICY_LOSS},
+    "omegaconf": OmegaConf.create({**_CLIP, "policy_loss": _POLICY_LOSS}),
+    "namespace": SimpleNamespace(**_CLIP, policy_loss=SimpleNamespace(**_POLICY_LOSS)),
+    "ours": ActorConfig(**_CLIP, policy_loss=PolicyLossConfig(**_POLICY_LOSS)),
+}
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("name", sorted(name for name in LOSSES if not name.endswith("_cov")))
+def test_a_loss_by_verls_signature_is_the_papers(name, mode):
+    leaf, other = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
+    rows = [
+        LOSSES[name](*([column[row, t] for t in own] for column in (other, OLD, GAINS)), [False] * len(own))
+        for row in range(len(MASK))
+        if (own := MASK[row].nonzero().flatten().tolist())
+    ]
+    expected = aggregate(rows, mode, MASK.shape[1])
+    expected.backward()
+    for config in CONFIGS.values():
+        leaf.grad = None
+        loss, *numbers = get_policy_loss_fn(name)(OLD, leaf, GAINS, MASK, mode, config)
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-6, atol=1e-9)
+        assert len(numbers) == 3
+        assert numbers[1].item() == pytest.approx(((OLD - NEW) * MASK).sum().item() / MASK.sum().item())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_recipes_as_their_papers_write_them(name, beta):
+    """Whole objectives on padded tensors, as vectorised formulas; the KL is k3, aggregated as the loss is."""
+    groups = torch.tensor([0, 1, 0, 1, 1, 0])
+    scores = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.5], dtype=torch.float64)
+    reference = OLD + 0.1 * DRIFT.flip(0)
+    mask = torch.ones_like(MASK) * (torch.arange(7) < torch.tensor([[7], [2], [5], [1], [6], [3]]))
+    mean = torch.stack([scores[groups == g].mean() for g in (0, 1)])[groups]
+    std = torch.stack([scores[groups == g].std() for g in (0, 1)])[groups]
+    gains = ((scores - mean) / (1.0 if name == "dr_grpo" else std + 1e-6))[:, None]
+    new = NEW.clone().requires_grad_()
+    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}.get(name, (0.2, 0.2))
+    lengths = mask.sum(1, keepdim=True)
+    log_ratio = new - OLD
+    if name == "gspo":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / lengths
+    ratio = log_ratio.exp()
+    tokens = -torch.minimum(ratio * gains, ratio.clamp(1 - low, 1 + high) * gains)
+    if name == "cispo":
+        tokens = -ratio.clamp(max=5.0).detach() * gains * new
+    tokens = tokens + beta * ((reference - new).exp() - (reference - new) - 1)
+    mode = {"dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean", "cispo": "token-mean"}.get(
+        name, "seq-mean-token-mean"
+    )
+    if mode == "token-mean":
+        expected = (tokens * mask).sum() / mask.sum()
+    else:
+        expected = ((tokens * mask).sum(1) / (7 if name == "dr_grpo" else lengths[:, 0])).mean()
+    expected.backward()
+
+    rewards = torch.zeros_like(OLD)
+    rewards[:, 0] = scores
+    advantages, _ = get_adv_estimator_fn("grpo")(rewards, mask, index=UIDS, norm_adv_by_std_in_grpo=name != "dr_grpo")
+    leaf = NEW.clone().requires_grad_()
+    config = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": 1e9}
+    loss = get_policy_loss_fn(name if name in ("gspo", "cispo") else "vanilla")(
+        OLD, leaf, advantages, mask, mode, config
+    )[0]
+    loss = loss + beta * agg_loss(kl_penalty(leaf, reference, "low_var_kl"), mask, mode)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(leaf.grad, new.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_covariance_losses_by_verls_signature():
+    """Their picks are those of the batch as a whole; clip_cov draws from torch's generator."""
+    for name in ("clip_cov", "kl_cov"):
+        torch.manual_seed(0)
+        first = get_policy_loss_fn(name)(OLD, NEW, GAINS, MASK, "token-mean", CONFIGS["dict"])
+        torch.manual_seed(0)
+        again = get_policy_loss_fn(name)(OLD, NEW, GAINS, MASK, "token-mean", CONFIGS["dict"])
+        plain = get_policy_loss_fn("vanilla")(
+            OLD, NEW, GAINS, MASK, "token-mean", {**CONFIGS["dict"], "clip_ratio_c": 1e9}
+        )
+        assert first[0] == again[0] != plain[0]
+
+
+def test_defaults_of_the_sequence_losses_and_of_no_config():
+    mean = get_policy_loss_fn("gspo")(OLD, NEW, GAINS, MASK)
+    assert mean[0] == get_policy_loss_fn("gspo")(OLD, NEW, GAINS, MASK, "seq-mean-token-mean", ActorConfig())[0]
+    both = get_policy_loss_fn("vanilla")(OLD, NEW, GAINS, MASK, "token-mean", {"clip_ratio": 0.1})
+    low_high = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}
+    assert both[0] == get_policy_loss_fn("vanilla")(OLD, NEW, GAINS, MASK, "token-mean", low_high)[0]
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_by_verls_signature_is_the_papers(name):
+    rewards = random_columns(9, 6, 7, 1)[0]
+    groups = [0, 1, 0, 1, 1, 0]
+    expected = ADVANTAGES[name](rewards.sum(-1).tolist(), groups, MASK.sum(-1).tolist())
+    advantages, returns = get_adv_estimator_fn(name)(
+        token_level_rewards=rewards, response_mask=MASK, index=UIDS, config=None
+    )
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64)[:, None] * MASK)
+    assert torch.equal(advantages, returns)
+
+
+def test_other_estimators_by_verls_signature():
+    rewards, baselines = random_columns(9, 6, 7, 1)[0], torch.arange(6.0).double()
+    inputs = AdvantageInputs(rewards, MASK, gamma=0.5, group=torch.tensor([0, 1, 0, 1, 1, 0]))
+    for name, given in (
+        ("reinforce_plus_plus", {"config": SimpleNamespace(gamma=0.5)}),
+        ("reinforce_plus_plus", {"config": {"gamma": 0.5}}),
+        ("reinforce_plus_plus_baseline", {"index": UIDS, "config": None}),
+        ("remax", {"reward_baselines": baselines, "config": None}),
+    ):
+        got = get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=MASK, **given)
+        expected = advantage_estimators.get(name)(inputs._replace(columns={"reward_baselines": baselines}))
+        assert all(torch.equal(one, other) for one, other in zip(got, expected)), name
+    scaled, _ = get_adv_estimator_fn("gpg")(
+        rewards, MASK, index=torch.tensor([0, 1, 0, 1, 1, 0]), f_norm=2.0, alpha=3.0
+    )
+    torch.testing.assert_close(scaled, advantage_estimators.get("gpg")(inputs)[0] * 1.5)
+
+
+def test_the_registries_are_dictionaries():
+    assert set(LOSSES) <= set(POLICY_LOSS_REGISTRY)
+    assert set(ADVANTAGES) | {"gae", "remax"} <= set(ADV_ESTIMATOR_REGISTRY)
+    assert "vanilla" in POLICY_LOSS_REGISTRY
+    assert len(POLICY_LOSS_REGISTRY) == len(list(policy_losses))
+    assert POLICY_LOSS_REGISTRY.get("nothing") is None
+    assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is ADV_ESTIMATOR_REGISTRY["grpo"]
+    assert get_policy_loss_fn("gspo") is get_policy_loss_fn("gspo")
+    for lookup in (get_policy_loss_fn, get_adv_estimator_fn):
+        with pytest.raises(ValueError, match="Unknown .*'nothing'"):
+            lookup("nothing")
+    with pytest.raises(ConfigError, match="cannot be deleted"):
+        del POLICY_LOSS_REGISTRY["vanilla"]
+    with pytest.raises(ConfigError, match="already registered"):
+        register_policy_loss("vanilla")(lambda *args: None)
+
+
+@register_policy_loss("test_padded_reinforce")
+def _padded_reinforce(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
+    tokens = -advantages * log_prob * (1.0 if config is None else config.clip_ratio_c)
+    share = (response_mask * (log_prob > old_log_prob)).sum() / response_mask.sum()
+    return agg_loss(tokens, response_mask, loss_agg_mode), share, torch.tensor(0.25), torch.tensor(0.0)
+
+
+def test_a_users_padded_loss_in_packed_micro_batches():
+    loss = policy_losses.get("test_padded_reinforce")
+    assert get_policy_loss_fn("test_padded_reinforce") is _padded_reinforce
+    actor = ActorConfig(clip_ratio_c=2.0)
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        weights = aggregation_weights(MASK, mode).double()
+        expected = 2.0 * (-GAINS * NEW * weights).sum()
+        leaf, total = NEW.clone().requires_grad_(), 0.0
+        for rows in (torch.tensor([4, 0]), torch.tensor([1, 2, 3, 5])):
+            columns = [column[rows].flatten() for column in (leaf, OLD, GAINS, weights)]  # tool tokens among them
+            number = rows.repeat_interleave(MASK.shape[1])
+            inputs = PolicyLossInputs(*columns, number, mask=MASK[rows].flatten())
+            output = loss(inputs, loss_agg_mode=mode, actor=actor, clip_ratio_low=0.2)
+            output.loss.backward()
+            total += output.loss.item()
+            assert output.means["ppo_kl"].tolist() == [0.25] * len(number)
+        assert total == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(leaf.grad, 2.0 * -GAINS * weights, rtol=1e-6, atol=1e-12)
+
+
+def test_a_padded_loss_cannot_weigh_tokens():
+    columns = [column[:1].flatten() for column in (NEW, OLD, GAINS)]
+    inputs = PolicyLossInputs(*columns, torch.linspace(0.5, 1, 7).double(), torch.zeros(7, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="rollout_is=null"):
+        policy_losses.get("test_padded_reinforce")(inputs, loss_agg_mode="token-mean")
+
+
+def test_a_users_padded_estimator_in_our_training():
+    @register_adv_est("test_padded_mean")
+    def centred(token_level_rewards, response_mask, index, config=None, epsilon=1e-6):
+        scores = token_level_rewards.sum(-1) * config.gamma
+        baseline = {uid: scores[index == uid].mean() for uid in set(index.tolist())}
+        advantages = (scores - torch.stack([baseline[uid] for uid in index.tolist()]))[:, None] * response_mask
+        return advantages, advantages
+
+    rewards, group = random_columns(9, 6, 7, 1)[0], torch.tensor([0, 1, 0, 1, 1, 0])
+    got, _ = advantage_estimators.get("test_padded_mean")(AdvantageInputs(rewards, MASK, group=group, gamma=0.5))
+    plain, _ = advantage_estimators.get("grpo")(AdvantageInputs(rewards, MASK, group=group, norm_by_std=False))
+    torch.testing.assert_close(got, 0.5 * plain)
+    assert ADV_ESTIMATOR_REGISTRY["test_padded_mean"] is centred
+    assert advantage_estimators.get("test_padded_mean").__module__ == __name__, "a user's, who may read old_log_probs"

@@ -1,0 +1,145 @@
+"""The command `verl`: what it says, how fast, and that each command is the module that it stands for."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import verl
+from verl.cli import main as cli
+from verl.cli.commands import COMMANDS
+
+HEAVY = ("torch", "transformers", "numpy", "hydra", "omegaconf", "ray", "psutil")
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What would have run: (module, argv)."""
+    calls = []
+
+    def fake(name: str) -> SimpleNamespace:
+        return SimpleNamespace(main=lambda argv: calls.append((name, argv)) or 0)
+
+    monkeypatch.setattr(cli.importlib, "import_module", fake)
+    return calls
+
+
+def test_help_is_instant_and_loads_nothing():
+    code = (
+        "import sys, time; start = time.process_time(); from verl.cli.main import main; main(['--help']); "
+        f"print(time.process_time() - start, [name for name in {HEAVY} if name in sys.modules])"
+    )
+    told = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        told.append(done.stdout.splitlines()[-1].split(maxsplit=1))
+    assert min(float(seconds) for seconds, _ in told) < 0.5
+    assert told[0][1] == "[]"
+
+
+def test_help_has_every_command_with_an_example(capsys):
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS.values():
+        assert command.summary in text
+        assert f"$ {command.example}" in text
+        assert command.example.startswith(f"verl {command.words}")
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"verl {verl.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_command_has_its_module(command):
+    assert importlib.util.find_spec(command.module) is not None
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["trian", "data.x=1"], "No command 'trian'. Nearest: train."),
+        (["doctro"], "No command 'doctro'. Nearest: doctor."),
+        (["reward", "chek"], "No command 'reward chek'. Nearest: reward check."),
+        (["reward"], "No command 'reward'. Nearest: reward check."),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(capsys, called, argv, near):
+    assert cli.main(argv) == 2
+    assert near in capsys.readouterr().err
+    assert called == []
+
+
+def test_the_rest_of_the_line_is_passed_on_as_it_is(called):
+    cli.main(["train", "a.b=1", "+c=2", "--d.e=x", "--config-name", "run.yaml", "data.train_files=x.yaml"])
+    argv = ["a.b=1", "+c=2", "--d.e=x", "--config-name", "run.yaml", "data.train_files=x.yaml"]
+    assert called == [("verl.trainer.main_ppo", argv)]
+
+
+@pytest.mark.parametrize("argv", [["train", "--dry-run", "a=1"], ["train", "a=1", "--dry-run"], ["plan", "a=1"]])
+def test_a_dry_run_is_the_plan(called, argv):
+    cli.main(argv)
+    assert called == [("verl.diagnostics.plan", ["a=1"])]
+
+
+def test_a_yaml_file_is_hydras_two_options(called):
+    cli.main(["plan", "runs/small.yaml", "a=1"])
+    assert called == [("verl.diagnostics.plan", ["--config-path", "runs", "--config-name", "small", "a=1"])]
+
+
+def test_merge_needs_no_backend(called):
+    cli.main(["merge", "--local_dir", "actor"])
+    assert called == [("verl.model_merger.__main__", ["merge", "--backend", "fsdp", "--local_dir", "actor"])]
+
+
+def test_help_of_a_command_begins_with_its_example(capsys, called):
+    cli.main(["eval", "--help"])
+    assert COMMANDS["eval"].example in capsys.readouterr().out
+    assert called == [("verl.trainer.main_eval", ["--help"])]
+
+
+def test_a_missing_package_is_one_line(capsys, monkeypatch):
+    def missing(name: str):
+        raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
+
+    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    assert cli.main(["train"]) == 1
+    assert "pip install hydra-core" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_yaml_file(tmp_path: Path, capsys):
+    text = (
+        "data: {dataset_name: toy, train_batch_size: 4}\n"
+        "actor_rollout_ref: {model: {path: toy}}\ntrainer: {device: cpu}\n"
+    )
+    (tmp_path / "small.yaml").write_text(text)
+    assert cli.main(["train", "--dry-run", str(tmp_path / "small.yaml"), "actor_rollout_ref.rollout.n=3"]) == 0
+    assert "Batch: 4 prompts x 3 samples" in capsys.readouterr().out
+
+
+TOY = ["data.dataset_name=toy", "data.train_batch_size=4", "actor_rollout_ref.model.path=toy"]
+
+
+def test_a_reward_that_holds(capsys):
+    assert cli.main(["reward", "check", "--rows", "2", *TOY]) == 0
+    text = capsys.readouterr().out
+    assert len([line for line in text.splitlines() if line.startswith("row ")]) == 2 * 5 + 1
+    assert text.endswith("The reward tells gold answers from wrong ones.\n")
+
+
+def test_a_reward_that_fails(tmp_path: Path, capsys):
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return None\n")
+    assert cli.main(["reward", "check", *TOY, f"custom_reward_function.path={path}"]) == 1
+    text = capsys.readouterr().out
+    assert "FAULT: the reward function failed on" in text
+    assert "tells gold answers" not in text
+
+
+def test_what_a_user_can_cause_is_one_line(capsys):
+    assert cli.main(["reward", "check", "no.such.key=1"]) == 1
+    assert capsys.readouterr().err.startswith("ConfigError: ")

@@ -1,0 +1,245 @@
+"""What is learnt of a conversation is what the assistant says, whatever the template; every bad row is named."""
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.shared_files import SHARED, needs_shared
+from tests.tiny_models import tiny_tokenizer
+from verl.config.sft import SFTDataConfig, SFTMultiTurnConfig
+from verl.data.collate import collate
+from verl.data.sft_dataset import Conversation, Example, SFTDataset, encode, pad_examples
+from verl.data.toy import toy_files
+from verl.utils.errors import DataError
+
+MADE_UP = "made-up"
+TOKENIZERS = [
+    MADE_UP,
+    *(pytest.param(name, marks=needs_shared(f"models/{name}")) for name in ("qwen2-tokenizer", "minimind-tokenizer")),
+]
+DIALOGUE = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hi  "},
+    {"role": "assistant", "content": "Hello there"},
+    {"role": "user", "content": "And?\n"},
+    {"role": "assistant", "content": "Yes.\nIndeed"},
+]
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Shows a thought in the last turn alone, as Qwen3 does.
+FORGETFUL = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
+    "{% if loop.last and message['role'] == 'assistant' %}<thought>{% endif %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    return tiny_tokenizer() if name == MADE_UP else AutoTokenizer.from_pretrained(SHARED / "models" / name)
+
+
+def with_template(template: str | None) -> Any:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learnt_texts(tokenizer: Any, example: Example) -> list[str]:
+    """The runs of learnt tokens, as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.learnt, [0]])))
+    return [tokenizer.decode(example.ids[start:end]) for start, end in zip(edges[::2], edges[1::2])]
+
+
+def encode_one(tokenizer: Any, messages: list[dict[str, Any]], first_learnt: int = 0, **arguments: Any) -> Example:
+    [example] = encode(tokenizer, [Conversation(messages, first_learnt, arguments)])
+    return example
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Callable[..., SFTDataset]:
+    """A dataset of such rows by the made-up tokenizer, and such keys of `data`."""
+
+    def make(rows: list[dict[str, Any]], tokenizer: Any = None, **keys: Any) -> SFTDataset:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return SFTDataset(str(file), tokenizer or tiny_tokenizer(), SFTDataConfig(**keys))
+
+    return make
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_all_turns_of_the_assistant_are_learnt_and_nothing_else(name):
+    tokenizer = load(name)
+    example = encode_one(tokenizer, DIALOGUE)
+    whole = tokenizer.apply_chat_template(DIALOGUE, return_dict=False)
+    assert example.ids.tolist() == whole, "the tokens of transformers itself"
+    assert learnt_texts(tokenizer, example) == ["Hello there<|im_end|>", "Yes.\nIndeed<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_of_a_prompt_with_its_answer_the_answer_is_learnt(name):
+    tokenizer = load(name)
+    example = encode_one(tokenizer, DIALOGUE, first_learnt=4)
+    assert learnt_texts(tokenizer, example) == ["Yes.\nIndeed<|im_end|>"]
+    opened = tokenizer.apply_chat_template(DIALOGUE[:4], add_generation_prompt=True, return_dict=False)
+    assert example.ids[: len(opened)].tolist() == opened, "what a rollout would be given"
+    assert example.learnt.argmax() == len(opened)
+
+
+@needs_shared("models/minimind-tokenizer")
+def test_an_answer_that_parts_from_its_opening_is_learnt_from_there():
+    tokenizer = load("minimind-tokenizer")  # opens answers with an empty chain of thought
+    thinking = [DIALOGUE[1], {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}]
+    assert learnt_texts(tokenizer, encode_one(tokenizer, thinking)) == ["A greeting.\n</think>\n\nHello<|im_end|>"]
+
+
+@needs_shared("models/qwen2-tokenizer")
+def test_a_token_on_both_sides_of_the_beginning_is_learnt():
+    tokenizer = load("qwen2-tokenizer")
+    example = encode_one(tokenizer, [DIALOGUE[1], {"role": "assistant", "content": "\nHello"}])
+    assert learnt_texts(tokenizer, example) == ["\n\nHello<|im_end|>"]
+
+
+def test_a_templates_own_marks_are_taken():
+    plain, marked = tiny_tokenizer(), with_template(MARKED)
+    for first in (0, 4):
+        expected, found = encode_one(plain, DIALOGUE, first), encode_one(marked, DIALOGUE, first)
+        assert found.ids.tolist() == expected.ids.tolist()
+        assert found.learnt.tolist() == expected.learnt.tolist()
+
+
+def test_a_template_that_rewrites_history_is_an_error_unless_it_is_the_last_answer():
+    tokenizer = with_template(FORGETFUL)
+    with pytest.raises(DataError, match="rewrites history: message 2 alone ends in '<thought>"):
+        encode_one(tokenizer, DIALOGUE)
+    assert learnt_texts(tokenizer, encode_one(tokenizer, DIALOGUE, 4)) == ["<thought>Yes.\nIndeed<|im_end|>"]
+
+
+def test_what_a_template_refuses_is_told():
+    refusing = with_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="roles must alternate"):
+        encode_one(refusing, DIALOGUE)
+    with pytest.raises(DataError, match="begins with the assistant"):
+        encode_one(tiny_tokenizer(), DIALOGUE[2:])
+
+
+def test_a_template_whose_turns_end_in_white_space_alone_has_it_learnt():
+    tokenizer = with_template(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert learnt_texts(tokenizer, encode_one(tokenizer, DIALOGUE)) == ["Hello there\n", "Yes.\nIndeed\n"]
+
+
+def test_without_template_an_answer_follows_its_prompt_and_ends():
+    tokenizer = with_template(None)
+    example = encode_one(tokenizer, [DIALOGUE[1], DIALOGUE[2]], first_learnt=1)
+    assert tokenizer.decode(example.ids) == "Hi  Hello there<eos>"
+    assert learnt_texts(tokenizer, example) == ["Hello there<eos>"]
+    with pytest.raises(DataError, match="no chat template"):
+        encode_one(tokenizer, DIALOGUE)
+
+
+def test_what_a_row_brings_for_the_template_reaches_it(dataset):
+    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if enable_thinking %}!{% endif %}" + str(
+        tiny_tokenizer().chat_template
+    )
+    tokenizer = with_template(template)
+    rows = [{"messages": DIALOGUE, "tools": [{"name": "add"}], "enable_thinking": True}, {"messages": DIALOGUE}]
+    made = dataset(rows, tokenizer, multiturn=SFTMultiTurnConfig(enable=True))
+    texts = [tokenizer.decode(made[row]["raw_prompt_ids"]) for row in (0, 1)]
+    assert texts[0] == "add!" + texts[1]
+
+
+def test_an_item_parts_where_learning_begins(dataset):
+    made = dataset([{"question": "2+2?", "answer": "4"}, {"question": "Sky?", "answer": "blue"}])
+    tokenizer = made.tokenizer
+    assert len(made) == 2
+    item = made[1]
+    assert tokenizer.decode(item["raw_prompt_ids"]) == "<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(item["response_ids"]) == "blue<|im_end|>\n"
+    assert item["learnt"] == [True] * 5 + [False]
+    assert item["uid"].endswith("rows.jsonl, row 1")
+
+
+def test_prompts_and_answers_may_lie_deep_in_their_columns():
+    keys: dict[str, Any] = {"prompt_key": "extra_info", "response_key": "extra_info"}
+    config = SFTDataConfig(**keys, prompt_dict_keys=["question"], response_dict_keys=["answer"])
+    item = SFTDataset(toy_files(), tiny_tokenizer(), config)[0]
+    assert "3 + 11 = ?" in tiny_tokenizer().decode(item["raw_prompt_ids"])
+    assert tiny_tokenizer().decode(item["response_ids"]) == "14<|im_end|>\n"
+
+
+def test_fingerprints_tell_datasets_apart(dataset):
+    rows = [{"question": "2+2?", "answer": "4"}, {"question": "Sky?", "answer": "blue"}]
+    fingerprint = dataset(rows).fingerprint
+    assert fingerprint == dataset(rows).fingerprint
+    assert fingerprint != dataset(rows[::-1]).fingerprint
+    assert fingerprint != dataset(rows, with_template(MARKED.replace("<|im_end|>", ""))).fingerprint
+
+
+def test_a_longer_row_is_cut_where_that_is_asked_for(dataset):
+    rows = [{"question": "2+2?", "answer": "fourteen"}]
+    whole, answer = dataset(rows)[0], "fourteen<|im_end|>\n"
+    left = dataset(rows, max_length=12, truncation="left")[0]
+    assert left["raw_prompt_ids"] == whole["raw_prompt_ids"][-2:]
+    assert tiny_tokenizer().decode(left["response_ids"]) == answer
+    length = len(whole["raw_prompt_ids"])
+    right = dataset(rows, max_length=length + 3, truncation="right")[0]
+    assert right["raw_prompt_ids"] == whole["raw_prompt_ids"]
+    assert tiny_tokenizer().decode(right["response_ids"]) == "fou"
+    inside = dataset(rows, max_length=6, truncation="left")[0]
+    assert tiny_tokenizer().decode(inside["raw_prompt_ids"]) == "t", "what has nothing before it is not learnt"
+
+
+GOOD = {"question": "2+2?", "answer": "4"}
+TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        ([GOOD], {"prompt_key": "prompt"}, "column 'prompt' is missing; columns found: question.*data.prompt_key"),
+        ([GOOD], {"response_key": "a"}, "column 'a' is missing.*data.response_key"),
+        ([GOOD], TURNS, "column 'messages' is missing.*data.multiturn.messages_key"),
+        ([GOOD, {"question": "x"}], {}, "row 1, column 'answer': must be a text that is not empty, got 'None'"),
+        ([{"question": "x", "answer": ""}], {}, "row 0, column 'answer': must be a text that is not empty"),
+        ([{"question": 3, "answer": "x"}], {}, "row 0, column 'question': must be a list of messages"),
+        ([GOOD], {"response_dict_keys": ["text"]}, "row 0, column 'answer': must be a dict with the key 'text'"),
+        ([GOOD, {"question": "x" * 90, "answer": "y"}], {"max_length": 60}, r"row 1: \d+ tokens, .* allows 60"),
+        ([GOOD], {"max_length": 9, "truncation": "right"}, "row 0: no token to learn .within data.max_length=9"),
+        ([{"messages": DIALOGUE}, {"messages": DIALOGUE[:2]}], TURNS, "row 1: no token to learn .the assistant says"),
+        ([{"messages": DIALOGUE}, {"messages": "Hi"}], TURNS, "row 1, column 'messages': must be a list of messages"),
+        ([{"messages": DIALOGUE}, {"messages": DIALOGUE[2:]}], TURNS, "row 1: the conversation begins with"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_learnt_is_told_with_its_row(dataset, rows, keys, message):
+    with pytest.raises(DataError, match=message):
+        dataset(rows, **keys)
+
+
+def test_padded_columns_hold_the_rows(dataset):
+    rows = [{"question": "2+2?", "answer": "fourteen"}, {"question": "A longer one", "answer": "4"}]
+    made = dataset(rows)
+    batch = pad_examples(collate([made[0], made[1]])).batch
+    ids, real, learnt = batch["input_ids"], batch["attention_mask"].bool(), batch["response_mask"]
+    for row in (0, 1):
+        item = made[row]
+        assert ids[row][real[row]].tolist() == item["raw_prompt_ids"] + item["response_ids"]
+        assert learnt[row].sum() == sum(item["learnt"])
+        response = ids[row, -learnt.shape[1] :]
+        assert response[learnt[row].bool()].tolist() == [
+            token for token, counts in zip(item["response_ids"], item["learnt"]) if counts
+        ]
+    assert real[:, 0].sum() == 1 == real[:, -1].sum(), "prompts end, and responses begin, in one column"

@@ -1,0 +1,63 @@
+"""Links between the nodes of a Ray cluster: measured on two nodes of this machine, and judged."""
+
+import pytest
+
+pytest.importorskip("ray", reason="the optional backend is not installed")
+import ray
+from ray.cluster_utils import Cluster
+
+import verl.utils
+from verl.diagnostics.connectivity import judge
+from verl.single_controller.ray_links import Link
+
+GOOD = [
+    Link(f"n{i} (10.0.0.{i}, aa)", f"n{j} (10.0.0.{j}, bb)", 0.001, 1e9) for i in range(3) for j in range(3) if i != j
+]
+
+
+@pytest.mark.timeout(180)
+def test_two_nodes():
+    store = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=store)
+    try:
+        cluster.add_node(**store)
+        found = verl.utils.test_ray_connectivity(megabytes=8, rounds=5, address=cluster.address, log_to_driver=False)
+        assert not ray.is_initialized(), "as it was before"
+    finally:
+        cluster.shutdown()
+    one, other = found.links
+    assert (one.source, one.target) == (other.target, other.source)
+    assert one.source != one.target
+    for link in found.links:
+        assert link.error is None
+        assert 1e-5 < link.latency_s < 5
+        assert 1e5 < link.bytes_per_s < 1e11
+    assert str(found).count("GB/s") >= 2
+
+
+def test_good_links_are_one_finding():
+    (finding,) = judge(GOOD)
+    assert finding.verdict == "ok"
+    assert finding.evidence == "3 node(s): at most 1.00 ms, at least 1.00 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("link", "verdict", "evidence", "fix"),
+    [
+        (Link("a", "b", error="no answer within 60 s"), "broken", "a -> b: no answer", "ray status"),
+        (Link("a", "b (10.0.0.9, cc)", 0.05, 1e9), "warn", "50.0 ms there and back", "ping -c 5 10.0.0.9"),
+        (Link("a", "b", 0.001, 2e8), "warn", "0.20 GB/s, the median link has 1.00", "--node-ip-address"),
+        (Link("a", "b", 0.001, 1e8), "warn", "0.10 GB/s", "--node-ip-address"),
+    ],
+    ids=["no answer", "late", "unlike the others", "slow"],
+)
+def test_a_bad_link(link: Link, verdict: str, evidence: str, fix: str):
+    (finding,) = judge([*GOOD, link])
+    assert finding.verdict == verdict
+    assert evidence in finding.evidence
+    assert finding.fix is not None
+    assert fix in finding.fix
+
+
+def test_no_link_at_all():
+    assert [finding.verdict for finding in judge([Link("a", "b", error="dead")])] == ["broken"]

@@ -1,0 +1,112 @@
+"""Reading the world: broken libraries in a folder of their own, and this machine as it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.diagnostics import probing
+from verl.diagnostics.probing import probe, understand
+from verl.diagnostics.world import find_copies, read_host, read_network, read_packages
+
+SOUND_TORCH = """
+from types import SimpleNamespace
+__version__ = "2.99"
+version = SimpleNamespace(cuda=None)
+cuda = SimpleNamespace()
+print("a library that talks")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch):
+    """Python looks here first, as it does in a folder from which `python -m` is run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text(SOUND_TORCH)
+    return tmp_path
+
+
+def test_packages_that_do_not_import(folder: Path):
+    (folder / "flash_attn.py").write_text("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
+    (folder / "vllm.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    (folder / "sglang.py").write_text("import sys; sys.exit('no CUDA toolkit')")
+    (folder / "torchao.py").write_text("import a_part_that_is_missing")
+    (folder / "apex.py").write_text("import torch; torch.imported = True")
+    found = probe(["flash-attn", "vllm", "sglang", "torchao", "apex", "hydra-core"])
+    assert found.torch is not None
+    assert found.torch.version == "2.99"
+    assert found.died_at is None
+    assert found.imports == {
+        "apex": None,  # its part amp_C is not there and need not be
+        "flash-attn": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10",
+        "sglang": "SystemExit: no CUDA toolkit",
+        "torchao": "ModuleNotFoundError: No module named 'a_part_that_is_missing'",
+        "vllm": "killed by SIGSEGV",
+    }
+
+
+def test_a_torch_that_does_not_import(folder: Path):
+    (folder / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    found = probe(["numpy"])
+    assert found.torch is None
+    assert found.torch_error == "ImportError: libcudart.so.13: cannot open shared object file"
+    assert found.imports == {}, "they need torch"
+
+
+def test_a_torch_that_kills_its_process(folder: Path):
+    (folder / "torch.py").write_text("import os; os.abort()")
+    assert probe([]).died_at == ("torch_error", "exit status -6")
+
+
+def test_a_torch_that_hangs(folder: Path, monkeypatch):
+    (folder / "torch.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(probing, "DEADLINE_S", 3.0)
+    found = probe([])
+    assert found.died_at == ("torch_error", "not done within 3 s")
+    assert found.torch is None
+
+
+def test_another_verl_in_this_folder_does_not_stop_the_probe(folder: Path):
+    (folder / "verl").mkdir()
+    (folder / "verl" / "__init__.py").write_text("raise ImportError('the wrong one')")
+    found = probe([])
+    assert found.died_at is None
+    assert found.torch is not None
+
+
+def test_a_line_cut_off_by_the_end_is_left():
+    output = b'["begin", "gpus"]\n["gpus", [{"name": "H10'
+    assert understand(output, "killed").died_at == ("gpus", "killed")
+
+
+def test_copies_in_the_order_of_the_path(tmp_path: Path):
+    for name in ("b", "a"):
+        (tmp_path / name / "verl").mkdir(parents=True)
+        (tmp_path / name / "verl" / "__init__.py").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    (tmp_path / "c" / "verl").mkdir(parents=True)  # a folder of data
+    found = find_copies([str(tmp_path / name) for name in ("b", "c", "link", "a", "none")])
+    assert found == [str(tmp_path / name / "verl") for name in ("b", "a")]
+
+
+def test_this_host():
+    host = read_host()
+    assert 0 < host.ram_available <= host.ram
+    assert 0 < host.open_files <= host.open_files_hard
+    assert all(free > 0 for _, free in host.disks.values())
+    assert read_packages()["torch"].version.startswith("2.")
+    assert "lo" not in read_network().interfaces
+
+
+def test_this_machine_is_judged_without_torch_in_this_process():
+    code = (
+        "import sys; from verl.utils import check_env; report = check_env(); "
+        "print(report.to_json()); print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split()[-1] == "False"
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    for name in ("Python", "torch import", "torch build", "torch", "transformers", "imports"):
+        assert findings[name]["verdict"] == "ok", findings[name]

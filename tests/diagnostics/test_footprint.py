@@ -1,0 +1,166 @@
+"""What an engine is said to hold beside what a real one holds, counted tensor by tensor on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.diagnostics.live_bytes import LiveBytes, taken_by
+from tests.engine.batches import COLUMNS, make_batch, smooth_loss
+from tests.tiny_models import tiny_model
+from verl.config import FSDPConfig, OptimConfig
+from verl.distributed.mesh import close_process_group
+from verl.engine.base import TrainEngine
+from verl.engine.footprint import EngineFootprint, gathers_once
+from verl.engine.microbatch import TokenBudget
+from verl.engine.model_shape import ModelShape
+from verl.models.lora import apply_lora
+from verl.models.packed import PackedCausalLM
+
+SHAPES = [(8, 120)] * 4
+TOKENS, PREDICTIONS = 256, 240
+BUDGET = TokenBudget(max_tokens=TOKENS)
+GATHERED = FSDPConfig(reshard_after_forward=False)
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    yield
+    close_process_group()
+
+
+def make_engine(*, optimizer: str = "AdamW", tied: bool = False, lora: int = 0, family="qwen2", **settings):
+    model = tiny_model(
+        family, hidden_size=64, intermediate_size=256, num_hidden_layers=3, vocab_size=512, tie_word_embeddings=tied,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    if lora:
+        apply_lora(model, rank=lora, alpha=lora)
+    defaults = {
+        "fsdp": FSDPConfig(), "grad_clip": 1.0, "device": torch.device("cpu"), "total_steps": 5,
+        "gradient_checkpointing": False, "share_prompts": False,
+    }  # fmt: skip
+    return TrainEngine(PackedCausalLM(model), optim=OptimConfig(optimizer=optimizer), **{**defaults, **settings})
+
+
+def update(engine: TrainEngine) -> None:
+    engine.forward_backward(make_batch(SHAPES), BUDGET, smooth_loss, COLUMNS)
+
+
+def num_bytes(tensors) -> int:
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({part.untyped_storage(): part.untyped_storage().nbytes() for part in local}.values())
+
+
+def moments(engine: TrainEngine) -> list[torch.Tensor]:
+    assert engine.optimizer is not None
+    return [value for state in engine.optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tied": True},
+        {"family": "qwen3_moe"},
+        {"lora": 4},
+        {"optimizer": "Muon"},
+        {"shard": True, "compute_dtype": torch.bfloat16},
+    ],
+    ids=["whole", "tied", "experts", "LoRA", "Muon", "sharded"],
+)
+def test_what_stays_is_predicted_to_the_byte(settings):
+    engine = make_engine(**settings)
+    footprint = engine.footprint
+    assert num_bytes(engine.module.parameters()) == footprint.parameters
+    update(engine)
+    gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
+    assert sum(gradient.numel() * gradient.itemsize for gradient in gradients) == footprint.gradients
+    engine.step()
+    assert num_bytes(moments(engine)) == footprint.moments > 0
+    assert footprint.resident == footprint.parameters + footprint.moments
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_checkpointing": True}, {"fsdp": GATHERED}],
+    ids=["all kept", "recomputed", "gathered once"],
+)
+def test_passes_take_what_is_predicted(settings):
+    """In bf16 through FSDP2, layers not compiled."""
+    engine = make_engine(shard=True, compute_dtype=torch.bfloat16, **settings)
+    update(engine)
+    engine.step()
+    there = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for tensor in (*engine.module.parameters(), *moments(engine))
+    ]
+    taken = taken_by(lambda: update(engine), there)
+    assert sum(engine.footprint.update(TOKENS, PREDICTIONS).values()) == pytest.approx(taken, rel=0.05)
+    engine.optimizer.zero_grad()
+    taken = taken_by(lambda: engine.infer(make_batch(SHAPES), BUDGET), there)
+    assert sum(engine.footprint.forward(TOKENS, PREDICTIONS).values()) == pytest.approx(taken, rel=0.1)
+
+
+def test_the_meter_counts_what_lives():
+    meter = LiveBytes()
+    meter.start()
+    with meter:
+        one = torch.ones(1000)
+        other = one + 1
+        view = other[:10]
+        del one
+        kept = torch.ones(10)
+    assert meter.taken() == 8000
+    assert meter.now == 4040
+    assert len(view) == len(kept) == 10
+
+
+def test_more_of_anything_takes_more():
+    footprint = make_engine().footprint
+    shape, setup = footprint.shape, replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
+    tokens = [sum(EngineFootprint(shape, setup).update(count, count).values()) for count in (64, 128, 4096)]
+    assert tokens == sorted(set(tokens))
+    deeper = replace(shape, layers=6)
+    for share in (0.0, 0.5, 1.0):
+        one, other = (
+            sum(EngineFootprint(each, replace(setup, checkpointing_share=share)).update(4096, 4096).values())
+            for each in (shape, deeper)
+        )
+        assert one < other
+    shares = [
+        sum(EngineFootprint(deeper, replace(setup, checkpointing_share=share)).update(4096, 4096).values())
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert shares == sorted(shares, reverse=True)
+    assert EngineFootprint(shape, replace(setup, compiled=True)).layer_activations() < (
+        EngineFootprint(shape, replace(setup, compiled=False)).layer_activations()
+    )
+
+
+def test_logits_do_not_grow_with_the_vocabulary():
+    footprint = make_engine().footprint
+    setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
+    small, large = (
+        EngineFootprint(replace(footprint.shape, vocabulary=vocabulary), setup).forward(16_384, 16_384)
+        for vocabulary in (32_768, 262_144)
+    )
+    assert sum(small.values()) == pytest.approx(sum(large.values()), rel=0.1)
+
+
+def test_weights_stay_gathered_where_the_device_has_room():
+    footprint = make_engine().footprint
+    setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
+    needed = footprint.shape.numel * (2 + 4 * 4)
+    for device_bytes, expected in ((2 * needed, True), (2 * needed - 4, False), (None, False)):
+        assert gathers_once(footprint.shape, setup, FSDPConfig(), device_bytes).keeps_gathered is expected
+    ranks = replace(setup, shard_ranks=2)
+    assert not gathers_once(footprint.shape, ranks, FSDPConfig(), 2 * needed).keeps_gathered
+
+
+def test_a_critic_has_no_vocabulary_to_predict():
+    from verl.models.critic import CriticModel
+
+    shape = ModelShape.from_module(CriticModel.from_causal_lm(tiny_model("llama")))
+    assert (shape.vocabulary, shape.head_numel, shape.layers) == (0, 0, 2)

@@ -1,0 +1,243 @@
+"""Plans of runs that users make: plausible for known models, quick, without a weight, and with advice that is true."""
+
+import copy
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import PreTrainedConfig
+
+import verl.utils
+from tests.diagnostics.configs import LLAMA_8B, LLAMA_70B, QWEN_7B, make_config
+from tests.tiny_models import save_tiny
+from verl.config import config_from_dict
+from verl.config.keys import owner_of
+from verl.diagnostics import plan as command
+from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan, plan_memory, reads_old_log_probs
+from verl.diagnostics.model_shapes import ModelShapes
+from verl.diagnostics.profile import _TOLD_AS, profile_memory, watch
+from verl.utils.errors import ConfigError, ModelError
+from verl.utils.peaks import Peak, phase_peaks
+
+GIB = 2**30
+OFFLOADED = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
+LORA = "actor_rollout_ref.model.lora_rank=32"
+ONE = ("trainer.n_gpus_per_node=1", "data.train_batch_size=64")
+TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
+
+
+def phase_of(plan: MemoryPlan, role: str, phase: str) -> PhasePlan:
+    return next(each for each in plan.phases if (each.role, each.phase) == (role, phase))
+
+
+def update_gib(plan: MemoryPlan) -> float:
+    return phase_of(plan, "actor", "actor update").device_bytes / GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "device_gib", "fits"),
+    [
+        (QWEN_7B, "H100", True),
+        (QWEN_7B, 48, True),
+        (LLAMA_8B, "H100", True),
+        (LLAMA_8B, 48, True),
+        (LLAMA_70B, "H100", False),
+        (LLAMA_70B, 48, False),
+    ],
+    ids=["7B, 80", "7B, 48", "8B, 80", "8B, 48", "70B, 80", "70B, 48"],
+)
+def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: bool):
+    start = time.process_time()
+    profile = profile_memory(make_config(tmp_path, model, "trainer.save_freq=10"), device_gib=device_gib)
+    plan = profile.plan
+    assert time.process_time() - start < 30
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert profile.fits is fits
+    numel = plan.roles["actor"].footprint.shape.numel
+    update = phase_of(plan, "actor", "actor update")
+    for part, num_bytes in (("actor parameters", 4), ("actor moments", 8), ("gradients", 4)):
+        assert update.device[part] == pytest.approx(num_bytes * numel / 8, rel=0.001)
+    load = phase_of(plan, "actor", "load")
+    assert load.host == 8 * 4 * numel, "every process reads the whole model"
+    assert phase_of(plan, "actor", "rollout").device["rollout weights"] == 2 * numel
+    text = str(profile)
+    assert ("It fits" in text) == fits
+    assert "256 prompts x 8 samples = 2048 rows of at most 2048 tokens" in text
+    assert [line for line in text.splitlines() if line.startswith("actor") and "checkpoint" in line]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "device_gib"),
+    [
+        (LLAMA_70B, (), 80),
+        (QWEN_7B, (*ONE, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536"), "H200"),
+        (QWEN_7B, (*ONE, LORA, "actor_rollout_ref.model.enable_gradient_checkpointing=False", TOKENS), 80),
+        (QWEN_7B, ("actor_rollout_ref.rollout.num_pages=200000",), 80),
+    ],
+    ids=["70B", "passes too large", "not checkpointed", "too many pages"],
+)
+def test_advice_makes_it_fit(tmp_path: Path, model: PreTrainedConfig, overrides: tuple[str, ...], device_gib):
+    profile = profile_memory(make_config(tmp_path, model, *overrides), device_gib=device_gib)
+    assert not profile.fits
+    assert profile.advice
+    for advice in profile.advice[:1]:
+        changed = [change.replace("=None", "=null") for change in advice.changes]
+        again = profile_memory(make_config(tmp_path, model, *overrides, *changed), device_gib=device_gib)
+        assert again.fits, changed
+        assert again.plan.worst.device_bytes == advice.plan.worst.device_bytes
+        assert " ".join(advice.changes) in str(profile)
+
+
+def test_where_no_change_helps_it_says_so(tmp_path: Path):
+    profile = profile_memory(make_config(tmp_path, LLAMA_70B, *ONE), device_gib=10)
+    assert (profile.fits, profile.advice) == (False, [])
+    assert "No three changes of keys make it fit" in str(profile)
+
+
+def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
+    config, shapes = make_config(tmp_path, QWEN_7B, *ONE, TOKENS), ModelShapes()
+
+    def plan(*overrides: str) -> MemoryPlan:
+        changed = copy.deepcopy(config)
+        for key, _, value in (override.partition("=") for override in overrides):
+            setattr(*owner_of(changed, key), yaml.safe_load(value))
+        return plan_memory(changed, 139.8, shapes)
+
+    full = plan()
+    assert update_gib(plan(LORA)) < 0.5 * update_gib(full)
+    offloaded = plan(OFFLOADED)
+    moments = full.roles["actor"].footprint.moments
+    for phase, less in (("rollout", moments), ("old log-probs", moments), ("actor update", 0)):
+        if phase == "old log-probs":
+            mini = ("actor_rollout_ref.actor.ppo_mini_batch_size=32",)
+            one, other = (phase_of(plan(*mini, *more), "actor", phase) for more in ((), (OFFLOADED,)))
+        else:
+            one, other = (phase_of(each, "actor", phase) for each in (full, offloaded))
+        if phase == "rollout":  # pages fill a share of what is free
+            assert other.device["pages"] > one.device["pages"]
+            assert "actor moments" not in other.device
+        else:
+            assert one.device_bytes - other.device_bytes == less
+    assert 0 <= offloaded.roles["actor"].footprint.on_host - moments < 2**28
+    for switch in (
+        "actor_rollout_ref.actor.optim.optimizer=AdamW8bit",
+        "actor_rollout_ref.actor.optim.optimizer=Muon",
+        "actor_rollout_ref.actor.fsdp_config.offload_policy=True",
+        "actor_rollout_ref.model.enable_activation_offload=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+        "trainer.n_gpus_per_node=2",
+    ):
+        assert update_gib(plan(switch)) < update_gib(full), switch
+    for switch in ("actor_rollout_ref.model.enable_gradient_checkpointing=False",
+                   "actor_rollout_ref.rollout.free_cache_engine=False",
+                   "actor_rollout_ref.actor.use_kl_loss=True"):  # fmt: skip
+        assert update_gib(plan(switch)) > update_gib(full), switch
+
+
+def test_ranks_that_hold_copies_and_ranks_that_share_tokens(tmp_path: Path):
+    hybrid = plan_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.actor.fsdp_config.fsdp_size=4"), 80)
+    footprint = hybrid.roles["actor"].footprint
+    assert footprint.parameters == pytest.approx(footprint.shape.numel, rel=0.001)  # 4 bytes, 4 ranks
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
+    shared = plan_memory(make_config(tmp_path, QWEN_7B, ulysses, "data.max_response_length=31744"), 80)
+    assert shared.batch.data_ranks == 2
+    passes = phase_of(shared, "actor", "actor update").passes
+    assert passes is not None
+    assert passes.tokens >= 32_768 // 4
+    with pytest.raises(ConfigError, match="Set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of 8"):
+        plan_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+                                "actor_rollout_ref.rollout.n=2"), 80)  # fmt: skip
+
+
+def test_the_cache_is_what_the_engine_would_take(tmp_path: Path):
+    plan = plan_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.rollout.num_pages=1280"), 80)
+    rollout = plan.rollout
+    assert rollout.page_bytes == 28 * 2 * 4 * 128 * 16 * 2
+    assert (rollout.pages_a_sample, rollout.at_once, rollout.samples) == (128, 10, 256)
+    half, most = (
+        plan_memory(make_config(tmp_path, QWEN_7B, f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"), 48)
+        for share in (0.25, 0.5)
+    )
+    assert half.rollout.pages == pytest.approx(most.rollout.pages / 2, rel=0.01)
+
+
+def test_a_small_model_on_a_cpu(tmp_path: Path):
+    save_tiny(tmp_path, "llama")
+    config = config_from_dict(
+        {
+            "data": {"train_files": "x.parquet", "train_batch_size": 4},
+            "actor_rollout_ref": {"model": {"path": str(tmp_path)}},
+            "trainer": {"device": "cpu"},
+        }
+    )
+    profile = profile_memory(config)
+    assert profile.fits is None
+    assert set(profile.plan.roles) == {"actor", "critic"}
+    assert profile.plan.rollout.weights == 0, "the trainer's own"
+    values = phase_of(profile.plan, "critic", "values")
+    assert values.host == values.device_bytes > 0
+    assert "Device: at most" in str(profile)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [((), False), (("actor_rollout_ref.actor.ppo_epochs=2",), True), (("algorithm.use_kl_in_reward=True",), True),
+     (("actor_rollout_ref.actor.ppo_mini_batch_size=64",), True)],
+)  # fmt: skip
+def test_old_log_probs_are_planned_where_they_are_computed(tmp_path: Path, overrides, expected):
+    config = make_config(tmp_path, QWEN_7B, *overrides)
+    assert reads_old_log_probs(config) is expected
+    phases = {phase.phase for phase in plan_memory(config, 80).phases}
+    assert ("old log-probs" in phases) is expected
+
+
+def test_a_family_apart_is_said_to_be_one(tmp_path: Path):
+    save_tiny(tmp_path, "gpt2")
+    config = config_from_dict(
+        {
+            "data": {"train_files": "x.parquet", "train_batch_size": 4, "max_prompt_length": 20,
+                     "max_response_length": 20},
+            "algorithm": {"adv_estimator": "grpo"},
+            "actor_rollout_ref": {"model": {"path": str(tmp_path)}, "rollout": {"n": 2}},
+        }
+    )  # fmt: skip
+    assert "a bound by analogy with Llama's layer" in str(profile_memory(config, device_gib=80))
+
+
+def test_the_running_trainer_has_its_measurements_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.diagnostics.profile._running", [])
+    with pytest.raises(ConfigError, match="there is none"):
+        profile_memory()
+    config = make_config(tmp_path, QWEN_7B)
+    watch(config)
+    predicted = phase_of(plan_memory(config, 80), "actor", "actor update").device_bytes
+    monkeypatch.setattr(phase_peaks, "phases", {"the actor's update": Peak(predicted // 2, predicted // 2, 5)})
+    row = next(line for line in str(profile_memory(device_gib=80)).splitlines() if "actor update" in line)
+    assert f"{predicted / GIB:.1f}  " in row
+    assert "+0%" in row
+
+
+def test_phases_are_told_under_the_names_that_engines_use():
+    """The names stand in the workers; what is misspelt here would never be measured."""
+    room = Path(command.__file__).parents[1]
+    source = "".join(path.read_text() for folder in ("workers", "engine") for path in (room / folder).glob("*.py"))
+    for name in set(_TOLD_AS.values()):
+        assert f'"{name}"' in source, name
+
+
+def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
+    assert verl.utils.profile_memory is profile_memory
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        verl.utils.nothing  # noqa: B018
+    QWEN_7B.save_pretrained(tmp_path)
+    words = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "data.train_files=x.parquet",
+             "data.train_batch_size=64", "trainer.n_gpus_per_node=8", "trainer.device=cuda"]  # fmt: skip
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    assert command.main(["--device-gib", "H100", *words, model]) == 0
+    assert "It fits" in capsys.readouterr().out
+    assert command.main(["--device-gib", "12", *words, model]) == 2
+    assert command.main(["--device-gib", "H1000", *words, model]) == 1
+    assert "Nearest known: H100" in capsys.readouterr().err
+    with pytest.raises(ModelError):
+        profile_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.model.path=./nowhere"), device_gib=80)

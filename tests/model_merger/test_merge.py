@@ -1,0 +1,231 @@
+"""Shards that several ranks wrote become a folder that transformers loads, with equal tensors."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.distributed.jobs import Setup
+from tests.distributed.ranks import Ranks
+from tests.engine.test_state import critic_engine, policy_engine
+from tests.model_merger import jobs
+from tests.tiny_models import tiny_tokenizer
+from verl.model_merger.__main__ import main
+from verl.model_merger.merge import compare, merge
+from verl.models.critic import CriticModel
+from verl.utils.errors import CheckpointError
+
+pytestmark = pytest.mark.timeout(150)
+
+TRAINING = [
+    *("ray", "hydra", "omegaconf", "datasets", "pyarrow", "tensordict", "math_verify", "tensorboard", "wandb"),
+    *("peft", "accelerate", "triton"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights that engines start from, into which adapters are merged."""
+    folder = tmp_path_factory.mktemp("base")
+    jobs.new_engine(Setup()).hf_model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What one process saved, and the state that it had."""
+    folder = tmp_path_factory.mktemp("run") / "global_step_4" / "actor"
+    return folder, jobs.train_and_save(Setup(), folder)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The same with LoRA."""
+    folder = tmp_path_factory.mktemp("lora") / "global_step_4" / "actor"
+    return folder, jobs.train_and_save(Setup(lora=True), folder)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_same_parameters(found["parameters"], expected["parameters"])
+    assert all(torch.equal(one, other) for one, other in zip(found["moments"], expected["moments"], strict=True))
+
+
+def assert_same_parameters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fsdp_size": 1}, {"family": "qwen3_moe"}, {"lora": True}],
+    ids=["fsdp", "hsdp", "experts", "LoRA"],
+)
+def test_what_two_ranks_saved_one_process_resumes_and_merges(two_ranks: Ranks, base: Path, tmp_path: Path, settings):
+    setup, folder = Setup(**settings), tmp_path / "actor"
+    saved = two_ranks.call(jobs.train_and_save, setup, folder)[0]
+    sizes = [file.stat().st_size for file in (folder / "sharded").glob("*.distcp")]
+    assert len(sizes) == 2
+    if not setup.lora:
+        assert saved["gathered"] == 0
+        tensors = [*saved["parameters"].values(), *saved["moments"]]
+        headers = 2500 * 2 * len(tensors)  # of each shard, which are small here
+        assert sum(sizes) < sum(tensor.nbytes for tensor in tensors) + headers, "replicas are written once"
+        assert max(sizes) < 0.7 * sum(sizes)
+    assert_same(jobs.load(setup, folder), saved)
+
+    merge(folder, tmp_path / "merged", base_model=str(base), max_file_bytes=20_000)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    assert_same_parameters(dict(model.named_parameters()), saved["parameters"])
+    assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tiny_tokenizer().chat_template
+
+
+def test_what_one_process_saved_two_ranks_resume(two_ranks: Ranks, alone):
+    for found in two_ranks.call(jobs.load, Setup(), alone[0]):
+        assert_same(found, alone[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("qwen3_moe", {}), ("qwen2", {"tie_word_embeddings": True}), ("gpt2", {})]
+)
+def test_files_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str, settings):
+    """Experts lie in stacks in memory, and one by one on the hub; a tied head is in no file."""
+    engine = policy_engine(family=family, **settings)
+    engine.save(tmp_path / "actor")
+    engine.hf_model.save_pretrained(tmp_path / "expected")
+    merge(tmp_path / "actor", tmp_path / "merged")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert_same_parameters(ours, theirs)
+    assert (tmp_path / "merged" / "config.json").read_text() == (tmp_path / "expected" / "config.json").read_text()
+
+
+def test_a_critic_keeps_its_value_head(tmp_path: Path):
+    engine = critic_engine()
+    engine.save(tmp_path / "critic")
+    merge(tmp_path / "critic", tmp_path / "merged")
+    critic = CriticModel.from_pretrained(tmp_path / "merged")
+    assert_same_parameters(dict(critic.named_parameters()), dict(engine.hf_model.named_parameters()))
+
+
+def test_on_a_machine_without_training_packages(tmp_path: Path, alone, adapters, base: Path, capsys):
+    """A process of its own, which cannot import them, merges whole weights and adapters."""
+    code = f"""
+        import sys
+
+        sys.modules.update(dict.fromkeys({TRAINING}))  # None: as if they were not installed
+        from verl.model_merger.__main__ import main
+
+        options = ["merge", "--backend", "fsdp", "--dtype", "bfloat16", "--local_dir"]
+        assert main([*options, {str(alone[0])!r}, "--target_dir", "whole"]) == 0
+        assert main([*options, {str(adapters[0])!r}, "--target_dir", "lora", "--base_model", {str(base)!r}]) == 0
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for name, (_, saved) in (("whole", alone), ("lora", adapters)):
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "bfloat16"
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
+        halved = {key: tensor.bfloat16() for key, tensor in saved["parameters"].items()}
+        assert_same_parameters(dict(model.named_parameters()), halved)
+
+
+def test_adapters_alone(tmp_path: Path, adapters, alone, base: Path, capsys):
+    options = ["merge", "--backend", "fsdp", "--no-merge-adapters", "--target_dir", str(tmp_path / "adapters")]
+    assert main([*options, "--local_dir", str(adapters[0])]) == 0
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters"
+    ).merge_and_unload()  # pyright: ignore
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor.detach(), adapters[1]["parameters"][name], rtol=1e-5, atol=1e-5)
+    assert main([*options, "--local_dir", str(alone[0])]) == 1
+    assert "saved with lora_rank=0" in capsys.readouterr().err
+    options = ["merge", "--backend", "fsdp", "--target_dir", str(tmp_path / "merged")]
+    assert main([*options, "--local_dir", str(adapters[0])]) == 1
+    assert "Set --base_model" in capsys.readouterr().err
+
+
+def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path):
+    engine = policy_engine()
+    engine.save(tmp_path, tokenizer=tiny_tokenizer())
+    target = tmp_path / "huggingface"
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    with pytest.raises(CheckpointError, match="something in it"):
+        merge(tmp_path, target, dtype=torch.bfloat16)  # would change what the manifest has summed up
+    merge(tmp_path, target)
+    assert before.items() <= {file.name: file.read_bytes() for file in target.iterdir()}.items()
+    assert compare(tmp_path, target) == 27
+    with pytest.raises(CheckpointError, match="something in it"):
+        merge(tmp_path, target)
+
+
+def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
+    merge(alone[0], tmp_path / "merged")
+    options = ["test", "--backend", "fsdp", "--local_dir", str(alone[0]), "--test_hf_dir", str(tmp_path / "merged")]
+    assert main(options) == 0
+    assert "All 27 tensors" in capsys.readouterr().out
+    file = tmp_path / "merged" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1e-3
+    tensors["model.added"] = tensors.pop("lm_head.weight")
+    save_file(tensors, file)
+    assert main(options) == 1
+    told = capsys.readouterr().err
+    for part in ("1 differ, first 'model.norm.weight'", "1 are missing there, first 'lm_head.weight'", "'model.added'"):
+        assert part in told
+
+
+def test_a_failed_merge_leaves_nothing(tmp_path: Path):
+    policy_engine().save(tmp_path / "actor")
+    shards = tmp_path / "actor" / "sharded" / "__0_0.distcp"
+    os.truncate(shards, shards.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="While reading"):
+        merge(tmp_path / "actor", tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("", r"got .*\. Set --local_dir .*/global_step_4/actor\."),
+        ("global_step_4", r"got .*global_step_4\. Set --local_dir .*/global_step_4/actor\."),
+        ("global_step_4/actor/huggingface", r"huggingface\. Set --local_dir .*/global_step_4/actor\."),
+        ("global_step_9/actor", "there is no folder .*global_step_9/actor"),
+    ],
+)
+def test_a_wrong_folder_is_told_with_the_right_one(tmp_path: Path, alone, capsys, folder: str, told: str):
+    options = ["merge", "--backend", "fsdp", "--target_dir", str(tmp_path / "merged")]
+    assert main([*options, "--local_dir", str(alone[0].parents[1] / folder)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    with pytest.raises(CheckpointError, match=told):
+        raise CheckpointError(lines[0])
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path, alone, base: Path, capsys):
+    for folder, told in ((base, "has whole weights already"), (tmp_path, "with nothing in it")):
+        with pytest.raises(CheckpointError, match=told):
+            merge(folder, tmp_path / "merged")
+    where = ["--local_dir", str(alone[0]), "--target_dir", str(tmp_path / "merged")]
+    assert main(["merge", "--backend", "megatron", *where]) == 1
+    assert "ConfigError: Expected --backend fsdp, got megatron" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""Code, multiple choice and search questions: written examples, and the gold solutions of real sets."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from tests.rewards.batches import CharTokenizer, make_batch
+from tests.shared_files import SHARED, needs_shared
+from verl.rewards.builtin import choice, code, search_qa
+from verl.rewards.managers import NaiveRewardManager, PrimeRewardManager
+from verl.rewards.registry import answer_extractors
+from verl.rewards.rules import calls_at_once, check_options, default_compute_score, with_options
+from verl.rewards.sandbox.runner import LocalRunner, Run, SandboxSettings
+from verl.utils.errors import ConfigError, RewardError
+
+HUMANEVAL = {
+    "prompt": 'import math\n\n\ndef helper(x):\n    return x\n\n\ndef half(x):\n    """Half of x."""\n',
+    "test": "def check(candidate):\n    assert candidate(4) == 2\n    assert candidate(3) == 1.5\n",
+    "entry_point": "half",
+}
+MBPP = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"], "test_setup_code": ""}
+
+
+class Recorder:
+    """A runner that runs nothing."""
+
+    max_concurrent = 7
+
+    def __init__(self, *runs: Run) -> None:
+        self.runs, self.seen = list(runs), []
+
+    def run(self, code, tests, *, stdin=None):
+        self.seen.append((code, tests, stdin))
+        return self.runs.pop(0)
+
+
+def test_code_is_taken_from_the_last_python_block():
+    text = "First ```python\nx = 1\n``` then\n```py\nx = 2\n```\n```bash\nls\n``` and\n```\nx = 3\n```"
+    assert code.extract_code(text) == "x = 3\n"
+    assert code.extract_code("```python\nx = 4") == "x = 4", "cut off"
+    assert code.extract_code("    return 5") == "    return 5"
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("    return helper(x) / 2\n", 1.0),
+        ("```python\n    return x / 2\n```", 1.0),
+        ("Sure:\n```python\ndef half(x):\n    return math.floor(helper(x) / 2)\n```", 0.0),
+        ("```python\ndef half(x):\n    return helper(x) / 2\n```", 1.0),
+        ("    return x\n", 0.0),
+        ("I cannot.", 0.0),
+        ("", 0.0),
+        ("    import os; os._exit(0)\n", 0.0),
+        ("    return x / 2\nexit()\n", 0.0),
+    ],
+)
+def test_humaneval(response, score):
+    for truth in (HUMANEVAL, json.dumps(HUMANEVAL)):
+        assert default_compute_score("openai/openai_humaneval", response, truth)["score"] == score
+
+
+def test_mbpp_with_and_without_partial_credit():
+    half = "def f(x):\n    return 2"
+    assert default_compute_score("mbpp", half, MBPP) == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
+    assert default_compute_score("mbpp", half, MBPP, partial_credit=True)["score"] == 0.5
+    whole = {**MBPP, "test_list": np.array(MBPP["test_list"], dtype=object)}
+    assert default_compute_score("mbpp", "def f(x):\n    return x + 1", whole)["score"] == 1.0
+
+
+def test_a_program_that_reads_and_prints():
+    truth = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+    assert code.score("print(sum(map(int, input().split())), ' ')", truth)["score"] == 1.0
+    wrong = code.score("print(3)", truth, partial_credit=True)
+    assert (wrong["score"], wrong["passed"]) == (0.5, 0.5)
+    assert code.score("print(3)\nraise SystemExit(1)", truth)["score"] == 0.0
+    with pytest.raises(RewardError, match="2 inputs and 1 outputs"):
+        code.score("", {"inputs": ["1", "2"], "outputs": ["1"]})
+
+
+def test_a_function_by_arguments_and_results():
+    plain = {"inputs": [[1, [2]], [3, [4]]], "outputs": [[1, 2], [3, 4]], "fn_name": "join"}
+    text = {"inputs": ["1\n[2]", "3\n[4]"], "outputs": ["[1, 2]", "[3, 4]"], "fn_name": "join"}
+    method = "class Solution:\n    def join(self, a, b):\n        return [a, *b]"
+    for truth in (plain, text):
+        assert code.score("def join(a, b):\n    return [a, *b]", truth)["score"] == 1.0
+        assert code.score(method, truth)["score"] == 1.0
+        assert code.score("def join(a, b):\n    return [a]", truth)["score"] == 0.0
+
+
+def test_a_run_that_is_late_is_told():
+    runner = Recorder(Run(status="timeout", passed=[True]), Run(status="failed", passed=[True, True]))
+    assert code.score("x", MBPP, runner=runner) == {"score": 0.0, "passed": 0.5, "timed_out": 1.0}
+    assert code.score("x", MBPP, runner=runner)["passed"] == 0.0, "it left before its end"
+
+
+@pytest.mark.parametrize("truth", ["[1]", {"tests": []}, {"test_list": "assert 1"}, 3])
+def test_a_ground_truth_of_another_form_is_an_error(truth):
+    with pytest.raises(RewardError, match="The code rule expects"):
+        code.score("x", truth)
+
+
+def test_the_runner_of_the_configuration_reaches_the_rule_and_sets_how_many_run_at_once():
+    runner = Recorder(*[Run(status="finished", passed=[True, True])] * 4)
+    function = with_options({}, runner)
+    assert calls_at_once(function, ["mbpp", "toy"]) == 7
+    assert calls_at_once(function, ["toy"]) == 1
+    assert calls_at_once(len, ["mbpp"]) == 1
+    scores = NaiveRewardManager(CharTokenizer(), 0, function)(
+        make_batch(["a"] * 4 + ["1"], [MBPP] * 4 + ["1"], ["mbpp"] * 4 + ["toy"])
+    )
+    assert scores.sum(-1).tolist() == [1.0] * 5
+    assert len(runner.seen) == 4
+
+
+def test_the_sandbox_works_from_the_processes_of_prime():
+    function = with_options({}, LocalRunner(SandboxSettings(timeout_s=5)))
+    manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1)
+    batch = make_batch(["def f(x):\n    return x + 1", "def f(x):\n    return x"], [MBPP] * 2, ["mbpp"] * 2)
+    assert manager(batch).sum(-1).tolist() == [1.0, 0.0]
+
+
+@needs_shared("data/humaneval")
+def test_all_humaneval_solutions_are_gold_and_empty_ones_are_not():
+    text = gzip.decompress((SHARED / "data/humaneval/HumanEval.jsonl.gz").read_bytes()).decode()
+    rows = [json.loads(line) for line in text.splitlines()]
+    responses = [row["canonical_solution"] for row in rows] + ["    pass\n"] * len(rows)
+    batch = make_batch(responses, rows * 2, ["openai/openai_humaneval"] * len(responses))
+    scores = NaiveRewardManager(CharTokenizer(), 0)(batch).sum(-1).tolist()
+    assert len(rows) == 164
+    assert scores == [1.0] * 164 + [0.0] * 164
+
+
+@needs_shared("data/mbpp")
+def test_mbpp_solutions_are_gold():
+    rows = [json.loads(line) for line in (SHARED / "data/mbpp/mbpp.jsonl").read_text().splitlines()]
+    rows = rows[::8] + [row for row in rows if row["test_setup_code"]]
+    batch = make_batch([f"```python\n{row['code']}\n```" for row in rows], rows, ["mbpp"] * len(rows))
+    assert NaiveRewardManager(CharTokenizer(), 0)(batch).sum(-1).tolist() == [1.0] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so \\boxed{B}", "B", "B"),
+        ("\\boxed{\\text{C}} is right", "C", "C"),
+        ("<answer>(D) because</answer>", "D", "D"),
+        ("The answer is (A). No: the answer is B", "B", "B"),
+        ("**Answer:** C", "C", "C"),
+        ("Answer: **C**", "C", "C"),
+        ("A", "A", "A"),
+        (" (b) ", None, None),
+        ("D.", "D", "D"),
+        ("I think it must be C, as A man said", None, "C"),
+        ("The answer is Because", None, None),
+        ("A cat. I do not know", None, None),
+        ("<answer>Apple</answer>", None, None),
+        ("", None, None),
+    ],
+)
+def test_choices(text, strict, flexible):
+    assert choice.extract_choice(text) == strict
+    assert choice.extract_choice(text, "flexible") == flexible
+
+
+def test_the_gold_choice_is_a_letter_or_a_number():
+    assert default_compute_score("cais/mmlu", "the answer is (C)", 2) == 1.0
+    assert default_compute_score("cais/mmlu", "the answer is (C)", "c") == 1.0
+    assert default_compute_score("cais/mmlu", "the answer is (C)", "(B)") == 0.0
+    assert default_compute_score("multiple_choice/own", "C", "C") == 1.0
+    with pytest.raises(RewardError, match="letter or an option"):
+        default_compute_score("cais/mmlu", "C", "both")
+    with pytest.raises(ConfigError, match="strict"):
+        choice.extract_choice("C", "loose")  # pyright: ignore[reportArgumentType]
+
+
+def test_search_answers_are_compared_as_squad_spells_them():
+    truth = {"target": ["The Beatles", "Beatles, the band"]}
+    score = search_qa.score
+    assert score("<answer> the  beatles! </answer>", truth) == 1.0
+    assert score("<answer>Queen</answer> or <answer>Beatles band</answer>", truth) == 1.0
+    assert score("<answer>Beatles</answer> or <answer>Queen</answer>", truth) == 0.0
+    assert score("the beatles", truth) == 0.0
+    assert score("<answer>It was the Beatles</answer>", truth) == 0.0
+    assert score("<answer>It was the Beatles</answer>", truth, method="substring") == 1.0
+    assert score("<answer>Queen</answer>", truth, format_score=0.1) == 0.1
+    for same in (np.array(["Beatles"], dtype=object), ["Beatles"], "Beatles", {"target": "Beatles"}):
+        assert default_compute_score("searchR1_nq", "<answer>Beatles</answer>", same) == 1.0
+    for wrong in ({"answers": ["x"]}, [], {"target": None}, 3):
+        with pytest.raises(RewardError, match="The search rule expects"):
+            score("<answer>x</answer>", wrong)
+    assert answer_extractors.get("hotpotqa")("<answer> x </answer>") == "x"
+
+
+def test_options_of_rules_are_checked_by_their_names():
+    check_options("openai/gsm8k", {"method": "flexible"})
+    check_options("mbpp", {"partial_credit": True})
+    with pytest.raises(ConfigError, match=r"rule_kwargs\.methud.*method, format_score"):
+        check_options("openai/gsm8k", {"methud": "flexible"})
+    with pytest.raises(ConfigError, match="no options"):
+        check_options("toy", {"method": "flexible"})
+    with pytest.raises(ConfigError, match="runner"):
+        check_options("mbpp", {"runner": None})
+    scorer = with_options({"method": "flexible"}, None)
+    assert scorer("gsm8k", "it is 4", "4") == 1.0
+    assert default_compute_score("gsm8k", "it is 4", "4") == 0.0

@@ -1,0 +1,353 @@
+"""The managers beside naive, the policy retry, and functions that fail and hang among a thousand."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.rewards.batches import CharTokenizer, make_batch
+from verl.rewards.calls import Caller
+from verl.rewards.custom import load_custom_reward
+from verl.rewards.manager import NaiveRewardManager, check_result
+from verl.rewards.managers import (
+    BatchRewardManager,
+    DAPORewardManager,
+    PrimeRewardManager,
+    get_reward_manager_cls,
+    register_reward_manager,
+    reward_managers,
+)
+from verl.rewards.processes import ProcessFunction
+from verl.utils.errors import ConfigError, RewardError
+
+FILE = """
+import asyncio, os, sys, time
+
+calls = []
+
+def length(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
+    calls.append(solution_str)
+    return {"score": len(solution_str) + bonus, "pid": os.getpid(), "call": len(calls)}
+
+async def slowly(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return len(solution_str)
+
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+def moody(data_source, solution_str, ground_truth, extra_info=None):
+    print("a print must not get between the answers")
+    if solution_str == "raises":
+        raise KeyError("the key")
+    if solution_str == "odd":
+        raise Odd(1, 2)
+    if solution_str == "exits":
+        sys.exit(3)
+    if solution_str == "dies":
+        os._exit(7)
+    if solution_str == "hangs":
+        while True:
+            pass
+    if solution_str == "sleeps":
+        time.sleep(10**6)
+    return 1.0
+
+def one_in_a_hundred(data_source, solution_str, ground_truth, extra_info=None):
+    number = int(solution_str)
+    if number % 100 == 13:
+        raise ValueError(f"unlucky {number}")
+    if number % 100 == 57:
+        time.sleep(10**6)
+    return 1.0
+
+def whole(data_sources, solution_strs, ground_truths, extra_infos, factor=1):
+    return [factor * len(text) for text in solution_strs]
+"""
+
+
+SIGNALS = """
+import signal
+
+def with_signals(data_source, solution_str, ground_truth, extra_info=None):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_all_four_are_registered_and_a_user_may_add_one():
+    for name, kind in {"naive": NaiveRewardManager, "batch": BatchRewardManager, "prime": PrimeRewardManager}.items():
+        assert get_reward_manager_cls(name) is kind
+    assert get_reward_manager_cls("dapo") is DAPORewardManager
+
+    @register_reward_manager("test_only")
+    class Own(NaiveRewardManager):
+        pass
+
+    assert reward_managers.get("test_only") is Own
+
+
+# ---------------------------------------------------------------- prime
+
+
+def test_prime_calls_in_processes_that_are_used_again(reward_file):
+    function = load_custom_reward(reward_file, "length", {"bonus": 10})
+    manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=2)
+    result = manager(make_batch(["a" * n for n in range(1, 21)]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [float(n + 10) for n in range(1, 21)]
+    pids = result["reward_extra_info"]["pid"]
+    assert 1 <= len(set(pids)) <= 2
+    assert max(result["reward_extra_info"]["call"]) >= 10, "a process serves many samples"
+    assert manager(make_batch(["b"])).sum() == 11
+
+
+def test_prime_takes_coroutines_and_signals(reward_file, tmp_path):
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    for file, name, total in ((reward_file, "slowly", 3.0), (str(tmp_path / "signals.py"), "with_signals", 2.0)):
+        manager = PrimeRewardManager(CharTokenizer(), 0, load_custom_reward(file, name), num_processes=1)
+        assert manager(make_batch(["aa", "b"])).sum() == total
+
+
+def test_prime_without_a_function_uses_the_rules():
+    manager = PrimeRewardManager(CharTokenizer(), 0, num_processes=1)
+    result = manager(make_batch(["#### 4", "5"], ["4", "4"], ["gsm8k", "toy"]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0]
+    assert result["reward_extra_info"]["pred"] == ["4", "5"]
+    with pytest.raises(RewardError, match="No reward rule"):
+        manager(make_batch(["x"], ["4"], ["mystery"]))
+
+
+def test_prime_survives_whatever_a_call_does(reward_file):
+    function = load_custom_reward(reward_file, "moody")
+    texts = ["raises", "odd", "exits", "dies", "hangs", "sleeps", "fine"]
+    manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=2, timeout_s=1.0, on_error="drop")
+    result = manager(make_batch(texts), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [0.0] * 6 + [1.0]
+    assert result["dropped"] == [0, 1, 2, 3, 4, 5]
+    assert result["metrics"] == {"reward/num_errors": 4, "reward/num_timeouts": 2}
+    strict = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1, timeout_s=1.0)
+    for text, told in (
+        ("raises", r"KeyError: 'the key'(?s:.)*my_rewards\.py\", line"),
+        ("odd", "Odd: 1 and 2"),
+        ("dies", "exit code 7"),
+        ("hangs", "no answer within 1 s"),
+    ):
+        with pytest.raises(RewardError, match=told):
+            strict(make_batch([text]))
+
+
+def test_what_cannot_be_sent_is_told_when_the_manager_is_made():
+    with pytest.raises(ConfigError, match=r"cannot be sent to another process.*custom_reward_function\.path"):
+        PrimeRewardManager(CharTokenizer(), 0, lambda **_: 1.0)
+
+
+def test_processes_end_with_the_trainer(reward_file):
+    code = f"""
+        from verl.rewards.custom import load_custom_reward
+        from verl.rewards.processes import ProcessFunction
+        function = ProcessFunction(load_custom_reward({reward_file!r}, "length"), timeout_s=60, num_processes=1)
+        print(function(data_source="s", solution_str="abc", ground_truth=None)["pid"])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+# ---------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
+@pytest.mark.parametrize("policy", ["zero", "drop", "retry", "stop"])
+def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(reward_file, kind, policy, caplog):
+    function = load_custom_reward(reward_file, "one_in_a_hundred")
+    settings = {"num_processes": 2} if kind is PrimeRewardManager else {}
+    manager = kind(CharTokenizer(), 0, function, timeout_s=0.25, on_error=policy, max_retries=1, **settings)
+    manager(make_batch(["1"]))  # processes start before the clock does
+    batch = make_batch([str(number) for number in range(1000)])
+    began = time.monotonic()
+    if policy == "stop":
+        with pytest.raises(RewardError, match=r"row (13|57) "):
+            manager(batch)
+        return
+    with caplog.at_level("WARNING", logger="verl"):
+        result = manager(batch, return_dict=True)
+    bad = {number for number in range(1000) if number % 100 in (13, 57)}
+    assert result["reward_tensor"].sum(-1).tolist() == [0.0 if row in bad else 1.0 for row in range(1000)]
+    assert result["dropped"] == ([] if policy == "zero" else sorted(bad))
+    expected = {"reward/num_errors": 10, "reward/num_timeouts": 10}
+    assert result["metrics"] == (expected | {"reward/num_retries": 20} if policy == "retry" else expected)
+    assert "20 of 1000 rewards failed, 10 of them late" in caplog.text
+    assert time.monotonic() - began < 60
+
+
+def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(reward_file, monkeypatch, caplog):
+    monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 12)
+    function = load_custom_reward(reward_file, "one_in_a_hundred")
+    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=0.2, on_error="zero")
+    batch = make_batch([str(number) for number in range(500)])
+    with caplog.at_level("WARNING", logger="verl"):
+        metrics = [manager(batch, return_dict=True)["metrics"] for _ in range(4)]
+    assert metrics == [{"reward/num_errors": 5, "reward/num_timeouts": 5}] * 4
+    assert caplog.text.count("From now on it is called in 4 processes") == 1
+    assert isinstance(manager._caller.function, ProcessFunction)
+
+
+def test_retry_calls_again_only_what_failed():
+    calls: list[str] = []
+
+    def flaky(data_source, solution_str, ground_truth, extra_info):
+        calls.append(solution_str)
+        if solution_str == "never" or (solution_str == "later" and calls.count("later") < 3):
+            raise ConnectionError("not now")
+        return 1.0
+
+    manager = NaiveRewardManager(CharTokenizer(), 0, flaky, on_error="retry", max_retries=2)
+    result = manager(make_batch(["fine", "later", "never"]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 1.0, 0.0]
+    assert result["dropped"] == [2]
+    assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 0, "reward/num_retries": 4}
+    assert calls == ["fine", "later", "never", "later", "never", "later", "never"]
+
+
+def test_several_threads_call_where_the_function_allows_it():
+    def slow(**_):
+        time.sleep(0.2)
+        return 1.0
+
+    slow.max_concurrent = 8  # pyright: ignore[reportFunctionMemberAccess]
+    began = time.monotonic()
+    assert NaiveRewardManager(CharTokenizer(), 0, slow)(make_batch(["a"] * 16)).sum() == 16
+    assert time.monotonic() - began < 2.5, "3.2 s one after another"
+
+
+# ---------------------------------------------------------------- batch
+
+
+def test_batch_is_one_call_for_all(reward_file):
+    function = load_custom_reward(reward_file, "whole", {"factor": 2}, for_batches=True)
+    assert BatchRewardManager(CharTokenizer(), 0, function)(make_batch(["a", "bbb"])).sum(-1).tolist() == [2.0, 6.0]
+    with pytest.raises(ConfigError, match="data_source, solution_str"):
+        load_custom_reward(reward_file, "whole")
+    seen = []
+
+    def fields(data_sources, solution_strs, ground_truths, extra_infos):
+        seen.append((data_sources, solution_strs, ground_truths, extra_infos))
+        return [{"score": 1.0, "note": text} for text in solution_strs]
+
+    batch = make_batch(["x", "y"], ["1", "2"], ["s", "t"], [{"i": 0}, {"i": 1}])
+    result = BatchRewardManager(CharTokenizer(), 0, fields)(batch, return_dict=True)
+    assert seen == [(["s", "t"], ["x", "y"], ["1", "2"], [{"i": 0}, {"i": 1}])]
+    assert result["reward_extra_info"] == {"note": ["x", "y"]}
+
+
+def test_a_batch_function_may_be_async_and_rules_need_none():
+    async def ones(data_sources, solution_strs, ground_truths, extra_infos):
+        return torch.ones(len(solution_strs))
+
+    assert BatchRewardManager(CharTokenizer(), 0, ones)(make_batch(["a"] * 3)).sum() == 3
+    assert BatchRewardManager(CharTokenizer(), 0)(make_batch(["4", "5"], ["4", "4"])).sum(-1).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("answer", [[1.0], [1.0] * 3, 1.0, None, []])
+def test_a_batch_function_that_returns_another_number_of_scores_is_an_error_whatever_the_policy(answer):
+    manager = BatchRewardManager(CharTokenizer(), 0, lambda **_: answer, on_error="zero")
+    with pytest.raises(RewardError, match="one score for each of the 2 responses"):
+        manager(make_batch(["a", "b"]))
+
+
+def test_a_batch_function_that_fails_fails_for_all_and_a_bad_score_for_one():
+    def raises(**_):
+        raise KeyError("the key")
+
+    result = BatchRewardManager(CharTokenizer(), 0, raises, on_error="drop")(make_batch(["a", "b"]), return_dict=True)
+    assert result["dropped"] == [0, 1]
+    with pytest.raises(RewardError, match="KeyError"):
+        BatchRewardManager(CharTokenizer(), 0, raises)(make_batch(["a", "b"]))
+    one_bad = BatchRewardManager(CharTokenizer(), 0, lambda **_: [1.0, float("nan")], on_error="drop")
+    assert one_bad(make_batch(["a", "b"]), return_dict=True)["dropped"] == [1]
+
+
+# ---------------------------------------------------------------- dapo
+
+
+def slow_reference(length: int, longest: int, buffer: int, factor: float) -> float:
+    """Eq. (13) of the paper, case by case."""
+    if length <= longest - buffer:
+        return 0.0
+    return factor * ((longest - buffer) - length) / buffer
+
+
+@pytest.mark.parametrize("as_mapping", [True, False])
+def test_dapo_punishes_the_last_part_of_a_response(as_mapping):
+    settings = {"enable": True, "len": 4, "penalty_factor": 0.5, "log": True}
+    config = settings if as_mapping else SimpleNamespace(**settings)
+    manager = DAPORewardManager(
+        CharTokenizer(), 0, lambda **_: 1.0, max_resp_len=10, overlong_buffer_cfg=config, on_error="zero"
+    )
+    lengths = list(range(1, 11))  # with the special token that ends each
+    result = manager(make_batch(["a" * (length - 1) for length in lengths]), return_dict=True)
+    expected = [1 + slow_reference(length, 10, 4, 0.5) for length in lengths]
+    assert result["reward_tensor"].sum(-1).tolist() == pytest.approx(expected)
+    assert expected[:6] == [1.0] * 6
+    assert expected[-1] == 0.5
+    extra = result["reward_extra_info"]
+    assert extra["overlong"] == [float(length > 6) for length in lengths]
+    assert extra["overlong_reward"] == pytest.approx([value - 1 for value in expected])
+
+
+def test_dapo_without_a_buffer_is_naive():
+    for config in (None, {"enable": False, "len": 4}):
+        manager = DAPORewardManager(CharTokenizer(), 0, lambda **_: 1.0, max_resp_len=2, overlong_buffer_cfg=config)
+        result = manager(make_batch(["aaaa"]), return_dict=True)
+        assert result["reward_tensor"].sum() == 1
+        assert result["reward_extra_info"] == {}
+
+
+@pytest.mark.parametrize(("length", "longest"), [(0, 10), (11, 10), (4, None)])
+def test_a_buffer_must_fit_the_response(length, longest):
+    config = {"enable": True, "len": length, "penalty_factor": 1.0}
+    with pytest.raises(ConfigError, match="overlong_buffer"):
+        DAPORewardManager(CharTokenizer(), 0, max_resp_len=longest, overlong_buffer_cfg=config)
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_a_result_of_the_wrong_shape_is_an_error_at_once():
+    responses = torch.zeros(2, 3)
+    good = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"a": [1, 2]}}
+    check_result(good, responses)
+    for change, told in (
+        ({"reward_tensor": torch.ones(2)}, r"of shape \(2, 3\), got shape \(2,\)"),
+        ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
+        ({"reward_tensor": [1, 2]}, "got list"),
+        ({"reward_tensor": torch.full((2, 3), torch.nan)}, "row 0 is not finite"),
+        ({"reward_extra_info": {"a": [1]}}, r"'a' must have one entry for each of 2 responses, got\s+1"),
+    ):
+        with pytest.raises(RewardError, match=told):
+            check_result(good | change, responses)
+    with pytest.raises(RewardError, match="got Tensor|got shape"):
+        check_result(torch.ones(2, 3), responses)
+
+
+def test_a_shorter_deadline_for_some_calls():
+    caller = Caller(lambda **_: time.sleep(5), 60.0)
+    began = time.monotonic()
+    (outcome,) = caller([{}], timeout_s=0.1)
+    assert outcome is not None
+    assert outcome.timed_out
+    assert time.monotonic() - began < 3

@@ -1,0 +1,336 @@
+"""Services over HTTP: a sandbox and a judge, here a small server in a thread that answers as it is told."""
+
+import json
+import pickle
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.rewards.batches import CharTokenizer, make_batch
+from verl.config.load import config_from_dict
+from verl.rewards.build import build_code_runner, build_reward, build_reward_function
+from verl.rewards.managers import NaiveRewardManager
+from verl.rewards.remote import Judge, JudgeSettings, Requests, SandboxService
+from verl.rewards.rules import with_options
+from verl.utils.errors import ConfigError, RewardError
+
+FAST = Requests(timeout_s=2.0, max_retries=3, backoff_s=0.01)
+
+
+class Service:
+    """Answers POSTs with what `respond(body)` gives: (status, headers, JSON), after `delay_s`."""
+
+    def __init__(self, respond) -> None:
+        self.respond = respond
+        self.requests: list[tuple[str, dict[str, str], Any, float]] = []
+        self.delay_s = 0.0
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with service._lock:
+                    service.at_once += 1
+                    service.most_at_once = max(service.most_at_once, service.at_once)
+                    service.requests.append((self.path, dict(self.headers), body, time.monotonic()))
+                time.sleep(service.delay_s)
+                status, headers, answer = service.respond(body)
+                with service._lock:
+                    service.at_once -= 1
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.send_response(404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format, *args):
+                """No lines on stderr."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def serve():
+    started = []
+
+    def start(respond) -> Service:
+        started.append(Service(respond))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.server.shutdown()
+        service.server.server_close()
+
+
+def says(text: str):
+    return lambda body: (200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def in_turn(*answers):
+    left = list(answers)
+    return lambda body: left.pop(0)(body) if len(left) > 1 else left[0](body)
+
+
+def status(number: int, **headers: str):
+    return lambda body: (number, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": "no"})
+
+
+def make_judge(url: str, requests: Requests = FAST, **changes: Any) -> Judge:
+    settings = {
+        "url": url, "model": "judge-7b", "prompt": None, "score_pattern": r"Score:\s*(-?\d+(?:\.\d+)?)",
+        "score_scale": 10.0, "api_key_env": None, "temperature": 0.0, "max_tokens": 64, "max_concurrent": 4,
+    }  # fmt: skip
+    return Judge(JudgeSettings(**{**settings, **changes}), requests)
+
+
+def test_a_judge_reads_the_response_and_its_last_score_counts(serve, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-1")
+    service = serve(says("Score: 3? No.\nScore: 7.5"))
+    judge = make_judge(service.url + "/v1/", api_key_env="JUDGE_KEY")
+    result = NaiveRewardManager(CharTokenizer(), 0, judge)(
+        make_batch(["{it} is 4"], ["four"], extra_infos=[{"question": "2 + 2?"}]), return_dict=True
+    )
+    assert result["reward_tensor"].sum() == 0.75
+    assert result["reward_extra_info"]["judge_answer"] == ["Score: 3? No.\nScore: 7.5"]
+    path, headers, body, _ = service.requests[0]
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer sk-1"
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-7b", 0.0, 64)
+    (message,) = body["messages"]
+    assert all(part in message["content"] for part in ("2 + 2?", "four", "{it} is 4"))
+
+
+def test_own_prompt_pattern_and_scale(serve):
+    service = serve(says('{"grade": 4}'))
+    judge = make_judge(
+        service.url, prompt='Grade "{response}" as {{"grade": n}}', score_pattern=r'"grade": (\d)', score_scale=4.0
+    )
+    assert judge("s", "text", None)["score"] == 1.0
+    assert service.requests[0][2]["messages"][0]["content"] == 'Grade "text" as {"grade": n}'
+    assert pickle.loads(pickle.dumps(judge))("s", "text", None)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"prompt": "no place for it"}, "the last always"),
+        ({"prompt": "{response} {answer}"}, r"got \['answer', 'response'\]"),
+        ({"prompt": "{response} {"}, "braces of its own"),
+        ({"score_pattern": "("}, "no regular expression"),
+        ({"score_pattern": r"\d+"}, "one group"),
+        ({"api_key_env": "NOT_SET_ANYWHERE"}, "no such environment variable"),
+        ({"url": "localhost:80"}, "must be an address"),
+    ],
+)
+def test_a_judge_that_cannot_work_is_told_at_start(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        make_judge(**{"url": "http://127.0.0.1:1", **changes})
+
+
+@pytest.mark.parametrize("number", [429, 500, 503])
+def test_a_busy_service_is_asked_again(serve, number):
+    service = serve(in_turn(status(number), status(number), says("Score: 10")))
+    assert make_judge(service.url)("s", "x", None)["score"] == 1.0
+    assert len(service.requests) == 3
+
+
+def test_retry_after_is_honoured(serve):
+    service = serve(in_turn(status(429, Retry_After="1"), says("Score: 10")))
+    assert make_judge(service.url)("s", "x", None)["score"] == 1.0
+    (_, _, _, first), (_, _, _, second) = service.requests
+    assert second - first >= 1.0
+
+
+def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):
+    service = serve(status(401))
+    with pytest.raises(RewardError, match=r"reward_model\.judge\.url\) answered 401"):
+        make_judge(service.url)("s", "x", None)
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("respond", "told"),
+    [
+        (status(503), "answered 503"),
+        (says("no number"), r"score_pattern.*no number"),
+        (lambda body: (200, {}, {"choices": []}), "no choices"),
+        (lambda body: (200, {}, b"<html>"), "did not answer a JSON object"),
+    ],
+)
+def test_answers_that_are_no_score(serve, respond, told):
+    with pytest.raises(RewardError, match=told):
+        make_judge(serve(respond).url)("s", "x", None)
+
+
+def test_failures_follow_the_policy(serve):
+    judge = make_judge(serve(lambda body: says("Score: 10")(body) if "fine" in str(body) else (400, {}, {})).url)
+    result = NaiveRewardManager(CharTokenizer(), 0, judge, on_error="drop")(
+        make_batch(["fine", "bad", "fine"]), return_dict=True
+    )
+    assert result["dropped"] == [1]
+    assert result["metrics"]["reward/num_errors"] == 1
+
+
+def test_a_service_that_never_answers_is_given_up_and_one_that_is_slow_is_not_flooded(serve):
+    slow = serve(says("Score: 10"))
+    slow.delay_s = 0.15
+    judge = make_judge(slow.url, max_concurrent=4)
+    began = time.monotonic()
+    assert NaiveRewardManager(CharTokenizer(), 0, judge)(make_batch(["x"] * 16)).sum() == 16
+    assert slow.most_at_once == 4
+    assert time.monotonic() - began < 16 * 0.15
+    slow.delay_s = 2.0
+    impatient = make_judge(slow.url, Requests(timeout_s=0.2, max_retries=1, backoff_s=0.01))
+    with pytest.raises(RewardError, match="gave no answer"):
+        impatient("s", "x", None)
+
+
+def test_connections_never_exceed_the_limit_whatever_the_number_of_threads(serve):
+    service = serve(says("Score: 1"))
+    service.delay_s = 0.02
+    judge = make_judge(service.url, max_concurrent=2)
+    threads = [threading.Thread(target=judge, args=("s", "x", None)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert service.most_at_once == 2
+    assert len(service.requests) == 12
+
+
+# ---------------------------------------------------------------- the sandbox service
+
+
+def run_code(body: dict[str, Any]):
+    """What SandboxFusion's run_code answers, with the program run here."""
+    import contextlib
+    import io
+
+    output, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(output):
+        try:
+            exec(body["code"], {"input": iter(body["stdin"].splitlines()).__next__, "__name__": "__main__"})
+        except SystemExit as error:
+            code = int(error.code or 0)
+        except Exception:  # noqa: BLE001  (as the service does)
+            code = 1
+    result = {
+        "status": "Finished", "return_code": code, "stdout": output.getvalue(), "stderr": "", "execution_time": 0.1
+    }  # fmt: skip
+    return 200, {}, {"status": "Success" if code == 0 else "Failed", "run_result": result}
+
+
+def make_service(url: str) -> SandboxService:
+    return SandboxService(url, max_concurrent=3, memory_limit_mb=256, timeout_s=4.0, requests=FAST)
+
+
+MBPP = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"], "test_setup_code": ""}
+
+
+def test_code_runs_in_the_service(serve):
+    service = serve(run_code)
+    for url in (service.url, service.url + "/run_code"):
+        score = with_options({}, make_service(url))
+        assert score("mbpp", "def f(x):\n    print('noise passed')\n    return x + 1", MBPP)["score"] == 1.0
+        assert score("mbpp", "def f(x):\n    return 2", MBPP) == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
+        assert score("mbpp", "def f(x) return", MBPP)["score"] == 0.0
+        assert score("mbpp", "def f(x):\n    return x + 1\nexit(0)", MBPP)["score"] == 0.0
+        pairs = {"inputs": ["3\n"], "outputs": ["9\n"]}
+        assert score("apps", "print(int(input()) ** 2)", pairs)["score"] == 1.0
+        assert score("apps", "print(3)", pairs)["score"] == 0.0
+    path, _, body, _ = service.requests[0]
+    assert path == "/run_code"
+    assert (body["language"], body["run_timeout"], body["memory_limit_MB"]) == ("python", 4.0, 256)
+    again = pickle.loads(pickle.dumps(make_service(service.url)))
+    assert again.run("x = 1", ["assert x == 1"]).passed == [True]
+
+
+def test_a_late_program_and_a_broken_service(serve):
+    late = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None, "stdout": ""}}
+    assert make_service(serve(lambda body: (200, {}, late)).url).run("x", []).status == "timeout"
+    broken = serve(lambda body: (200, {}, {"status": "SandboxError", "message": "no container"}))
+    with pytest.raises(RewardError, match="no container"):
+        make_service(broken.url).run("x", [])
+
+
+# ---------------------------------------------------------------- from the configuration
+
+
+def config(**reward_model: Any):
+    return config_from_dict({"data": {"dataset_name": "toy"}, "reward_model": reward_model})
+
+
+def test_an_unreachable_service_is_an_error_at_start_that_names_it():
+    for section, key in (
+        ({"judge": {"url": "http://127.0.0.1:9/v1", "model": "m"}}, "reward_model.judge.url=http://127.0.0.1:9"),
+        ({"sandbox_fusion": {"url": "http://127.0.0.1:9"}}, "reward_model.sandbox_fusion.url=http://127.0.0.1:9"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}.*cannot be reached"):
+            build_reward(config(**section), CharTokenizer(), num_examine=0)
+
+
+def test_the_configuration_names_judge_and_service(serve):
+    judging = serve(says("Score: 5"))
+    function = build_reward_function(config(judge={"url": judging.url, "model": "m", "score_scale": 5.0}))
+    assert isinstance(function, Judge)
+    assert function("s", "x", None)["score"] == 1.0
+    runner = build_code_runner(config(sandbox_fusion={"url": serve(run_code).url, "max_concurrent": 5}).reward_model)
+    assert isinstance(runner, SandboxService)
+    assert runner.max_concurrent == 5
+
+
+def test_the_configuration_reaches_the_manager(tmp_path):
+    dapo = build_reward(
+        config(
+            reward_manager="dapo", on_error="retry", max_retries=4, timeout_s=9.0,
+            overlong_buffer={"enable": True, "len": 4, "penalty_factor": 0.5},
+        ),
+        CharTokenizer(),
+        num_examine=0,
+    )  # fmt: skip
+    assert (dapo.on_error, dapo.max_retries, dapo.timeout_s) == ("retry", 4, 9.0)
+    assert (dapo.max_resp_len, dapo.buffer_len, dapo.penalty_factor) == (16, 4, 0.5)
+    as_recipes_say = {"overlong_buffer_cfg": {"enable": True, "len": 2}, "max_resp_len": 8}
+    dapo = build_reward(config(reward_manager="dapo", reward_kwargs=as_recipes_say), CharTokenizer(), num_examine=0)
+    assert (dapo.max_resp_len, dapo.buffer_len) == (8, 2)
+    with pytest.raises(ConfigError, match=r"reward_kwargs\.num_procs.*num_processes"):
+        build_reward(config(reward_manager="prime", reward_kwargs={"num_procs": 1}), CharTokenizer(), num_examine=0)
+    naive = build_reward(config(rule_kwargs={"method": "flexible"}), CharTokenizer(), num_examine=0)
+    assert naive(make_batch(["it is 4"], ["4"], ["gsm8k"])).sum() == 1.0
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n"
+    )
+    own = config_from_dict(
+        {
+            "data": {"dataset_name": "toy"},
+            "custom_reward_function": {"path": str(tmp_path / "own.py"), "reward_kwargs": {"bonus": 3}},
+        }
+    )
+    assert build_reward(own, CharTokenizer(), num_examine=0)(make_batch(["x"])).sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"judge": {"url": "http://x"}}, r"needs reward_model\.judge\.model"),
+        ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager=dapo"),
+        ({"sandbox": {"isolation": "docker"}}, "unknown value 'docker'"),
+    ],
+)
+def test_contradictions_are_told(section, told):
+    with pytest.raises(ConfigError, match=told):
+        config(**section)

@@ -1,0 +1,311 @@
+"""Programs that nobody has read: what they may do, what becomes of those that do more, and how fast they run."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.rewards.helper import HelperTimeout
+from verl.rewards.sandbox import runner as runner_module
+from verl.rewards.sandbox import seccomp
+from verl.rewards.sandbox.runner import LocalRunner, SandboxSettings, choose_isolation
+from verl.utils.errors import ConfigError, RewardError
+
+pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux on x86-64 or AArch64")
+
+
+@pytest.fixture(scope="module", params=["namespaces", "seccomp"])
+def sandbox(request):
+    runner = LocalRunner(SandboxSettings(isolation=request.param, timeout_s=2.0, memory_limit_mb=512))
+    try:
+        runner.run("", [])
+    except ConfigError as error:
+        pytest.skip(f"this machine does not allow it: {error}")
+    yield runner
+    runner.close()
+
+
+def test_a_program_and_its_tests(sandbox):
+    run = sandbox.run("def twice(x):\n    return 2 * x", ["assert twice(2) == 4", "assert twice(2) == 5", "twice(1)"])
+    assert (run.status, run.passed) == ("finished", [True, False, True])
+    assert "AssertionError" in run.error
+
+
+def test_a_script_reads_and_prints(sandbox):
+    run = sandbox.run("a, b = map(int, input().split())\nprint(a + b)", [], stdin="3 4\n")
+    assert (run.status, run.output) == ("finished", "7\n")
+    assert sandbox.run("print(1)\nexit()", [], stdin="").status == "finished"
+    assert sandbox.run("print(1)\nexit(3)", [], stdin="").status == "failed"
+    main = "def main():\n    print('ran')\nif __name__ == '__main__':\n    main()"
+    assert sandbox.run(main, [], stdin="").output == "ran\n"
+    assert sandbox.run(main, ["pass"]).output == "", "a function's tests do not run its script"
+
+
+def test_ordinary_python_works(sandbox):
+    code = """
+        from __future__ import annotations
+        import asyncio, collections, dataclasses, json, math, pickle, re, threading
+        import numpy as np
+
+        @dataclasses.dataclass
+        class Point:
+            x: int
+
+        async def wait():
+            await asyncio.sleep(0)
+            return 5
+
+        results = []
+        thread = threading.Thread(target=results.append, args=(1,))
+        thread.start()
+        thread.join()
+    """
+    tests = [
+        "assert results == [1]", "assert asyncio.run(wait()) == 5", "assert np.arange(4).sum() == 6",
+        "assert pickle.loads(pickle.dumps(Point(3))).x == 3",
+    ]  # fmt: skip
+    run = sandbox.run(textwrap.dedent(code), tests)
+    assert run.passed == [True] * 4, run.error
+
+
+# What a program does, and a word of what it is told where it fails at once; None where it ends by the clock.
+HOSTILE = {
+    "fork bomb": ("import os\nwhile True:\n    os.fork()", "Error"),
+    "patient fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", None),
+    "infinite loop": ("while True:\n    pass", None),
+    "loop that catches all": ("while True:\n    try:\n        while True: pass\n    except BaseException: pass", None),
+    "sleep": ("import time\ntime.sleep(1000)", None),
+    "ten gigabytes": ("x = bytearray(10 * 2**30)", "MemoryError"),
+    "gigabytes bit by bit": ("x = []\nwhile True:\n    x.append(bytearray(2**24))", "MemoryError"),
+    "writes /etc/passwd": ("open('/etc/passwd', 'a').write('x')", "Error"),
+    "writes beside Python": ("import os\nopen(os.path.dirname(os.__file__) + '/evil.py', 'w')", "Error"),
+    "writes home": ("import os\nopen('/root/evil', 'w')", "Error"),
+    "deletes": ("import os\nos.remove('/usr/bin/env')", "Error"),
+    "socket": ("import socket\nsocket.create_connection(('127.0.0.1', 22))", "PermissionError"),
+    "unix socket": ("import socket\nsocket.socket(socket.AF_UNIX)", "PermissionError"),
+    "name look-up": ("import socket\nsocket.getaddrinfo('example.com', 80)", "gaierror"),
+    "output flood": ("while True:\n    print('x' * 100000)", "File too large"),
+    "error flood": ("import sys\nwhile True:\n    sys.stderr.write('x' * 100000)", ""),
+    "report flood": ("import os\nwhile True:\n    os.write(3, b'x' * 4096)", None),
+    "leaves with 0": ("import os\nos._exit(0)", "exit code 0 before its end"),
+    "exits": ("raise SystemExit(0)", ""),
+    "closes its report": ("import os\nos.close(3)\nwhile True:\n    pass", None),
+    "kills its parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "PermissionError"),
+    "kills everybody": ("import os, signal\nos.kill(-1, signal.SIGKILL)", "PermissionError"),
+    "kills its group": ("import os, signal\nos.killpg(0, signal.SIGKILL)", "PermissionError"),
+    "kills itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9"),
+    "segmentation fault": ("import ctypes\nctypes.string_at(0)", "killed by signal 11"),
+    "program": ("import subprocess\nsubprocess.run(['id'])", "Error"),
+    "replaces itself": ("import os\nos.execv('/usr/bin/env', ['env'])", "PermissionError"),
+    "claims success": ("import os\nos.write(3, b'passed\\nend\\n')\nos._exit(0)", "before its end"),
+    "raises its limits": ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))", "Error"),
+    "new namespace": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
+    "shared memory": ("import ctypes\nassert ctypes.CDLL(None).shmget(1, 4096, 0o1666) >= 0", "AssertionError"),
+    "no Python": ("def f(:", "SyntaxError"),
+    "null byte": ("x = '\0'", "Error"),
+    "lone surrogate": ("x = '\ud800'", "Error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_fail_and_nothing_else_does(sandbox, name, tmp_path):
+    code, told = HOSTILE[name]
+    if told is None:
+        sandbox = short(sandbox)
+    passwd = Path("/etc/passwd").read_bytes()
+    began = time.monotonic()
+    run = sandbox.run(code, ["pass"])
+    assert run.status == ("timeout" if told is None else "failed"), run
+    assert run.passed == []
+    assert (told or "") in run.error
+    assert len(run.error) <= 2000
+    assert len(run.output) <= 16 * 2**20
+    assert time.monotonic() - began < 30
+    assert Path("/etc/passwd").read_bytes() == passwd
+    assert sandbox.run("", ["assert 1 + 1 == 2"]).passed == [True], "the sandbox serves on"
+
+
+_short: dict[str, LocalRunner] = {}
+
+
+def short(sandbox: LocalRunner) -> LocalRunner:
+    """The same sandbox with a limit of a third of a second."""
+    isolation = sandbox.settings.isolation
+    if isolation not in _short:
+        _short[isolation] = LocalRunner(SandboxSettings(isolation=isolation, timeout_s=0.3))
+    return _short[isolation]
+
+
+def test_tests_before_the_one_that_hangs_count(sandbox):
+    run = short(sandbox).run("", ["pass", "assert False", "while True: pass", "pass"])
+    assert (run.status, run.passed) == ("timeout", [True, False])
+
+
+def test_what_a_program_can_see(sandbox, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    server = LocalRunner(sandbox.settings)
+    code = f"""
+import os, sys
+print(sorted(os.environ))
+print([name for name in sys.modules if name.split(".")[0] == "verl"])
+print(os.path.exists({str(Path(__file__).parents[2] / "tests")!r}))
+"""
+    run = server.run(code, [], stdin="")
+    server.close()
+    assert "SECRET_TOKEN" not in run.output
+    assert "[]" in run.output, "nothing of ours is in its memory's modules"
+    assert run.output.rstrip().endswith("False") or sandbox.settings.isolation == "seccomp", "nor on its disk"
+
+
+def test_files_are_its_own_and_gone_after_it(sandbox):
+    if sandbox.settings.isolation == "seccomp":
+        assert "PermissionError" in sandbox.run("open('file', 'w')", []).error
+        return
+    write = "open('file', 'w').write('x' * 100)\nassert open('file').read() == 'x' * 100"
+    assert sandbox.run(write, ["pass"]).passed == [True]
+    assert sandbox.run("import os", ["assert os.listdir('.') == []"]).passed == [True]
+    big = "for i in range(100):\n    open(f'{i}', 'w').write('x' * 2**20)"
+    assert "No space left" in sandbox.run(big, []).error
+    assert "No space left" in sandbox.run("for i in range(1000):\n    open(f'{i}', 'w').close()", []).error
+
+
+def test_nothing_stays_behind(sandbox):
+    runner = LocalRunner(sandbox.settings)
+    runner.run("", [])
+    helper = runner._pool._borrow()
+    processes = descendants(helper._process.pid)
+    assert helper._process.pid in processes
+    helper.close()
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(is_running(pid) for pid in processes)
+
+
+def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
+    code = textwrap.dedent(
+        f"""
+        import threading, time
+        from verl.rewards.sandbox.runner import LocalRunner, SandboxSettings
+        runner = LocalRunner(SandboxSettings(isolation={sandbox.settings.isolation!r}, timeout_s=600))
+        runner.run("", [])
+        threading.Thread(target=runner.run, args=("while True: pass", []), daemon=True).start()
+        time.sleep(0.3)
+        print("busy", flush=True)
+        time.sleep(600)
+        """
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "busy\n"
+    processes = descendants(trainer.pid)
+    assert len(processes) >= 3, "the trainer, the server and the run"
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_running(pid) for pid in processes)
+
+
+def descendants(pid: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(entry))
+    found, left = set(), [pid]
+    while left:
+        found.add(left[-1])
+        left += children.get(left.pop(), [])
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_server_that_dies_is_replaced(sandbox):
+    helper = sandbox._pool._borrow()
+    sandbox._pool._idle.put(helper)
+    helper._process.kill()
+    assert sandbox.run("", ["pass"]).passed == [True]
+
+
+def test_a_server_that_never_answers_is_an_error(monkeypatch):
+    runner = LocalRunner(SandboxSettings())
+    runner._isolation = "seccomp"
+
+    def late(message, timeout_s):
+        raise HelperTimeout("late")
+
+    monkeypatch.setattr(runner._pool, "ask", late)
+    with pytest.raises(RewardError, match="failed twice"):
+        runner.run("", [])
+
+
+def test_several_threads_run_side_by_side(sandbox):
+    began = time.monotonic()
+    statuses = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(sandbox.run("import time\ntime.sleep(1)", ["pass"]).status))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == ["finished"] * 3
+    assert time.monotonic() - began < 2.9
+
+
+def test_a_thousand_programs_a_minute_on_two_cores(sandbox):
+    """On an idle machine one thread makes about 8,000; the rest is room for what else runs beside the tests."""
+    code = "def add(a, b):\n    return a + b\n" + "# filler\n" * 50
+    began = time.perf_counter()
+    for _ in range(100):
+        sandbox.run(code, ["assert add(1, 2) == 3"] * 3)
+    seconds_a_program = (time.perf_counter() - began) / 100
+    assert seconds_a_program < 0.06, "one thread alone makes a thousand a minute"
+
+
+def test_without_isolation_nothing_runs_unless_asked(monkeypatch):
+    monkeypatch.setattr(seccomp, "is_supported", lambda: False)
+    with pytest.raises(ConfigError, match=r"(?s)cannot be isolated.*isolation=none"):
+        choose_isolation(SandboxSettings())
+    assert choose_isolation(SandboxSettings(isolation="none")) == "none"
+
+
+def test_an_isolation_that_does_not_hold_is_not_used(monkeypatch):
+    monkeypatch.setitem(runner_module._BREAK_OUTS, "arithmetic", "raise SystemExit")
+    with pytest.raises(ConfigError, match="does not hold against arithmetic"):
+        choose_isolation(SandboxSettings(isolation="seccomp"))
+
+
+def test_what_holds_is_said_once(caplog):
+    runner = LocalRunner(SandboxSettings(isolation="seccomp"))
+    with caplog.at_level("INFO", logger="verl"):
+        runner.run("", [])
+        runner.run("", [])
+    runner.close()
+    lines = [record.getMessage() for record in caplog.records if "Sandbox for code" in record.getMessage()]
+    assert len(lines) == 1
+    assert "seccomp. Holds: no network" in lines[0]
+
+
+def test_unprotected_runs_are_still_limited():
+    runner = LocalRunner(SandboxSettings(isolation="none", timeout_s=0.5, memory_limit_mb=256))
+    assert runner.run("", ["assert True"]).passed == [True]
+    assert runner.run("while True: pass", []).status == "timeout"
+    assert "MemoryError" in runner.run("bytearray(2**30)", []).error
+    runner.close()

@@ -1,0 +1,267 @@
+"""Responses to a file of prompts: what is written, what a killed run leaves, and who may go on with it."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.trainer.runs import run_in_child, write_lines
+from verl.trainer import finished_batches
+from verl.trainer.generation import weights_fingerprint
+from verl.trainer.main_eval import main as main_eval
+from verl.trainer.main_generation import main
+
+pytestmark = pytest.mark.timeout(180)
+
+# Three batches: of four, four and two prompts.
+COMMAND = [
+    "data.path=toy", "model.path=toy", "data.batch_size=4", "data.n_samples=3", "data.max_response_length=8",
+    "rollout.temperature=2", "rollout.deterministic=True", "trainer.num_threads=1",
+]  # fmt: skip
+BATCHES = 3
+
+
+def command(output: Path, *overrides: str) -> list[str]:
+    given = {override.partition("=")[0] for override in overrides}
+    return [*(key for key in COMMAND if key.partition("=")[0] not in given), f"data.output_path={output}", *overrides]
+
+
+def generate(output: Path, *overrides: str) -> int:
+    return main(command(output, *overrides))
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    return pq.read_table(output).to_pylist()
+
+
+def responses(output: Path) -> list[list[str]]:
+    return [row["responses"] for row in rows(output)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """What a run that nobody disturbs writes."""
+    output = tmp_path_factory.mktemp("whole") / "out.parquet"
+    assert generate(output) == 0
+    return output
+
+
+def test_all_columns_and_the_responses_are_written(whole):
+    written = rows(whole)
+    assert len(written) == 10
+    assert list(written[0]) == ["data_source", "prompt", "ability", "reward_model", "extra_info", "responses"]
+    assert written[3]["prompt"][0]["content"] == written[3]["extra_info"]["question"]
+    assert {len(row["responses"]) for row in written} == {3}
+    texts = [text for row in written for text in row["responses"]]
+    assert len(set(texts)) > 5, "too dull to fail"
+    assert not any("<" in text for text in texts), "special tokens stay out"
+    assert [path.name for path in whole.parent.iterdir()] == ["out.parquet"]
+
+
+def test_responses_do_not_depend_on_batches_or_the_engine(whole, tmp_path):
+    assert generate(tmp_path / "other.parquet", "data.batch_size=10", "rollout.max_num_seqs=5") == 0
+    assert responses(tmp_path / "other.parquet") == responses(whole)
+    slow = ["rollout.name=hf", "rollout.deterministic=False"]
+    assert generate(tmp_path / "hf.parquet", *slow) == 0
+    same = np.mean([mine == theirs for mine, theirs in zip(responses(tmp_path / "hf.parquet"), responses(whole))])
+    assert same >= 0.9, "the last bit of a log-prob may tip one draw, not more"
+
+
+def test_the_seed_and_the_temperature_are_heeded(whole, tmp_path):
+    assert generate(tmp_path / "seed.parquet", "trainer.seed=1") == 0
+    assert responses(tmp_path / "seed.parquet") != responses(whole)
+    assert generate(tmp_path / "greedy.parquet", "rollout.temperature=0") == 0
+    assert all(len(set(texts)) == 1 for texts in responses(tmp_path / "greedy.parquet"))
+
+
+# ---- killed runs -----------------------------------------------------------------------------------------------------
+
+
+def die_before_call(number: int, owner: Any, name: str) -> Callable[[], None]:
+    """Patches a function so that its `number`th call kills this process with nothing done."""
+
+    def patch() -> None:
+        original, calls = getattr(owner, name), 0
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    return patch
+
+
+def die_writing_file(number: int) -> Callable[[], None]:
+    """Kill this process when the `number`th file is written but not yet renamed. The first is the identity, then come
+    the batches, at last the output. Each is synced before it is renamed, and its folder afterwards."""
+    return die_before_call(2 * number - 1, finished_batches, "sync")
+
+
+@pytest.mark.parametrize(
+    ("patch", "batches_done"),
+    [
+        (die_writing_file(3), 1),
+        (die_writing_file(2 + BATCHES), BATCHES),
+        (die_before_call(1, finished_batches.shutil, "rmtree"), BATCHES),
+    ],
+    ids=["within a batch", "within the output", "before tidying up"],
+)
+def test_a_killed_run_ends_as_one_that_was_not(whole, tmp_path, patch, batches_done):
+    output = tmp_path / "out.parquet"
+
+    def killed() -> int:
+        patch()
+        return generate(output)
+
+    assert os.WTERMSIG(run_in_child(killed)) == signal.SIGKILL
+    assert len(list((tmp_path / "out.parquet.parts").glob("batch_*"))) == batches_done
+    assert generate(output) == 0
+    assert output.read_bytes() == whole.read_bytes()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "verl_cache"] == ["out.parquet"]
+
+
+def test_only_what_is_missing_is_generated(tmp_path, capsys):
+    output = tmp_path / "out.parquet"
+
+    def killed() -> int:
+        die_writing_file(4)()
+        return generate(output)
+
+    run_in_child(killed)
+    assert generate(output) == 0
+    said = capsys.readouterr().out
+    assert "Resumed: 2 of 3 batches are done." in said
+    assert "2 of 2 prompts" in said
+    assert generate(output) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
+    output = tmp_path / "out.parquet"
+
+    def killed() -> int:
+        die_writing_file(3)()
+        return generate(output)
+
+    run_in_child(killed)
+    assert generate(output, "rollout.top_p=0.5", "data.n_samples=2") == 1
+    told = capsys.readouterr().err
+    assert "rollout.top_p was 1.0, now 0.5" in told
+    assert "data.n_samples was 3, now 2" in told
+    assert "temperature" not in told
+    assert generate(output, "rollout.max_num_seqs=7") == 0, "what changes the speed alone is no other configuration"
+    assert output.read_bytes() == whole.read_bytes()
+    assert generate(output, "rollout.top_p=0.5") == 1
+    assert "is written already, with another configuration" in capsys.readouterr().err
+    assert output.read_bytes() == whole.read_bytes()
+    assert generate(output, "rollout.top_p=0.5", "trainer.resume_mode=disable") == 0
+    assert responses(output) != responses(whole)
+
+
+def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):
+    output = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"precious": [1]}), output)
+    assert generate(output) == 1
+    assert "not by verl.trainer.main_generation" in capsys.readouterr().err
+    assert rows(output) == [{"precious": 1}]
+
+
+def test_other_weights_at_the_same_place_are_another_model(tmp_path):
+    weights = np.random.default_rng(0).integers(0, 255, 9 << 20, dtype=np.uint8)
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    before = weights_fingerprint(str(tmp_path))
+    assert weights_fingerprint(str(tmp_path)) == before
+    weights[::97] += 1  # as training would: here and there
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    assert weights_fingerprint(str(tmp_path)) != before
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def ask(question: str, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": question}], **columns}
+
+
+def test_columns_of_parquet_keep_their_types(tmp_path):
+    table = pa.Table.from_pylist([ask("1 + 1 = ?"), ask("2 + 2 = ?")])
+    table = table.append_column("id", pa.array([7, 8], pa.int16()))
+    table = table.append_column("when", pa.array([0, 1], pa.timestamp("ms", "UTC")))
+    pq.write_table(table, tmp_path / "in.parquet")
+    assert generate(tmp_path / "out.parquet", f"data.path={tmp_path / 'in.parquet'}", "data.response_key=said") == 0
+    schema = pq.read_schema(tmp_path / "out.parquet")
+    assert (schema.field("id").type, schema.field("when").type) == (pa.int16(), pa.timestamp("ms", "UTC"))
+    assert schema.field("said").type == pa.list_(pa.string())
+
+
+def test_overlong_prompts_are_told_dropped_or_cut(tmp_path, capsys):
+    lines = [ask("1 + 1 = ?", id=0), ask("1 + " * 40 + "1 = ?", id=1), ask("2 + 2 = ?", id=2)]
+    path = f"data.path={write_lines(tmp_path / 'in.jsonl', lines)}"
+    limit = "data.max_prompt_length=40"
+    assert generate(tmp_path / "out.parquet", path, limit) == 1
+    assert "in.jsonl, row 1: the prompt has" in capsys.readouterr().err
+    assert generate(tmp_path / "dropped.parquet", path, limit, "data.filter_overlong_prompts=True") == 0
+    assert [row["id"] for row in rows(tmp_path / "dropped.parquet")] == [0, 2]
+    assert "Kept 2 of 3 rows" in capsys.readouterr().out
+    assert generate(tmp_path / "cut.parquet", path, limit, "data.truncation=left") == 0
+    assert [row["id"] for row in rows(tmp_path / "cut.parquet")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([], "is empty"),
+        ([{"question": "1 + 1 = ?"}], "the column 'prompt' is missing"),
+        ([ask("1 + 1 = ?", responses=["2"])], "there is a column 'responses' already"),
+        ([ask("1 + 1 = ?", extra_info={})], "cannot be written as one Parquet file"),
+        ([ask("1 + 1 = ?", truth=2), ask("2 + 2 = ?", truth="4")], "Give its values one type"),
+    ],
+    ids=["empty", "no prompt", "taken", "empty dict", "two types"],
+)
+def test_what_a_file_lacks_is_told_before_anything_is_generated(tmp_path, capsys, lines, told):
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    assert generate(tmp_path / "out.parquet", f"data.path={path}") == 1
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet.parts").exists()
+
+
+def test_errors_of_shared_parts_name_keys_as_they_are_written_here(tmp_path, capsys):
+    assert generate(tmp_path / "out.parquet", "rollout.name=embeded") == 1
+    told = capsys.readouterr().err
+    assert "(rollout.name)" in told
+    assert "embedded" in told
+
+
+# ---- ranks, and what comes next --------------------------------------------------------------------------------------
+
+
+def test_two_ranks_of_torchrun_give_the_responses_of_one_process(whole, tmp_path):
+    output = tmp_path / "out.parquet"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m"]
+    asked = command(output, "data.batch_size=5", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
+    done = subprocess.run(
+        [*launcher, "verl.trainer.main_generation", *asked], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert responses(output) == responses(whole)
+
+
+def test_what_was_generated_can_be_evaluated(whole, capsys):
+    assert main_eval([f"data.path={whole}", "data.prompt_key=prompt", "data.response_key=responses"]) == 0
+    [mean] = [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("toy") and "mean" in line
+    ]
+    right = [text.strip() == row["reward_model"]["ground_truth"] for row in rows(whole) for text in row["responses"]]
+    assert float(mean[2]) == pytest.approx(np.mean(right), abs=1e-4)

@@ -1,0 +1,146 @@
+"""Log-probs and values are computed while rewards are scored, where that changes nothing but the time."""
+
+import json
+import time
+
+import pytest
+
+from tests.trainer.runs import PPO, command_line, run, step_lines, without_times
+from verl.config import load_config
+from verl.rewards.manager import NaiveRewardManager
+from verl.trainer import PPOTrainer
+from verl.workers import CriticWorker
+
+pytestmark = pytest.mark.timeout(60)
+
+KL = [*PPO, "trainer.test_freq=-1", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"]
+PASSES = ("compute_log_prob", "compute_ref_log_prob", "compute_values")
+
+
+def spans(folder, step: int) -> list[dict]:
+    """The complete events of a timeline."""
+    trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def slow_reward(folder) -> list[str]:
+    """Overrides for a reward that takes half a second."""
+    file = folder / "slow.py"
+    file.write_text(
+        "import time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    time.sleep(0.03)\n"
+        "    return {'score': len(set(solution_str)) / 10, 'length': len(solution_str)}\n"
+    )
+    return [f"custom_reward_function.path={file}"]
+
+
+def test_the_run_is_the_same_with_and_without(tmp_path):
+    reward = slow_reward(tmp_path)
+    beside, after = tmp_path / "beside", tmp_path / "after"
+    assert run(beside, *KL, *reward, "trainer.profile_steps=[2]") == 0
+    assert run(after, *KL, *reward, "trainer.profile_steps=[2]", "reward_model.launch_reward_fn_async=False") == 0
+    assert without_times(step_lines(beside)) == without_times(step_lines(after))
+    begun = {}
+    for folder in (beside, after):
+        events = {event["name"]: event for event in spans(folder, 2)}
+        end_of_reward = events["reward"]["ts"] + events["reward"]["dur"]
+        begun[folder] = [events[name]["ts"] < end_of_reward for name in PASSES]
+        assert events["reward"]["dur"] > 450_000
+    assert begun == {beside: [True] * 3, after: [False] * 3}
+
+
+class OwnScore(PPOTrainer):
+    def score(self, batch):
+        batch = super().score(batch)
+        batch.batch["response_mask"][0] = 0
+        return batch
+
+
+class OwnPasses(PPOTrainer):
+    def evaluate_policies(self, batch):
+        return super().evaluate_policies(batch)
+
+
+class Filtered(PPOTrainer):
+    """What was begun for another batch is not taken for this one."""
+
+    def step(self, prompts):
+        batch = self.generate(prompts)
+        self.begin_passes(batch)
+        batch = self.evaluate_policies(self.score(batch).select_idxs([3, 2, 1, 0]))
+        batch = self.estimate_advantages(batch)
+        values = self.critic_wg.compute_values(batch).batch["values"]
+        assert (values == batch.batch["values"]).all()
+        return batch
+
+
+def test_what_was_begun_for_another_batch_is_not_taken(tmp_path):
+    trainer = Filtered(load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1")))
+    trainer.init_workers()
+    trainer.fit()
+
+
+@pytest.mark.parametrize("kind", [OwnScore, OwnPasses, PPOTrainer])
+def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kind):
+    began: list[str] = []
+    original = CriticWorker.compute_values
+
+    def noted(self, batch):
+        began.append("values")
+        return original(self, batch)
+
+    noted.__dict__.update(original.__dict__)
+    monkeypatch.setattr(CriticWorker, "compute_values", noted)
+    original_call = NaiveRewardManager.__call__
+
+    def patient(self, data, return_dict=False):
+        ends_at = time.monotonic() + 0.3
+        while kind is PPOTrainer and not began and time.monotonic() < ends_at + 20:
+            time.sleep(0.01)
+        while time.monotonic() < ends_at:
+            time.sleep(0.01)
+        began.append("reward is done")
+        return original_call(self, data, return_dict)
+
+    monkeypatch.setattr(NaiveRewardManager, "__call__", patient)
+    trainer = kind(load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1")))
+    trainer.init_workers()
+    trainer.fit()
+    plain = ["reward is done", "values"]
+    assert began == (plain if kind is not PPOTrainer else plain[::-1])
+
+
+class OwnManager(NaiveRewardManager):  # pyright: ignore[reportGeneralTypeIssues]
+    """May do anything to a batch."""
+
+
+def test_a_reward_manager_of_ones_own_comes_first_unless_asked_otherwise(tmp_path):
+    begun: list[bool] = []
+    for asked in ((), ("reward_model.launch_reward_fn_async=True",)):
+        options = [*PPO, *asked, "trainer.max_steps=1", "trainer.test_freq=-1"]
+        trainer = PPOTrainer(load_config(command_line(tmp_path / str(len(asked)), *options)))
+        trainer.reward_fn = OwnManager(trainer.tokenizer, num_examine=0)
+        trainer.init_workers()
+        batch = trainer.generate(next(iter(trainer.train_loader)))
+        trainer.begin_passes(batch)
+        begun.append(trainer.begun[0] is batch)
+        trainer.evaluate_policies(trainer.score(batch))
+    assert begun == [False, True]
+
+
+def test_the_samples_of_dropped_rewards_count_in_no_metric(tmp_path):
+    """What is dropped leaves the response mask, which the metrics of log-probs read."""
+    file = tmp_path / "failing.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if len(solution_str) % 2:\n"
+        "        raise ValueError('odd')\n"
+        "    return float(len(solution_str))\n"
+    )
+    options = [*KL, f"custom_reward_function.path={file}", "reward_model.on_error=drop", "trainer.max_steps=1"]
+    assert run(tmp_path / "beside", *options, "reward_model.launch_reward_fn_async=True") == 0
+    assert run(tmp_path / "after", *options, "reward_model.launch_reward_fn_async=False") == 0
+    (line,), (other,) = (without_times(step_lines(tmp_path / name)) for name in ("beside", "after"))
+    assert line == other
+    assert line["reward/num_errors"] > 0

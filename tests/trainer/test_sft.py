@@ -1,0 +1,293 @@
+"""Supervised fine-tuning equals the loop that one would write with transformers, however it is cut and resumed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.shared_files import SHARED, needs_shared
+from tests.trainer.runs import metric_lines, moments, run_in_child, same_bits, weights, without_times, write_lines
+from tests.trainer.test_resume import die_at_call
+from verl.config.load import load_config
+from verl.config.sft import SFTConfig, as_train_config
+from verl.data.toy import TOY_MODEL, toy_files
+from verl.engine.base import TrainEngine
+from verl.trainer.main_sft import main
+from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
+
+pytestmark = pytest.mark.timeout(180)
+
+LEARNING_RATE = 1e-3
+# Rows of different lengths, whose answers the packaged model does not know.
+ROWS = [{"question": f"{'What about ' * (n % 3)}{n} + {n * n} = ?", "answer": f"{n} is {'odd' * n}."} for n in range(9)]
+DIALOGUES = [
+    {
+        "messages": [
+            {"role": "user", "content": f"{n} = ?"},
+            {"role": "assistant", "content": "even" if n % 2 == 0 else "odd"},
+            {"role": "user", "content": "Sure?" * (n + 1)},
+            {"role": "assistant", "content": f"Yes, {n}"},
+        ]
+    }
+    for n in range(9)
+]
+# Batches in the order of the file: the plain loop reads the same ones.
+COMMON = [
+    "data.train_batch_size=3",
+    "data.shuffle=False",
+    f"optim.lr={LEARNING_RATE}",
+    "optim.lr_scheduler=constant",
+    "optim.warmup_steps_ratio=0",
+    "optim.weight_decay=0.1",
+    "trainer.max_steps=4",
+    "trainer.device=cpu",
+    'trainer.logger=["console","file"]',
+]
+
+
+def command_line(folder: Path, train: Path, *more: str, model: Path = TOY_MODEL) -> list[str]:
+    where = [f"data.train_files={train}", f"model.partial_pretrain={model}", f"trainer.default_local_dir={folder}"]
+    given = {override.partition("=")[0] for override in more}
+    return [*where, *(each for each in COMMON if each.partition("=")[0] not in given), *more]
+
+
+def losses(folder: Path, key: str = "train/loss") -> list[float]:
+    return [line[key] for line in metric_lines(folder) if key in line]
+
+
+def assert_same(folder: Path, other: Path, *, rel: float) -> None:
+    """Training and validation, but for what a clock says."""
+    for key in ("train/loss", "train/grad_norm", "train/lr", "train/num_tokens", "val/loss"):
+        assert losses(folder, key) == pytest.approx(losses(other, key), rel=rel), key
+
+
+def plain_loop(model_folder: Path, batches: list[list[tuple[list[int], list[int]]]]) -> list[float]:
+    """What transformers gives for batches of (token ids, labels), padded on the right, with torch's AdamW."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    found = []
+    for rows in batches:
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
+        real = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row, _ in rows])
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in rows])
+        count = int((labels[:, 1:] != -100).sum())
+        logits = model(input_ids=ids, attention_mask=real).logits[:, :-1]
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss = total / count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def in_batches(rows: list[Any], size: int) -> list[list[Any]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def toy_labels(messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """The toy template by hand: what follows <|assistant|> up to <|end|> is learnt."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(TOY_MODEL)
+    ids: list[int] = []
+    labels: list[int] = []
+    for message in messages:
+        header = tokenizer.encode(f"<|{message['role']}|>", add_special_tokens=False)
+        body = tokenizer.encode(f"{message['content']}<|end|>", add_special_tokens=False)
+        ids += header + body
+        labels += [-100] * len(header) + (body if message["role"] == "assistant" else [-100] * len(body))
+    return ids, labels
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("rows") / "rows.jsonl", ROWS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """A run with everything that has a state, in one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(command_line(folder, rows_file, *STATEFUL, f"data.val_files={rows_file}")) == 0
+    logger.handlers.clear()  # which would keep the output stream of the set-up
+    logger.propagate = True
+    return folder
+
+
+# Five steps of three batches an epoch, saved in the midst of one.
+STATEFUL = [
+    "data.shuffle=True",
+    "optim.lr_scheduler=cosine",
+    "optim.lr_warmup_steps=1",
+    "trainer.max_steps=5",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+    "data.val_batch_size=5",
+]
+
+
+def test_losses_are_those_of_a_plain_loop(tmp_path, rows_file):
+    pairs = [[("user", row["question"]), ("assistant", row["answer"])] for row in ROWS]
+    expected = plain_loop(
+        TOY_MODEL,
+        in_batches([toy_labels([{"role": role, "content": text} for role, text in pair]) for pair in pairs], 3),
+    )
+    assert main(command_line(tmp_path, rows_file, "trainer.max_steps=3")) == 0
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
+    assert expected[0] > 1, "too dull to fail"
+
+
+def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
+    file, first = write_lines(tmp_path / "rows.jsonl", DIALOGUES), write_lines(tmp_path / "val.jsonl", DIALOGUES[:3])
+    validation = [f"data.val_files={first}", "trainer.val_before_train=True", "data.val_batch_size=2"]
+    expected = plain_loop(TOY_MODEL, in_batches([toy_labels(row["messages"]) for row in DIALOGUES], 3))
+    more = ["trainer.max_steps=3", "data.multiturn.enable=True", *validation]
+    assert main(command_line(tmp_path, file, *more)) == 0
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
+    assert losses(tmp_path, "val/loss") == pytest.approx(expected[:1], abs=1e-4), "before the first step"
+
+
+@needs_shared("models/stories260K")
+@needs_shared("data/gsm8k/train.jsonl")
+def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path):
+    model, batch, steps = SHARED / "models" / "stories260K", 4, 8
+    lines = (SHARED / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["question"] + row["answer"]))
+    rows = rows[: batch * steps]
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    examples = []
+    for row in rows:
+        prompt = tokenizer.encode(row["question"])
+        answer = [*tokenizer.encode(row["answer"], add_special_tokens=False), tokenizer.eos_token_id]
+        examples.append((prompt + answer, [-100] * len(prompt) + answer))
+    expected = plain_loop(model, in_batches(examples[: 3 * batch], batch))
+    file = write_lines(tmp_path / "gsm8k.jsonl", rows)
+    more = [f"data.train_batch_size={batch}", f"trainer.max_steps={steps}"]
+    assert main(command_line(tmp_path, file, *more, model=model)) == 0
+    assert losses(tmp_path)[:3] == pytest.approx(expected, abs=1e-4)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
+
+
+def test_the_loss_falls_and_passes_do_not_matter(tmp_path, rows_file, undisturbed, capfd):
+    one_by_one = ["data.micro_batch_size_per_gpu=1", f"data.val_files={rows_file}"]
+    assert main(command_line(tmp_path, rows_file, *STATEFUL, *one_by_one)) == 0
+    assert_same(tmp_path, undisturbed, rel=1e-4)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
+    validation = losses(tmp_path, "val/loss")
+    assert len(validation) == 3
+    assert validation[-1] < validation[0]
+    assert "[Step 1/5] loss" in (out := capfd.readouterr().out)
+    assert "tokens/s" in out
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path, rows_file, undisturbed, capfd):
+    command = command_line(tmp_path, rows_file, *STATEFUL, f"data.val_files={rows_file}")
+    with pytest.MonkeyPatch.context() as patch:
+        die_at_call(patch, TrainEngine, "step", 3)
+        assert os.WIFSIGNALED(run_in_child(lambda: main(command)))
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+    capfd.readouterr()
+    assert main(command) == 0
+    assert "global_step_2: step 2 of 5" in capfd.readouterr().out
+    assert without_times(metric_lines(tmp_path)) == without_times(metric_lines(undisturbed))
+    assert same_bits(weights(tmp_path, 5), weights(undisturbed, 5))
+    assert same_bits(moments(tmp_path, 5), moments(undisturbed, 5))
+
+
+def test_two_ranks_learn_as_one_process(tmp_path, rows_file, undisturbed):
+    """Three rows a batch for two ranks: one of them gets a row that does not count."""
+    command = command_line(tmp_path, rows_file, *STATEFUL, f"data.val_files={rows_file}", "trainer.num_threads=1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "-m", "verl.trainer.fsdp_sft_trainer", *command], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("Training completed") == 1
+    assert_same(tmp_path, undisturbed, rel=2e-5)
+
+
+def test_adapters_learn_and_resume(tmp_path, rows_file):
+    lora = ["model.lora_rank=4", "optim.lr=1e-2", "trainer.save_freq=2", "trainer.logger=[file]"]
+    assert main(command_line(tmp_path, rows_file, *lora)) == 0
+    whole = losses(tmp_path)
+    assert whole[-1] < whole[0] - 0.5
+    actor = tmp_path / "global_step_4" / "actor"
+    assert (actor / "lora_adapter" / "adapter_model.safetensors").is_file()
+    resumed = [*lora, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_2'}"]
+    assert main(command_line(tmp_path, rows_file, *resumed)) == 0
+    assert losses(tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.response_key=solution"], "DataError: .*the column 'solution' is missing"),
+        (["data.max_length=20"], r"DataError: .*rows.jsonl, row 1: 33 tokens, data.max_length allows 20"),
+        (["data.train_batch_size=10"], "DataError: A batch of 10 prompts does not fit a dataset of 9"),
+        (["model.path=nowhere"], "model.path are two names of one setting"),
+        (["optim.learning_rate=1"], "Unknown key 'optim.learning_rate'"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(tmp_path, rows_file, capfd, overrides, told):
+    assert main(command_line(tmp_path, rows_file, *overrides)) == 1
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert re.search(told, error), error
+
+
+def configured(*overrides: str) -> SFTConfig:
+    return load_config(["data.train_files=rows.parquet", "model.path=toy", *overrides], root="sft_trainer")
+
+
+def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
+    config = configured(
+        "data.val_files=test.parquet", "data.prompt_key=extra_info", "data.response_key=extra_info",
+        "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']", "data.micro_batch_size_per_gpu=4",
+        "model.partial_pretrain=toy", "optim.lr=1e-4", "optim.warmup_steps_ratio=0.2", "optim.lr_scheduler=constant",
+        "optim.clip_grad=0.5", "trainer.total_epochs=3", "trainer.project_name=sft", "trainer.default_hdfs_dir=null",
+        "trainer.max_ckpt_to_keep=2", "model.lora_rank=32", "model.target_modules=all-linear", "model.strategy=fsdp2",
+        "ulysses_sequence_parallel_size=2", "use_remove_padding=true", "trainer.n_gpus_per_node=2",
+    )  # fmt: skip
+    assert not caplog.records, "nothing is without effect"
+    train = as_train_config(config)
+    actor = train.actor_rollout_ref.actor
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio, actor.optim.warmup_style) == (1e-4, 0.2, "constant")
+    assert (actor.grad_clip, actor.ppo_micro_batch_size_per_gpu, actor.ulysses_sequence_parallel_size) == (0.5, 4, 2)
+    assert (train.trainer.max_actor_ckpt_to_keep, train.trainer.default_local_dir) == (2, "checkpoints/sft/test")
+    assert (train.actor_rollout_ref.model.path, train.actor_rollout_ref.model.lora_rank) == ("toy", 32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.path=null"], "model.path .partial_pretrain. is not set"),
+        (["trainer.test_freq=2"], "trainer.test_freq=2 asks for validation, but data.val_files"),
+        (["data.max_token_len_per_gpu=10"], "data.max_token_len_per_gpu must hold one whole row .data.max_length=1024"),
+        (["optim.betas=[1,2]"], "^optim.betas must be two numbers"),
+        (["ulysses_sequence_parallel_size=2"], "^ulysses_sequence_parallel_size must divide"),
+        (["trainer.checkpoint.save_contents=[all]"], "trainer.checkpoint.save_contents: unknown part"),
+        (["data.custom_cls.path=mine.py"], "data.custom_cls.path=mine.py is not available in this version"),
+        (["trainer.default_hdfs_dir=hdfs://x"], "trainer.default_hdfs_dir=hdfs://x is not available in this version"),
+    ],
+)
+def test_contradictions_are_told_by_the_names_of_keys_here(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        configured(*overrides)
+
+
+def test_the_toys_rows_are_learnt_from_nested_columns(tmp_path):
+    nested = ["data.prompt_key=extra_info", "data.prompt_dict_keys=[question]", "trainer.max_steps=1"]
+    answers = ["data.response_key=extra_info", "data.response_dict_keys=[answer]"]
+    assert main(command_line(tmp_path, Path(toy_files()[0]), *nested, *answers)) == 0
+    assert len(losses(tmp_path)) == 1

@@ -1,0 +1,208 @@
+"""What the two processes of a test do: one sends, the other one takes. Both return what they have, or their error."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.distributed import jobs
+from tests.tiny_models import tiny_model
+from verl.distributed.collectives import ALONE, Axis
+from verl.distributed.mesh import Mesh, init_mesh
+from verl.rollout.twin import ModelTwin
+from verl.utils.errors import RolloutError
+from verl.weight_sync import DirectSender, Fingerprint, FingerprintLog, WeightReceiver, WeightSender, receive_into
+from verl.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
+from verl.weight_sync.disk import DiskReceiver, DiskSender
+from verl.weight_sync.fingerprint import fingerprints
+from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
+from verl.weight_sync.shards import gathered
+
+BUCKET_BYTES = 1000  # odd, and less than some tensors take
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One way for weights from rank 0 to rank 1, and what goes wrong on it."""
+
+    transport: str
+    folder: Path
+    dtype: torch.dtype = torch.float32  # of the receiver
+    hand_overs: int = 1
+    fault: str = ""
+    device: str = "cpu"
+
+
+class Store:
+    """The least of an engine: keeps copies in its dtype."""
+
+    def __init__(self, dtype: torch.dtype, fault: str = "", device: str = "cpu") -> None:
+        self.weight_dtype, self.fault, self.device = dtype, fault, device
+        self.tensors: Tensors = {}
+
+    def update_weights(self, named_tensors: Any) -> None:
+        for name, tensor in named_tensors:
+            if self.fault == "refuses" and name == "rows":
+                raise RolloutError("no such weight: rows")
+            dtype = self.weight_dtype if tensor.is_floating_point() else tensor.dtype
+            self.tensors[name] = tensor.to(self.device, dtype, copy=True)
+        damage(self.tensors, self.fault)
+
+    def weight_fingerprints(self) -> dict[str, Fingerprint]:
+        values = fingerprints(list(self.tensors.values())).tolist()
+        return {name: Fingerprint(value) for name, value in zip(self.tensors, values)}
+
+
+def damage(tensors: Tensors, fault: str) -> None:
+    if fault == "bit":
+        tensors["large"].view(torch.int32)[17, 3] ^= 1 << 5
+    if fault == "rows":
+        tensors["rows"][[2, 9]] = tensors["rows"][[9, 2]]
+
+
+def odd_tensors(step: int = 0) -> Tensors:
+    """Of every kind: one element, odd rows, several dtypes, and larger than a bucket."""
+    generator = torch.Generator().manual_seed(step)
+    shapes = {"one": (1,), "scalar": (), "odd": (3, 5), "rows": (13, 7), "large": (31, 77), "deep": (3, 5, 7)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors["half"] = torch.randn(301, 5, generator=generator).to(torch.bfloat16)
+    tensors["counts"] = torch.randint(-(1 << 40), 1 << 40, (9,), generator=generator)
+    tensors["empty"] = torch.zeros(0, 4)
+    return tensors
+
+
+def sent(trip: Trip, step: int, log: FingerprintLog) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = [(name, tensor.to(trip.device)) for name, tensor in odd_tensors(step).items()]
+    for name, tensor in gathered(tensors, bucket_bytes=BUCKET_BYTES, dtype=trip.dtype, log=log):
+        if trip.fault == "breaks off" and name == "deep":
+            raise RolloutError("no more")
+        yield name, tensor
+
+
+def travel(trip: Trip) -> tuple[Any, str]:
+    """(what this rank's engine has after each hand-over, its error)."""
+    axis = init_mesh(torch.device(trip.device)).world
+    is_sender = axis.rank == 0
+    end = _sender(trip, axis) if is_sender else _receiver(trip, axis)
+    received = []
+    try:
+        for step in range(trip.hand_overs):
+            if is_sender:
+                log = FingerprintLog()
+                end.send(sent(trip, step, log), log)
+            if trip.transport == "disk":
+                dist.barrier()
+            if not is_sender:
+                store = Store(trip.dtype, trip.fault, trip.device)
+                receive_into(store, end)
+                received.append({name: tensor.cpu() for name, tensor in store.tensors.items()})
+    except RolloutError as error:
+        return received, str(error)
+    return received, ""
+
+
+def _sender(trip: Trip, axis: Axis) -> WeightSender:
+    device, options = torch.device(trip.device), {"bucket_bytes": BUCKET_BYTES, "dtype": trip.dtype}
+    if trip.transport == "broadcast":
+        return BroadcastSender(axis, device=device, **options)
+    if trip.transport == "disk":
+        return DiskSender(trip.folder, **options)
+    with Listener(str(trip.folder / "socket"), family="AF_UNIX") as listener:
+        dist.barrier()
+        pin = trip.device == "cuda"
+        return SharedMemorySender(listener.accept(), device=torch.device("cpu"), pin=pin, **options)
+
+
+def _receiver(trip: Trip, axis: Axis) -> WeightReceiver:
+    device = torch.device(trip.device)
+    if trip.transport == "broadcast":
+        return BroadcastReceiver(axis, root=0, device=device)
+    if trip.transport == "disk":
+        return DiskReceiver(trip.folder)
+    dist.barrier()
+    return SharedMemoryReceiver(Client(str(trip.folder / "socket"), family="AF_UNIX"), device)
+
+
+# ---------------------------------------------------------------- shards
+
+
+def gather_model(setup: jobs.Setup, dtype: torch.dtype | None, bucket_bytes: int) -> tuple[Tensors, dict[str, int]]:
+    """What the trainer hands over, and its fingerprints."""
+    log = FingerprintLog()
+    named = jobs.fixed_engine(setup).parameters_for_rollout(dtype=dtype, bucket_bytes=bucket_bytes, log=log)
+    tensors = {name: tensor.clone().cpu() for name, tensor in named}
+    return tensors, log.read()
+
+
+def gather_odd_rows() -> tuple[Tensors, dict[str, int]]:
+    """Rows that the ranks do not divide: the last one has fewer, or none."""
+    mesh: Mesh = init_mesh(torch.device("cpu"))
+    module = odd_rows()
+    fully_shard(module, mesh=mesh.weights)
+    log = FingerprintLog()
+    named = gathered(module.named_parameters(), bucket_bytes=200, dtype=torch.bfloat16, log=log)
+    return dict(named), log.read()
+
+
+def odd_rows() -> nn.Module:
+    module = nn.ParameterList(
+        [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in [(1, 9), (3,), (7, 5), (5, 3, 3)]]
+    )
+    return module.requires_grad_(True)
+
+
+def hand_over(damaged_rank: int | None, halves: bool) -> tuple[bool, str]:
+    """Each rank's engine has all weights, or half of some: (whether it has what it should, its error)."""
+    world = init_mesh(torch.device("cpu")).world
+    model = tiny_model("qwen3_moe")
+
+    def half(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(2, -1)[world.rank]
+
+    def half_of_both(whole: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.chunk(2, -2)[world.rank] for part in whole.chunk(2, -2)], -2)
+
+    layer = "model.layers.0"
+    cuts = {
+        f"{layer}.self_attn.o_proj.weight": half,
+        f"{layer}.mlp.experts.gate_up_proj": half_of_both,
+        f"{layer}.mlp.experts.down_proj": half,
+        f"{layer}.input_layernorm.weight": half,
+        f"{layer}.post_attention_layernorm.weight": lambda whole: whole if world.rank == 0 else torch.zeros_like(whole),
+    }
+    cuts = cuts if halves else {}
+    twin = ModelTwin(model, attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"), cuts=cuts)
+    engine: Any = Engine(twin, damaged=damaged_rank == world.rank)
+    log = FingerprintLog()
+    named = gathered(model.named_parameters(), bucket_bytes=10_000, dtype=torch.bfloat16, log=log)
+    try:
+        DirectSender(engine, world=world, sharing=world if halves else ALONE).send(named, log)
+    except RolloutError as error:
+        return False, str(error)
+    own = dict(twin.module.named_parameters())
+    whole: Tensors = dict(model.named_parameters())
+    whole.update({name: cut(whole[name]) for name, cut in cuts.items()})
+    return all(torch.equal(own[name], weight.to(torch.bfloat16)) for name, weight in whole.items()), ""
+
+
+class Engine:
+    """A twin as an engine has it."""
+
+    def __init__(self, twin: ModelTwin, damaged: bool = False) -> None:
+        self.twin, self.damaged, self.weight_dtype = twin, damaged, twin.dtype
+
+    def update_weights(self, named_tensors: Any) -> None:
+        self.twin.update(named_tensors)
+        if self.damaged:
+            weight = self.twin.module.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+            weight.data[1, [3, 4]] = weight.data[1, [4, 3]]
+
+    def weight_fingerprints(self) -> dict[str, Fingerprint]:
+        return self.twin.fingerprints()

@@ -1,0 +1,92 @@
+"""Weights arrive bit for bit in another process by every transport, or both ends say which did not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.ranks import Ranks
+from tests.tiny_models import tiny_model
+from tests.weight_sync.jobs import Engine, Store, Trip, odd_tensors, travel
+from verl.rollout.twin import ModelTwin
+from verl.utils.errors import CheckpointError
+from verl.weight_sync import DirectSender, FingerprintLog, receive_into
+from verl.weight_sync.disk import DiskReceiver, DiskSender
+from verl.weight_sync.shards import gathered
+
+TRANSPORTS = ("host", "broadcast", "disk")
+
+
+def as_received(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_bit_arrives(two_ranks: Ranks, tmp_path: Path, transport: str, dtype: torch.dtype):
+    (_, none), (received, error) = two_ranks.call(travel, Trip(transport, tmp_path, dtype, hand_overs=3))
+    assert (none, error) == ("", "")
+    assert len(received) == 3
+    for step, tensors in enumerate(received):
+        expected = odd_tensors(step)
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, as_received(expected[name], dtype)), name
+
+
+@pytest.mark.parametrize(("fault", "name"), [("bit", "large"), ("rows", "rows")])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_damage_on_the_way_is_named(two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, name: str):
+    (_, at_sender), (_, at_receiver) = two_ranks.call(travel, Trip(transport, tmp_path, fault=fault))
+    assert (
+        f"1 of 9 weights of the rollout engine are not the trainer's, by their fingerprints: '{name}'." in at_receiver
+    )
+    if transport != "disk":  # where nobody waits for the reader
+        assert f"'{name}'" in at_sender
+
+
+@pytest.mark.parametrize("transport", ["host", "broadcast"])
+@pytest.mark.parametrize(("fault", "told"), [("refuses", "no such weight: rows"), ("breaks off", "no more")])
+def test_a_fault_at_one_end_ends_both(two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, told: str):
+    for _, error in two_ranks.call(travel, Trip(transport, tmp_path, fault=fault)):
+        assert told in error
+
+
+def test_a_folder_is_read_by_others_and_damage_to_its_files_is_seen(tmp_path: Path):
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    sender = DiskSender(tmp_path, bucket_bytes=10_000, dtype=torch.bfloat16)
+    for _ in range(3):
+        sender.send(model.named_parameters())
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    folder = tmp_path / "global_step_3" / "weights"
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].keys() == stored.keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(stored[name], parameter.to(torch.bfloat16))
+
+    damaged = bytearray(files[0].read_bytes())
+    damaged[-1] ^= 1
+    files[0].write_bytes(damaged)
+    store = Store(torch.bfloat16)
+    receive_into(store, DiskReceiver(tmp_path))  # the one before is sound
+    assert store.tensors.keys() == stored.keys()
+    with pytest.raises(CheckpointError, match="found none"):
+        receive_into(store, DiskReceiver(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["aliased", "cast"])
+def test_tied_weights_within_one_process(dtype: torch.dtype):
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    twin = ModelTwin(model, attention="eager", dtype=dtype, device=torch.device("cpu"))
+    log = FingerprintLog()
+    named = gathered(model.named_parameters(), bucket_bytes=10_000, dtype=dtype, log=log)
+    DirectSender(Engine(twin)).send(named, log)
+    assert twin.module.lm_head.weight is twin.module.model.embed_tokens.weight
+    for name, parameter in model.named_parameters():
+        placed = twin.module.get_parameter(name)
+        assert torch.equal(placed, parameter.to(dtype))
+        assert (placed.data_ptr() == parameter.data_ptr()) == (dtype == torch.float32)

@@ -1,0 +1,221 @@
+"""The reward model as a worker: its own tokens of the actor's text, and where the scores stand."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.shared_files import SHARED, needs_shared
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_reward_models import other_tokenizer, save_reward_model
+from verl.config import RewardModelConfig
+from verl.data.chat import encode_conversations
+from verl.models.load import load_tokenizer
+from verl.models.reward_model import RewardModel
+from verl.protocol import DataProto
+from verl.utils.errors import DataError, RewardError
+from verl.workers import RewardModelWorker
+from verl.workers.reward_inputs import compute_reward
+
+CPU = torch.device("cpu")
+P, R = 80, 24
+ASKED = ("What is 1 + 1?", "Say a", "Name three rivers of Asia")
+SAID = ("2.", "aaaa", "Ob, Lena, Amur")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward_model(tmp_path_factory.mktemp("rm") / "other", "llama", tokenizer=other_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def same_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward_model(tmp_path_factory.mktemp("rm") / "same", "llama")
+
+
+def chats(asked: tuple[str, ...] = ASKED) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": text}] for text in asked]
+
+
+def trajectories(tokenizer: Any = None, said: tuple[str, ...] = SAID) -> DataProto:
+    """What the actor has said, in its tokens, each response ended by eos."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    asked = encode_conversations(tokenizer, chats())
+    ids = torch.full((len(said), P + R), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, text) in enumerate(zip(asked, said)):
+        answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        real = slice(P - len(prompt), P + len(answer))
+        ids[row, real], mask[row, real] = torch.tensor(prompt + answer), 1
+    tensors = {"input_ids": ids, "attention_mask": mask, "prompts": ids[:, :P], "responses": ids[:, P:]}
+    names = np.array([f"1-{row}" for row in range(len(said))], dtype=object)
+    raw = np.array([*chats(), None], dtype=object)[:-1]
+    return DataProto.from_dict(tensors=tensors, non_tensors={"raw_prompt": raw, "uid": names})
+
+
+def worker(folder: Path, *, tokenizer: Any = None, input_tokenizer: str | None = "actor", **keys: Any) -> Any:
+    config = RewardModelConfig(enable=True, **keys)
+    config.model.path, config.model.input_tokenizer = str(folder), input_tokenizer
+    return RewardModelWorker(config, input_tokenizer=tokenizer or tiny_tokenizer(), device=CPU)
+
+
+def scores_of(role: Any, batch: DataProto) -> torch.Tensor:
+    """(B,), having checked that each stands at its response's last token and nothing else anywhere."""
+    column = role.compute_rm_score(batch).batch["rm_scores"]
+    assert column.shape == batch.batch["responses"].shape
+    assert column.dtype == torch.float32
+    last = batch.batch["attention_mask"][:, P:].sum(-1) - 1
+    picked = column[torch.arange(len(batch)), last]
+    assert torch.equal(column.abs().sum(-1), picked.abs())
+    return picked
+
+
+def expected_scores(folder: Path, said: tuple[str, ...] = SAID) -> torch.Tensor:
+    """By transformers' template and classifier alone, a text at a time."""
+    tokenizer, model = load_tokenizer(folder), RewardModel.from_pretrained(folder)
+    scores = []
+    for chat, text in zip(chats(), said):
+        messages = [*chat, {"role": "assistant", "content": text}]
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        scores.append(model(torch.tensor([ids])).rewards)
+    return torch.cat(scores).detach()
+
+
+def test_the_actors_text_is_put_under_the_reward_models_own_template(folder: Path) -> None:
+    found, expected = scores_of(worker(folder), trajectories()), expected_scores(folder)
+    assert expected.std() > 0.5, "too flat to tell a difference"
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_without_an_input_tokenizer_equal_tokens_are_passed_on(same_folder: Path) -> None:
+    batch = trajectories()
+    model = RewardModel.from_pretrained(same_folder)
+    with torch.no_grad():
+        expected = model(batch.batch["input_ids"], batch.batch["attention_mask"]).rewards
+    found = scores_of(worker(same_folder, input_tokenizer=None), batch)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    again = scores_of(worker(same_folder), batch)  # the template ends a turn in another way than the actor does
+    assert (again - expected).abs().max() > 1e-2
+
+
+def test_without_an_input_tokenizer_other_tokens_are_decoded(folder: Path) -> None:
+    found = scores_of(worker(folder, input_tokenizer=None), trajectories())
+    torch.testing.assert_close(found, expected_scores(folder), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"micro_batch_size_per_gpu": 1}, {"forward_max_token_len_per_gpu": 70}], ids=["rows", "tokens"]
+)
+def test_micro_batches_change_nothing(folder: Path, keys: dict[str, Any]) -> None:
+    role, calls = worker(folder, **keys), []
+    role.engine.module.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(scores_of(role, trajectories()), expected_scores(folder), atol=1e-5, rtol=0)
+    assert len(calls) == (3 if "micro_batch_size_per_gpu" in keys else 2)
+
+
+def test_an_overlong_input_is_an_error_unless_it_may_be_cut(folder: Path) -> None:
+    with pytest.raises(RewardError, match=r"row 2 \(uid 1-2\) has \d+ tokens.*takes 40; 1 of 3.*truncation=left"):
+        worker(folder, max_length=40).compute_rm_score(trajectories())
+    cut = scores_of(worker(folder, max_length=40, truncation="left"), trajectories())
+    expected = expected_scores(folder)
+    torch.testing.assert_close(cut[:2], expected[:2], atol=1e-5, rtol=0)
+    assert (cut[2] - expected[2]).abs() > 1e-2
+
+
+def test_the_model_s_own_positions_are_a_limit(folder: Path) -> None:
+    model = RewardModel.from_pretrained(folder)
+    with pytest.raises(RewardError, match=r"response 1 has \d+ tokens .* takes 256; 1 of 2"):
+        compute_reward(model, ["short", "long" * 80])
+
+
+def test_a_response_of_no_token_and_a_score_that_is_not_finite_are_named(folder: Path) -> None:
+    batch = trajectories()
+    batch.batch["attention_mask"][1, P:] = 0
+    role = worker(folder)
+    with pytest.raises(RewardError, match=r"row 1 \(uid 1-1\) has no token"):
+        role.compute_rm_score(batch)
+    odd = other_tokenizer().convert_tokens_to_ids("3")
+    with torch.no_grad():
+        role.engine.hf_model.get_input_embeddings().weight[odd] = torch.nan
+    with pytest.raises(RewardError, match=r"row 2 \(uid 1-2\), which ends '.*3.*', the score nan"):
+        role.compute_rm_score(trajectories(said=(*SAID[:2], "123")))
+
+
+def test_a_batch_without_messages_says_what_to_set(folder: Path) -> None:
+    batch = trajectories()
+    del batch.non_tensor_batch["raw_prompt"]
+    with pytest.raises(DataError, match=r"raw_prompt.*\['uid'\].*input_tokenizer=null"):
+        worker(folder).compute_rm_score(batch)
+
+
+@needs_shared("models/qwen2-tokenizer")
+@needs_shared("models/minimind-tokenizer")
+def test_one_published_tokenizer_is_translated_into_another(tmp_path: Path) -> None:
+    source, target = (load_tokenizer(SHARED / "models" / f"{name}-tokenizer") for name in ("qwen2", "minimind"))
+    said = ("Zwei — 二.", "a\n\n  b", "Ob, Lena, Amur")
+    folder = save_reward_model(tmp_path, tokenizer=target, vocab_size=len(target))
+    found = scores_of(worker(folder, tokenizer=source), trajectories(source, said))
+    torch.testing.assert_close(found, expected_scores(folder, said), atol=1e-4, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- compute_reward
+
+
+def test_texts_with_prompts_are_scored_like_the_actors(folder: Path) -> None:
+    model, expected = RewardModel.from_pretrained(folder), expected_scores(folder)
+    for prompts in (list(ASKED), chats()):
+        found = compute_reward(model, list(SAID), prompts=prompts)
+        assert found.shape == (3,)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    ids = [torch.tensor(model.tokenizer(text)["input_ids"]) for text in SAID]
+    torch.testing.assert_close(compute_reward(model, ids, prompts=list(ASKED)), expected, atol=1e-5, rtol=0)
+
+
+def test_ids_are_scored_as_they_are_and_padding_does_not_count(folder: Path) -> None:
+    model = RewardModel.from_pretrained(folder)
+    rows = [[7, 9, 11], [30, 31], [50]]
+    expected = model.score(rows)
+    assert torch.equal(compute_reward(model, [torch.tensor(row) for row in rows]), expected)
+    padded = torch.tensor([[7, 9, 11], [0, 30, 31], [50, 0, 0]])
+    assert torch.equal(compute_reward(model, padded), expected)
+    after = compute_reward(model, [[11], [31]], prompts=[[7, 9], [30]])
+    torch.testing.assert_close(after, expected[:2], atol=1e-5, rtol=0)
+
+
+def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
+    model = RewardModel.from_pretrained(folder)
+    ids = model.tokenizer("[assistant] Yes<eos>")["input_ids"]
+    torch.testing.assert_close(compute_reward(model, ["Yes"]), model.score([ids]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("responses", "prompts", "error", "message"),
+    [
+        ("one text", None, DataError, "needs a list of responses"),
+        ([], None, DataError, "needs a list of responses"),
+        (torch.tensor([1, 2]), None, DataError, r"needs a list.*got \(2,\)"),
+        (["a", ""], None, RewardError, "Response 1 is empty"),
+        (["a", None], None, RewardError, "Response 1 is missing"),
+        (["a", chats()[0]], None, RewardError, "Response 1 must be a text or token ids.*role"),
+        ([[5], []], None, RewardError, "Response 1 is empty"),
+        (torch.tensor([[5, 6], [0, 0]]), None, RewardError, "Response 1 is empty"),
+        (torch.tensor([[0.5, 0.5]]), None, RewardError, "Response 0 must be a text or token ids"),
+        (
+            [[5], [6, 151_643]],
+            None,
+            RewardError,
+            "Response 1 has the token ids 6 to 151643.*has 101.*another tokenizer",
+        ),
+        (["a", "b"], ["q"], DataError, "one prompt a response, got 1 and 2"),
+        (["a"], [[5, 6]], DataError, "Prompt 0 is given in token ids and response 0 as a text"),
+        (["a"], [{"role": "user"}], DataError, "prompt of response 0 must be a list of messages"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(
+    folder: Path, responses: Any, prompts: Any, error: type[Exception], message: str
+) -> None:
+    model = RewardModel.from_pretrained(folder, check=False)
+    with pytest.raises(error, match=message):
+        compute_reward(model, responses, prompts)

@@ -1,0 +1,126 @@
+"""The registries of verl 0.5's `core_algos`: dictionaries of functions by its signatures, over the registries here."""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from enum import Enum
+from typing import Any
+
+from verl.algorithms import compat_signatures as signatures
+from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.group_advantages import group_ids
+from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss, padded_signature
+from verl.algorithms.policy_losses import policy_losses
+from verl.utils.errors import ConfigError
+from verl.utils.registry import Registry
+
+Function = Callable[..., Any]
+
+
+class AdvantageEstimator(str, Enum):
+    """Names of the estimators that come with the package."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    OPO = "opo"
+    GRPO_PASSK = "grpo_passk"
+    GPG = "gpg"
+    GDPO = "gdpo"
+
+
+_ESTIMATORS: dict[str, Function] = {
+    "gae": signatures.compute_gae_advantage_return,
+    "grpo": signatures.compute_grpo_outcome_advantage,
+    "grpo_passk": signatures.compute_grpo_passk_outcome_advantage,
+    "rloo": signatures.compute_rloo_outcome_advantage,
+    "opo": signatures.compute_opo_outcome_advantage,
+    "gpg": signatures.compute_gpg_outcome_advantage,
+    "reinforce_plus_plus": signatures.compute_reinforce_plus_plus_outcome_advantage,
+    "reinforce_plus_plus_baseline": signatures.compute_reinforce_plus_plus_baseline_outcome_advantage,
+    "remax": signatures.compute_remax_outcome_advantage,
+}
+
+
+class _View(MutableMapping[str, Function]):
+    """Names to functions of verl's signature. What is set here is registered, and known to the trainer."""
+
+    def __init__(
+        self, registry: Registry[Any], wrap: Callable[[Function], Any], show: Callable[[str], Function]
+    ) -> None:
+        self._registry, self._wrap, self._show = registry, wrap, show
+
+    def __getitem__(self, name: str) -> Function:
+        if name not in self._registry:
+            raise KeyError(name)
+        return self._show(_plain(name))
+
+    def __setitem__(self, name: str, function: Function) -> None:
+        name = _plain(name)
+        if name in self._registry and self._show(name) is function:
+            return
+        self._registry.register(name)(self._wrap(function))
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError(f"What is registered stays; '{name}' cannot be deleted. Register yours by another name.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry)
+
+    def __len__(self) -> int:
+        return len(list(self._registry))
+
+
+def _plain(name: str) -> str:
+    return name.value if isinstance(name, Enum) else name
+
+
+def _estimator(name: str) -> Function:
+    if name in _ESTIMATORS:
+        return _ESTIMATORS[name]
+    estimator = advantage_estimators.get(name)
+    if isinstance(estimator, PaddedEstimator):
+        return estimator.function
+
+    def by_names(token_level_rewards: Any, response_mask: Any, index: Any = None, **kwargs: Any) -> Any:
+        group = None if index is None else group_ids(index)
+        return estimator(AdvantageInputs(token_level_rewards, response_mask, group=group))
+
+    return by_names
+
+
+POLICY_LOSS_REGISTRY = _View(policy_losses, PaddedPolicyLoss, padded_signature)
+ADV_ESTIMATOR_REGISTRY = _View(advantage_estimators, PaddedEstimator, _estimator)
+
+
+def register_policy_loss(name: str) -> Callable[[Function], Function]:
+    """Decorator for fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config), see `padded`."""
+
+    def add(function: Function) -> Function:
+        POLICY_LOSS_REGISTRY[name] = function
+        return function
+
+    return add
+
+
+def get_policy_loss_fn(name: str) -> Function:
+    """The loss by that signature. ConfigError (a ValueError) for an unknown name."""
+    policy_losses.get(name)
+    return POLICY_LOSS_REGISTRY[name]
+
+
+def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Function], Function]:
+    """Decorator for fn(token_level_rewards, response_mask, index, config, ...) -> (advantages, returns)."""
+
+    def add(function: Function) -> Function:
+        ADV_ESTIMATOR_REGISTRY[name_or_enum] = function
+        return function
+
+    return add
+
+
+def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Function:
+    """The estimator by that signature. ConfigError (a ValueError) for an unknown name."""
+    advantage_estimators.get(_plain(name_or_enum))
+    return ADV_ESTIMATOR_REGISTRY[name_or_enum]

@@ -1,0 +1,50 @@
+"""Controllers of the entropy bonus's coefficient."""
+
+from verl.utils.errors import ConfigError
+
+
+class FixedEntropyController:
+    """A coefficient that stays. A resumed run takes what its configuration says."""
+
+    def __init__(self, coef: float) -> None:
+        self.value = coef
+
+    def update(self, entropy: float) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """There is no state."""
+
+
+class AdaptiveEntropyController:
+    """Adaptive entropy control, He et al. 2025 (Skywork-OR1, arXiv:2505.22312).
+
+    c <- c + delta  where the entropy is below the target,  c - delta (at least 0) where it is above
+    coefficient = c  where the entropy is at most the target,  else 0
+    """
+
+    def __init__(self, coef: float, *, target_entropy: float, delta: float) -> None:
+        if target_entropy < 0 or delta <= 0:
+            raise ConfigError(
+                "Adaptive entropy needs target_entropy of at least 0 and delta above 0, got "
+                f"{target_entropy} and {delta}."
+            )
+        self.coef = self.value = coef
+        self.target, self.delta = target_entropy, delta
+
+    def update(self, entropy: float) -> None:
+        """Settle the coefficient of the next step after one whose mean entropy was `entropy`, in nats a token."""
+        if entropy < self.target:
+            self.coef += self.delta
+        elif entropy > self.target:
+            self.coef = max(self.coef - self.delta, 0.0)
+        self.value = self.coef if entropy <= self.target else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coef, self.value = state["coef"], state["value"]

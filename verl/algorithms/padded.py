@@ -1,0 +1,186 @@
+"""Losses and estimators written for verl's padded signatures, called from here; and ours, called by those signatures.
+
+A user's padded loss sees one micro-batch at a time. Where it aggregates by `agg_loss` its share of the mini-batch is
+the right one; where it looks at the micro-batch as a whole (means, quantiles, random picks) its gradient depends on
+micro-batching, which no adapter can mend. The log at start says so.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from verl.algorithms.advantages import AdvantageInputs
+from verl.algorithms.masked import aggregation_weights, masked_mean
+from verl.algorithms.policy_losses import (
+    PolicyLossInputs,
+    PolicyLossOutput,
+    SelectionInputs,
+    policy_losses,
+    selections,
+)
+from verl.config import ActorConfig, AlgorithmConfig
+from verl.config.choices import SEQUENCE_LOSSES
+from verl.utils.errors import ConfigError
+
+Scalar = Float[Tensor, ""]
+
+
+def loss_settings(config: Any = None) -> dict[str, Any]:
+    """What a policy loss gets by name: all that the actor's section says of losses.
+
+    `config` is that section, a mapping or an object with some of its fields (the others have their defaults), or None.
+    """
+    defaults = ActorConfig()
+    both = _field(config, "clip_ratio", defaults.clip_ratio)
+    policy_loss = _field(config, "policy_loss", {})
+    return {
+        "clip_ratio_low": _field(config, "clip_ratio_low", both),
+        "clip_ratio_high": _field(config, "clip_ratio_high", both),
+        "clip_ratio_c": _field(config, "clip_ratio_c", defaults.clip_ratio_c),
+        **{name: _field(policy_loss, name, value) for name, value in asdict(defaults.policy_loss).items()},
+        "actor": config,  # for users' padded losses, which take the section itself
+    }
+
+
+def _field(section: Any, name: str, default: Any) -> Any:
+    value = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+    return default if value is None else value
+
+
+class PaddedPolicyLoss:
+    """A policy loss from `function(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)`, which
+    returns (loss, clip_fraction, ppo_kl, clip_fraction_lower) of (rows, longest response) tensors."""
+
+    formula = "a loss of verl's padded signature, called a micro-batch at a time: it may depend on their size"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__module__ = function.__module__  # a user's
+
+    def __call__(
+        self, inputs: PolicyLossInputs, *, loss_agg_mode: str, actor: Any = None, **_: Any
+    ) -> PolicyLossOutput:
+        rows, slot = torch.unique(inputs.sequence, return_inverse=True)
+        order = slot.argsort(stable=True)
+        lengths = torch.bincount(slot, minlength=len(rows))
+        first = lengths.cumsum(0) - lengths
+        column = torch.empty_like(order)
+        column[order] = torch.arange(len(order), device=order.device) - first[slot[order]]
+        width = int(lengths.max()) if len(rows) else 0
+
+        def padded(values: Tensor) -> Tensor:
+            return values.new_zeros(len(rows), width).index_put((slot, column), values)
+
+        mask = padded(inputs.own.long())
+        scale = _share(inputs, aggregation_weights(mask, loss_agg_mode)[slot, column])
+        old, new, advantages = map(padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages))
+        loss, *numbers = self.function(old, new, advantages, mask, loss_agg_mode, actor)
+        names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+        means = {
+            name: torch.full_like(inputs.advantages, float(torch.as_tensor(number).detach()))
+            for name, number in zip(names, numbers)
+        }
+        return PolicyLossOutput(loss=loss * scale, means=means)
+
+
+def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
+    """What the micro-batch's own aggregate counts in the mini-batch's: the same for each token in every mode."""
+    shares = inputs.weights[inputs.own] / local[inputs.own]
+    if not shares.numel():
+        return 0.0
+    if (shares - shares[0]).abs().max() > 1e-4 * shares[0].abs():
+        raise ConfigError(
+            "A policy loss of verl's padded signature cannot weigh its tokens, which "
+            "algorithm.rollout_correction.rollout_is asks for. Register it by verl.algorithms.policy_losses."
+            "policy_losses, or set rollout_is=null."
+        )
+    return shares[0].item()
+
+
+@functools.cache
+def padded_signature(name: str) -> Callable[..., tuple[Scalar, Scalar, Scalar, Scalar]]:
+    """The registered loss `name` as a function of padded (B, R) tensors, by verl's parameters."""
+    loss = policy_losses.get(name)
+    if isinstance(loss, PaddedPolicyLoss):
+        return loss.function
+
+    def policy_loss(
+        old_log_prob: Float[Tensor, "B R"],
+        log_prob: Float[Tensor, "B R"],
+        advantages: Float[Tensor, "B R"],
+        response_mask: Shaped[Tensor, "B R"],
+        loss_agg_mode: str = "seq-mean-token-mean" if name in SEQUENCE_LOSSES else "token-mean",
+        config: Any = None,
+    ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+        settings = loss_settings(config)
+        return padded_loss(name, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings)
+
+    policy_loss.__name__, policy_loss.__doc__ = name, loss.__doc__
+    return policy_loss
+
+
+def padded_loss(
+    name: str,
+    old_log_prob: Float[Tensor, "B R"],
+    log_prob: Float[Tensor, "B R"],
+    advantages: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    loss_agg_mode: str,
+    settings: Mapping[str, Any],
+) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+    """(loss, clip_fraction, ppo_kl, clip_fraction_lower) of a whole mini-batch; picks come from torch's generator."""
+    keep = response_mask.bool()
+    weights = aggregation_weights(response_mask, loss_agg_mode).to(log_prob.dtype)
+    rows = torch.arange(len(keep), device=keep.device)[:, None].expand_as(keep)
+    new, old, gains = log_prob[keep], old_log_prob[keep], advantages[keep]
+    selected = None
+    if name in selections:
+        noise = torch.rand(len(new), dtype=torch.float64, device=new.device)
+        selected = selections.get(name)(SelectionInputs(new.detach(), old, gains, noise), **settings)
+    inputs = PolicyLossInputs(new, old, gains, weights[keep], rows[keep], selected=selected)
+    output = policy_losses.get(name)(inputs, loss_agg_mode=loss_agg_mode, **settings)
+    clipfrac, kl, lower = (
+        masked_mean(output.means[mean], torch.ones_like(output.means[mean]))
+        if mean in output.means
+        else torch.zeros_like(output.loss)
+        for mean in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    )
+    return output.loss, clipfrac, kl, lower
+
+
+class PaddedEstimator:
+    """An advantage estimator from `function(token_level_rewards, response_mask, index, config, ...)`, by verl's names;
+    it gets those of them that it takes. `index` numbers the prompts."""
+
+    formula = "an estimator of verl's signature"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__module__ = function.__module__  # a user's
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in parameters}
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        given: dict[str, Any] = {
+            "token_level_rewards": inputs.token_level_rewards,
+            "response_mask": inputs.response_mask,
+            "config": AlgorithmConfig(gamma=inputs.gamma, lam=inputs.lam, norm_adv_by_std_in_grpo=inputs.norm_by_std),
+            "gamma": inputs.gamma,
+            "lam": inputs.lam,
+            "values": inputs.values,
+            "index": None if inputs.group is None else inputs.group.cpu().numpy(),
+            "reward_baselines": inputs.columns.get("reward_baselines"),
+        }
+        chosen = {
+            name: value
+            for name, value in given.items()
+            if value is not None and (self._takes_all or name in self._names)
+        }
+        return self.function(**chosen)

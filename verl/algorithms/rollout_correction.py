@@ -1,0 +1,113 @@
+"""Importance correction of what the rollout engine drew with slightly other probabilities than the trainer has.
+
+With mu the rollout's and pi the trainer's probability of the drawn tokens before the update, rho_t = pi_t / mu_t and
+
+    token      w_it = rho_it
+    sequence   w_it = product over t of rho_it          unbiased, of large variance for long responses
+    geometric  w_it = exp(mean over t of log rho_it)    for rejection alone: how far a response is off a token
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from verl.algorithms.kl import MAX_LOG_RATIO
+from verl.algorithms.masked import masked_mean, masked_sum
+from verl.utils.errors import ConfigError
+
+
+class RolloutCorrection(NamedTuple):
+    weights: Float[Tensor, "B R"]  # that the policy loss of a token is multiplied by; 0 outside `mask`
+    mask: Bool[Tensor, "B R"]  # the response mask less what was rejected
+    metrics: dict[str, float]
+
+
+def importance_ratios(
+    old_log_probs: Float[Tensor, "B R"],
+    rollout_log_probs: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    level: str,
+) -> Float[Tensor, "B R"]:
+    """w of every token as `level` says, its logarithm cut at 20; 0 outside the mask."""
+    mask = response_mask.bool()
+    log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    elif level == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, -1)[:, None].expand_as(log_ratio)
+    elif level != "token":
+        raise ConfigError(f"Importance ratios are taken by token, sequence or geometric, got '{level}'.")
+    return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
+
+
+def correct_rollout(
+    old_log_probs: Float[Tensor, "B R"],
+    rollout_log_probs: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    *,
+    weigh_by: str | None = None,
+    weight_band: tuple[float, float] = (0.0, 2.0),
+    outside: str = "truncate",
+    reject_by: str | None = None,
+    accept_band: tuple[float, float] = (0.5, 2.0),
+    veto_below: float | None = None,
+) -> RolloutCorrection:
+    """Weights and rejections of a batch.
+
+    weigh_by, with `outside="truncate"`: truncated importance sampling, w = min(rho, upper), by token (Yao et al. 2025,
+        "Your efficient RL framework secretly brings you off-policy RL training") or by sequence; a lower bound lifts.
+    weigh_by, with `outside="mask"`: w = rho within the band and 0 outside (IcePop, Ling team 2025, arXiv:2510.18855).
+        Tokens outside still count in the loss's mean.
+    reject_by: tokens (token) or whole responses (sequence, geometric) whose ratio lies outside `accept_band` leave the
+        mask, as though they had not been drawn.
+    veto_below: responses with a token whose rho is below it leave the mask.
+
+    Metrics, over the response tokens: `rollout_corr/kl` and `k3_kl` of KL(mu || pi) in nats a token; `chi2_token` and
+    `chi2_seq`, E[rho^2] - 1; `ess`, the share of tokens that weigh as much as all do; `weight_mean`, `_max`, and
+    the shares `weight_outside`, `rejected_tokens` and `rejected_seqs`.
+    """
+    given = response_mask.bool()
+    mask = given.clone()
+    if reject_by is not None:
+        ratios = importance_ratios(old_log_probs, rollout_log_probs, given, reject_by)
+        mask &= (ratios >= accept_band[0]) & (ratios <= accept_band[1])
+    tokens = importance_ratios(old_log_probs, rollout_log_probs, given, "token")
+    if veto_below is not None:
+        mask &= ~(given & (tokens < veto_below)).any(-1, keepdim=True)
+    weights, outside_share = mask.double(), 0.0
+    if weigh_by is not None:
+        ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
+        inside = (ratios >= weight_band[0]) & (ratios <= weight_band[1])
+        bounded = torch.where(inside, ratios, 0.0) if outside == "mask" else ratios.clamp(*weight_band)
+        weights = torch.where(mask, bounded, 0.0)
+        outside_share = masked_mean((~inside).double(), mask).item()
+    metrics = _metrics(old_log_probs, rollout_log_probs, given, tokens) if given.any() else {}
+    metrics |= {
+        "rollout_corr/ess": (weights.sum() ** 2 / (mask.sum() * (weights**2).sum()).clamp(min=1e-30)).item(),
+        "rollout_corr/weight_mean": masked_mean(weights, mask).item(),
+        "rollout_corr/weight_max": weights.max().item() if weights.numel() else 0.0,
+        "rollout_corr/weight_outside": outside_share,
+        "rollout_corr/rejected_tokens": masked_mean((~mask).double(), given).item(),
+        "rollout_corr/rejected_seqs": masked_mean((~mask.any(-1)).double(), given.any(-1)).item(),
+    }
+    return RolloutCorrection(weights.to(old_log_probs.dtype), mask, metrics)
+
+
+def _metrics(
+    old_log_probs: Float[Tensor, "B R"],
+    rollout_log_probs: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+    tokens: Float[Tensor, "B R"],
+) -> dict[str, float]:
+    log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
+    sequences = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    count = mask.any(-1)
+    numbers = {
+        "rollout_corr/kl": -masked_mean(log_ratio, mask),
+        "rollout_corr/k3_kl": masked_mean(tokens - 1 - log_ratio, mask),
+        "rollout_corr/chi2_token": masked_mean(tokens**2, mask) - 1,
+        "rollout_corr/chi2_seq": masked_sum(sequences**2, count) / count.sum() - 1,
+    }
+    return {name: value.item() for name, value in numbers.items()}

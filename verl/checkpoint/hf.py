@@ -1,0 +1,111 @@
+"""Folders that transformers loads: a model's configuration, and weights written one decoder layer after the other."""
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+
+WEIGHTS_FOLDER = "huggingface"  # within the folder of a role
+MAX_FILE_BYTES = 5 * 10**9
+_NAME, _INDEX = "model", "model.safetensors.index.json"
+
+
+def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+    """What `model.save_pretrained` writes beside weights: configuration, generation configuration, custom code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(dtype).removeprefix("torch.")
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def layer_of(name: str) -> str:
+    """The decoder layer that a parameter belongs to; its own name where it belongs to none."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found.group() if found else name
+
+
+def save_weights(
+    folder: Path,
+    model: PreTrainedModel | None,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write `tensors`, see `published`, as `model.safetensors`, or as several files with an index.
+
+    In memory are at most one file, its copy while it is written, and one layer.
+    """
+    files = _Files(folder, max_file_bytes)
+    for name, tensor in published(model, tensors):
+        files.add(name, tensor)
+    files.close()
+
+
+def published(
+    model: PreTrainedModel | None, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensors` under the names, and in the stacks, in which the family is published, layer by layer.
+
+    Args:
+        model: says what they are (its weights are not read); None: they stay as they are.
+        tensors: whole ones, named as in `model`, those of a layer after each other; a tied weight once.
+    """
+    ignored = set() if model is None else set(model._keys_to_ignore_on_save or ())
+    for _, group in itertools.groupby(tensors, key=lambda item: layer_of(item[0])):
+        layer = {name: tensor for name, tensor in group if name not in ignored}
+        yield from (layer if model is None else revert_weight_conversion(model, layer)).items()
+
+
+class _Files:
+    """Files of at most so many bytes (one tensor at least), which get their names when their number is known."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._open: dict[str, torch.Tensor] = {}
+        self._names: list[list[str]] = []
+        self._open_bytes = self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._open and self._open_bytes + tensor.nbytes > self.max_bytes:
+            self._write()
+        # Cloned where it is a part: a slice would keep all of what it was cut from.
+        part = tensor.untyped_storage().nbytes() != tensor.nbytes
+        self._open[name] = tensor.detach().cpu().clone() if part else tensor.detach().cpu().contiguous()
+        self._open_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        self._write()
+        count = len(self._names)
+        if count == 1:
+            self._part(0).rename(self.folder / f"{_NAME}.safetensors")
+            return
+        place = {}
+        for number, names in enumerate(self._names):
+            file = f"{_NAME}-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self.folder / file)
+            place |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": place}
+        (self.folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        save_file(self._open, self._part(len(self._names)), metadata={"format": "pt"})
+        self._names.append(list(self._open))
+        self._total_bytes += self._open_bytes
+        self._open, self._open_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f".{_NAME}-{number}.part"

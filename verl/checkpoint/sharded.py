@@ -1,0 +1,144 @@
+"""Tensors written by all ranks that hold shards of them, and read back on any other number of ranks.
+
+The files are those of `torch.distributed.checkpoint`: every rank's shards in one file, and `.metadata`, which says what
+part of which tensor lies where. Nothing in them depends on how many ranks there were.
+"""
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from verl.checkpoint.background import Background
+from verl.checkpoint.manifest import SHARD_METADATA, SHARED_FILES
+from verl.distributed.collectives import Axis
+from verl.utils.errors import CheckpointError
+
+SHARDED_FOLDER = "sharded"  # within the folder of a role
+MODEL, OPTIMIZER = "model.", "optimizer."  # what the names of weights and of moments begin with
+
+# torch notes every tensor and every part of a save there, in debug messages that a root handler would print.
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+# A single process, and every rank that reads, needs nobody else.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class ShardedWriter:
+    """Writes checkpoints of one module, at once or beside the run. Every rank of `world` makes the same calls."""
+
+    def __init__(self, world: Axis) -> None:
+        self.world = world
+        self._group: Any = None
+        self._background = Background()
+
+    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor], *, in_background: bool = False) -> None:
+        """Write the shards that this rank holds of `tensors`; replicas are written once.
+
+        In the background copies on the host are written, so that the tensors may change at once; see `is_done`.
+        """
+        self.is_done(wait=True)
+        if self.world.size > 1 and self._group is None:
+            # Its own: what the ranks tell each other beside the run must not come between the run's collectives.
+            self._group = dist.new_group(backend="gloo")
+        if not in_background:
+            write_sharded(folder, tensors, self._group)
+            return
+        copies = {name: host_copy(tensor) for name, tensor in tensors.items()}
+        self._background.start(partial(write_sharded, folder, copies, self._group))
+
+    def is_done(self, *, wait: bool) -> bool:
+        """Whether all that was begun in the background is written; on rank 0: by all ranks. Raises what went wrong."""
+        return self._background.is_done(wait=wait)
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write `tensors` (sharded, or the same on all ranks) into `folder`; all ranks of `group` together, None: alone.
+
+    Every rank has its files on the disk when the first one returns. Raises CheckpointError on every rank.
+    """
+    with _told(f"writing {folder}"):
+        writer = FileSystemWriter(folder)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+class SavedTensors:
+    """What lies in a folder of sharded tensors: `tensors`, the whole shape and the dtype under each name.
+
+    Raises CheckpointError where it is none, or where files of it are missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / SHARD_METADATA).is_file():
+            raise CheckpointError(
+                f"Expected sharded tensors in {folder}, found no {SHARD_METADATA} there. {SHARED_FILES}"
+            )
+        self._reader = _Reader(folder)
+        metadata = self._reader.read_metadata()
+        files = {place.relative_path for place in (metadata.storage_data or {}).values()}
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            raise CheckpointError(f"{folder} lacks files that other ranks wrote: {', '.join(missing)}. {SHARED_FILES}")
+        self.tensors = {
+            name: (info.size, info.properties.dtype)
+            for name, info in metadata.state_dict_metadata.items()
+            if isinstance(info, TensorStorageMetadata)
+        }
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill `tensors` in place, each with what was saved under its name. Ranks need not call it together.
+
+        Raises CheckpointError for a name that is not there, or is of another shape.
+        """
+        for name, tensor in tensors.items():
+            shape, _ = self.tensors.get(name, (None, None))
+            if shape != tensor.shape:
+                found = "has none of that name" if shape is None else f"has it in shape {tuple(shape)}"
+                raise CheckpointError(
+                    f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which {found}."
+                )
+        with _told(f"reading {self.folder}"):
+            dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)
+
+    def read_whole(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors on the host, whatever the shards."""
+        whole = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
+        self.read(whole)
+        return whole
+
+
+class _Reader(FileSystemReader):
+    """Reads its metadata once: with many ranks and layers it is large, and every `load` asks for it."""
+
+    @functools.cached_property
+    def _metadata(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shards of the same tensor on the host, in memory of their own."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """torch tells of the failures of all ranks in a BaseException, which nobody else would catch."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
+        raise CheckpointError(f"While {what}{where}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,93 @@
+"""The console script `verl`. It loads what a command needs and nothing before."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import verl
+from verl.cli.commands import COMMANDS, Command
+from verl.utils.errors import VerlError
+from verl.utils.imports import missing_package
+from verl.utils.registry import nearest_names
+
+_DRY_RUN = "--dry-run"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit status; 2 where there is no such command."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    if argv[0] in ("--version", "-V"):
+        print(f"verl {verl.__version__}")
+        return 0
+    command, rest = _find(argv)
+    if command is None:
+        print(_unknown(argv), file=sys.stderr)
+        return 2
+    if command.words == "train" and _DRY_RUN in rest:
+        command, rest = COMMANDS["plan"], [argument for argument in rest if argument != _DRY_RUN]
+    if {"--help", "-h"} & set(rest):
+        print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")
+    return _run(command, [*command.first, *(_with_files(rest) if command.takes_keys else rest)])
+
+
+def _run(command: Command, argv: list[str]) -> int:
+    try:
+        return importlib.import_module(command.module).main(argv)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        print(f"MissingDependencyError: {missing}", file=sys.stderr)
+    except VerlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if os.environ.get("VERL_TRACEBACK"):
+            raise
+    return 1
+
+
+def _find(argv: list[str]) -> tuple[Command | None, list[str]]:
+    """The command whose words stand first, and what follows them."""
+    for count in (2, 1):
+        words = " ".join(argv[:count])
+        if words in COMMANDS:
+            return COMMANDS[words], argv[count:]
+    return None, argv
+
+
+def _unknown(argv: list[str]) -> str:
+    # Of "reward chek" both words are a try at a name; of "trian data.x=1" the first alone.
+    tried = argv[0] if len(argv) == 1 or "=" in argv[1] or argv[1].startswith("-") else " ".join(argv[:2])
+    return f"No command '{tried}'. Nearest: {nearest_names(tried, list(COMMANDS))}. All of them: verl --help"
+
+
+def _with_files(argv: list[str]) -> list[str]:
+    """`folder/name.yaml` as Hydra's two options."""
+    arguments = []
+    for before, argument in zip(["", *argv], argv):
+        path, is_value = Path(argument), before.startswith("-") and "=" not in before
+        if path.suffix in (".yaml", ".yml") and "=" not in argument and not is_value:
+            arguments += ["--config-path", str(path.parent), "--config-name", path.stem]
+        else:
+            arguments.append(argument)
+    return arguments
+
+
+def _help() -> str:
+    lines = [
+        f"verl {verl.__version__}: reinforcement-learning post-training for large language models",
+        "",
+        "usage: verl COMMAND [options] [config.yaml] [key=value ...]",
+        "",
+    ]
+    for command in COMMANDS.values():
+        lines += [f"  {command.words:<14}{command.summary}", f"  {'':<14}$ {command.example}", ""]
+    lines.append("Options and keys of a command: verl COMMAND --help. Every key with its default: verl train --cfg job")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

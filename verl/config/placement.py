@@ -1,0 +1,70 @@
+"""Which ranks carry which role, as `trainer.placement` says, and what contradicts it."""
+
+import os
+from collections.abc import Iterator
+
+from verl.config.train import TrainConfig
+
+# By the names of the keys, those that roles are started under.
+ROLES = {"actor": "actor_rollout", "critic": "critic", "reference": "reference", "reward_model": "reward_model"}
+
+
+def number_of_ranks(config: TrainConfig) -> int:
+    """Those asked for; else those that were launched; else as many as `trainer.placement` names."""
+    trainer = config.trainer
+    if trainer.n_gpus_per_node is not None:
+        return trainer.nnodes * trainer.n_gpus_per_node
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    named = [rank for ranks in _given(config).values() for rank in ranks]
+    return launched if launched > 1 else max(named, default=0) + 1
+
+
+def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
+    """The ranks of every role of this run that has a model of its own, in ascending order."""
+    given = {role: sorted(ranks) for role, ranks in _given(config).items()}
+    taken = {rank for role, ranks in given.items() if role != "actor" for rank in ranks}
+    everyone = range(number_of_ranks(config))
+    actor = given.get("actor") or [rank for rank in everyone if rank not in taken] or list(everyone)
+    return {ROLES[role]: given.get(role, actor) for role in ("actor", *_active(config))}
+
+
+def _active(config: TrainConfig) -> list[str]:
+    """The roles beside the actor. With LoRA the reference is the actor without its adapters."""
+    has_reference = config.needs_reference and config.actor_rollout_ref.model.lora_rank == 0
+    has = {"critic": config.needs_critic, "reference": has_reference, "reward_model": config.reward_model.enable}
+    return [role for role, is_there in has.items() if is_there]
+
+
+def _given(config: TrainConfig) -> dict[str, list[int]]:
+    roles = ("actor", *_active(config))
+    placed = {role: getattr(config.trainer.placement, role) for role in roles}
+    return {role: ranks for role, ranks in placed.items() if ranks is not None}
+
+
+def roles_are_placed(config: TrainConfig) -> Iterator[str]:
+    """Each role on ranks that there are, alone or with all of another role's."""
+    ranks, is_sound = number_of_ranks(config), True
+    for role, numbers in _given(config).items():
+        if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0 or max(numbers) >= ranks:
+            is_sound = False
+            yield (
+                f"trainer.placement.{role} must list different ranks from 0 to {ranks - 1}, got {numbers}. Name "
+                "others, or ask for more ranks with trainer.n_gpus_per_node and trainer.nnodes."
+            )
+    if not is_sound:
+        return
+    placed = list(ranks_of_roles(config).items())
+    for number, (role, ranks_of_role) in enumerate(placed):
+        for other, ranks_of_other in placed[:number]:
+            if ranks_of_role != ranks_of_other and not set(ranks_of_role).isdisjoint(ranks_of_other):
+                yield (
+                    f"Two roles of trainer.placement share all their ranks or none, got {ranks_of_other} for {other} "
+                    f"and {ranks_of_role} for {role}. Give them the same ranks, or different ones."
+                )
+
+
+def placement_doubts(config: TrainConfig) -> Iterator[str]:
+    """Ranks without work."""
+    idle = set(range(number_of_ranks(config))).difference(*ranks_of_roles(config).values())
+    if idle:
+        yield f"trainer.placement gives no role to the ranks {sorted(idle)}: they stay idle."

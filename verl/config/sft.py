@@ -1,0 +1,229 @@
+"""The configuration tree of `verl.trainer.main_sft`: names of verl 0.5's sft_trainer, read by the parts of training."""
+# ruff: noqa: RUF009 - `as_in` makes dataclass fields
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config import rules
+from verl.config.actor import ActorConfig
+from verl.config.checkpoint import CheckpointConfig
+from verl.config.data import DataConfig
+from verl.config.fsdp import FSDPConfig
+from verl.config.generation import as_in
+from verl.config.keys import keys_of, owner_of, value_at
+from verl.config.model import ModelConfig
+from verl.config.optim import OptimConfig
+from verl.config.setting import setting
+from verl.config.train import TrainConfig
+from verl.config.trainer import RayInitConfig, TrainerConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTMultiTurnConfig:
+    enable: bool = setting(False, "rows hold whole conversations; every turn of the assistant is learnt")
+    messages_key: str = setting("messages", "column with the list of messages")
+    tools_key: str = setting("tools", "column with the tools that the chat template gets, where there is one")
+    enable_thinking_key: str = setting(
+        "enable_thinking", "column with the enable_thinking that the chat template gets, where there is one"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTCustomClassConfig:
+    path: str | None = setting(None, "file of your own dataset class: not available in this version")
+    name: str | None = setting(None, "its name", no_effect="read together with data.custom_cls.path only")
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTDataConfig:
+    train_files: Any = as_in(DataConfig, "train_files")
+    val_files: Any = as_in(DataConfig, "val_files")
+    train_batch_size: int = setting(256, "rows an optimizer step, of all ranks together", above=0)
+    val_batch_size: int | None = setting(None, "rows a validation batch; null: train_batch_size", above=0)
+    micro_batch_size: int | None = setting(None, "old name", alias_of="data.micro_batch_size_per_gpu")
+    micro_batch_size_per_gpu: int | None = setting(
+        None, "rows a forward-backward pass; null: as many as fit max_token_len_per_gpu", above=0
+    )
+    use_dynamic_bsz: bool | None = as_in(ActorConfig, "use_dynamic_bsz")
+    max_token_len_per_gpu: int | None = as_in(ActorConfig, "ppo_max_token_len_per_gpu")
+    prompt_key: str = setting("question", "column with the prompt: a text, or a list of messages")
+    response_key: str = setting("answer", "column with the answer, a text")
+    prompt_dict_keys: list[str] | None = setting(
+        None, "where in the prompt column: keys of nested dicts, outermost first"
+    )
+    response_dict_keys: list[str] | None = setting(None, "the same for the response column")
+    multiturn: SFTMultiTurnConfig = field(default_factory=SFTMultiTurnConfig)
+    max_length: int = setting(1024, "longest row, in tokens: prompt and answer, or the whole conversation", above=0)
+    truncation: str = setting(
+        "error", "what to do with a longer row; left and right name the side cut off",
+        choices=("error", "left", "right"),
+    )  # fmt: skip
+    shuffle: bool = as_in(DataConfig, "shuffle")
+    seed: int = as_in(DataConfig, "seed")
+    tokenizer: str | None = as_in(DataConfig, "tokenizer")
+    chat_template: str | None = setting(None, "Jinja chat template", alias_of="model.custom_chat_template")
+    trust_remote_code: bool = as_in(DataConfig, "trust_remote_code")
+    balance_dp_token: bool = setting(False, "even out tokens over ranks", no_effect="they always are", also=(True,))
+    custom_cls: SFTCustomClassConfig = field(default_factory=SFTCustomClassConfig)
+    use_shm: bool = as_in(DataConfig, "use_shm")
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTFSDPConfig(FSDPConfig):
+    model_dtype: str = setting("fp32", "dtype of the parameters", no_effect="model.dtype says it")
+    cpu_offload: bool | None = setting(None, "FSDP1's name", alias_of="model.fsdp_config.offload_policy")
+    offload_params: bool = setting(
+        False, "part of cpu_offload", no_effect="cpu_offload moves parameters too", also=(True,)
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTModelConfig(ModelConfig):
+    partial_pretrain: str | None = setting(None, "verl's name of path", alias_of="model.path", is_path=True)
+    strategy: str = as_in(ActorConfig, "strategy")
+    use_torch_compile: bool | None = as_in(ActorConfig, "use_torch_compile")
+    fsdp_config: SFTFSDPConfig = field(default_factory=SFTFSDPConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTOptimConfig(OptimConfig):
+    warmup_steps_ratio: float | None = setting(None, "verl's name", alias_of="optim.lr_warmup_steps_ratio")
+    lr_scheduler: str | None = setting(None, "verl's name", alias_of="optim.warmup_style")
+    clip_grad: float = as_in(ActorConfig, "grad_clip")
+
+
+def _optim() -> SFTOptimConfig:
+    return SFTOptimConfig(lr=1e-5, betas=[0.9, 0.95], lr_warmup_steps_ratio=0.1, warmup_style="cosine")
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTTrainerConfig:
+    total_epochs: int | None = setting(4, "epochs; not read where total_training_steps is given", above=0)
+    num_train_epochs: int | None = as_in(TrainerConfig, "num_train_epochs")
+    total_training_steps: int | None = as_in(TrainerConfig, "total_training_steps")
+    max_steps: int | None = as_in(TrainerConfig, "max_steps")
+    seed: int = setting(1, "seed of everything that is drawn: the order of rows follows it", at_least=0)
+    device: str | None = as_in(TrainerConfig, "device")
+    num_threads: int | None = as_in(TrainerConfig, "num_threads")
+    nnodes: int = as_in(TrainerConfig, "nnodes")
+    n_gpus_per_node: int | None = as_in(TrainerConfig, "n_gpus_per_node")
+    project_name: str = setting("gsm8k-sft", "project, for trackers and folders")
+    experiment_name: str = setting("test", "experiment, for trackers and folders")
+    logger: Any = as_in(TrainerConfig, "logger")
+    log_interval: int = as_in(TrainerConfig, "log_interval")
+    test_freq: int = as_in(TrainerConfig, "test_freq")
+    val_before_train: bool = setting(False, "validate before the first step, where there are validation files")
+    max_nonfinite_steps: int = as_in(TrainerConfig, "max_nonfinite_steps")
+    save_freq: int = as_in(TrainerConfig, "save_freq")
+    async_save: bool = as_in(TrainerConfig, "async_save")
+    default_local_dir: str = as_in(TrainerConfig, "default_local_dir")
+    default_hdfs_dir: str | None = setting(None, "remote copy of checkpoints: not available in this version")
+    max_ckpt_to_keep: int | None = as_in(TrainerConfig, "max_actor_ckpt_to_keep")
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume_mode: str = as_in(TrainerConfig, "resume_mode")
+    resume_from_path: str | None = as_in(TrainerConfig, "resume_from_path")
+
+
+@dataclass(kw_only=True, slots=True)
+class SFTConfig:
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    model: SFTModelConfig = field(default_factory=SFTModelConfig)
+    optim: SFTOptimConfig = field(default_factory=_optim)
+    ulysses_sequence_parallel_size: int = as_in(ActorConfig, "ulysses_sequence_parallel_size")
+    use_remove_padding: bool = setting(
+        False, "compute on packed sequences", no_effect="sequences are always packed", also=(True,)
+    )
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+
+# Beginnings of keys: here, and in training. The first that fits says where a key is read.
+_PLACES = (
+    ("model.fsdp_config.", "actor_rollout_ref.actor.fsdp_config."),
+    ("model.strategy", "actor_rollout_ref.actor.strategy"),
+    ("model.use_torch_compile", "actor_rollout_ref.actor.use_torch_compile"),
+    ("model.", "actor_rollout_ref.model."),
+    ("optim.clip_grad", "actor_rollout_ref.actor.grad_clip"),
+    ("optim.", "actor_rollout_ref.actor.optim."),
+    ("data.micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    ("data.max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+    ("data.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
+    ("data.chat_template", "data.custom_chat_template"),
+    ("trainer.checkpoint.", "actor_rollout_ref.actor.checkpoint."),
+    ("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
+    ("ulysses_sequence_parallel_size", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"),
+)
+
+
+def as_train_config(config: SFTConfig) -> TrainConfig:
+    """The same run for the parts of training: an actor without rollout."""
+    train, known = TrainConfig(), keys_of(TrainConfig)
+    train.algorithm.adv_estimator = "grpo"  # no critic
+    for path in keys_of(SFTConfig):
+        here, there = next((pair for pair in _PLACES if path.startswith(pair[0])), ("", ""))
+        place = there + path.removeprefix(here)
+        if place in known:
+            setattr(*owner_of(train, place), value_at(config, path))
+    return train
+
+
+def with_names_here(message: str) -> str:
+    """A message of a part that training has too, with the names that keys have here."""
+    for here, there in _PLACES:
+        message = message.replace(there, here)
+    return message
+
+
+def _as_rule_here(rule: rules.Rule) -> Callable[[Any], Iterator[str]]:
+    return lambda config: map(with_names_here, rule(as_train_config(config)))
+
+
+def data_and_model_are_named(config: SFTConfig) -> Iterator[str]:
+    if config.model.path is None:
+        yield "model.path (partial_pretrain) is not set. Give a folder or hub name of a causal LM, or 'toy'."
+    if not config.data.train_files:
+        yield "data.train_files is not set. Give Parquet or JSON lines with prompts and responses, or with messages."
+
+
+def a_row_fits(config: SFTConfig) -> Iterator[str]:
+    data, ranks = config.data, config.ulysses_sequence_parallel_size
+    if data.max_token_len_per_gpu is not None and data.max_token_len_per_gpu * ranks < data.max_length:
+        yield (
+            f"data.max_token_len_per_gpu must hold one whole row (data.max_length={data.max_length}), got "
+            f"{data.max_token_len_per_gpu}. Set it to at least {-(-data.max_length // ranks)}."
+        )
+
+
+def nothing_is_asked_for_that_is_not_built(config: SFTConfig) -> Iterator[str]:
+    for key, value, instead in (
+        ("data.custom_cls.path", config.data.custom_cls.path, "From Python, SFTTrainer(train_dataset=...) takes yours"),
+        ("trainer.default_hdfs_dir", config.trainer.default_hdfs_dir, "A mounted folder may be default_local_dir"),
+    ):
+        if value is not None:
+            yield f"{key}={value} is not available in this version. Set it to null. {instead}."
+
+
+RULES = (
+    data_and_model_are_named,
+    a_row_fits,
+    nothing_is_asked_for_that_is_not_built,
+    *map(
+        _as_rule_here,
+        (
+            rules.ranks_can_be_divided,
+            rules.activations_are_checkpointed,
+            rules.losses_make_sense,
+            rules.adapters_can_be_trained,
+            rules.run_has_an_end_and_a_start,
+            rules.validation_has_data,
+            rules.checkpoint_parts_are_known,
+            rules.loggers_are_known,
+        ),
+    ),
+)
+
+
+def doubtful(config: SFTConfig) -> Iterator[str]:
+    """Combinations that run, but are seldom meant."""
+    yield from map(with_names_here, rules.doubtful(as_train_config(config)))

@@ -1,0 +1,65 @@
+"""`python -m verl.diagnostics.doctor [--json] [--ray]`: is this machine fit to train, and what mends it."""
+
+import argparse
+import sys
+
+from verl.diagnostics import host_checks, software_checks
+from verl.diagnostics.connectivity import test_ray_connectivity
+from verl.diagnostics.findings import EnvReport, Finding
+from verl.diagnostics.world import World, read_world
+from verl.utils.errors import MissingDependencyError
+
+# In the order in which one mends them: what comes later may follow from what comes first.
+CHECKS = (
+    software_checks.python_version,
+    software_checks.other_verl,
+    software_checks.conda_beside_pip,
+    software_checks.torch_import,
+    software_checks.probe_ended,
+    software_checks.build_and_driver,
+    software_checks.gpus,
+    software_checks.cuda_libraries,
+    software_checks.attention,
+    software_checks.versions,
+    software_checks.binary_interfaces,
+    host_checks.shared_memory,
+    host_checks.open_files,
+    host_checks.memory,
+    host_checks.disks,
+    host_checks.nccl_variables,
+)
+
+
+def check_env(world: World | None = None) -> EnvReport:
+    """Look at this machine (or judge a `world` that was read before); `print` the result.
+
+    torch is imported and called in a process of its own, so that a broken one cannot take this process with it.
+    """
+    seen = read_world() if world is None else world
+    return EnvReport([finding for check in CHECKS for finding in check(seen)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report. 1 where something is broken."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="verl doctor", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="for programs: verdict, evidence and fix of every finding")
+    parser.add_argument("--ray", action="store_true", help="also the links between the nodes of the Ray cluster")
+    arguments = parser.parse_args(argv)
+    report = check_env()
+    if arguments.ray:
+        report = EnvReport([*report.findings, *_ray_links()])
+    print(report.to_json() if arguments.json else report)
+    return report.exit_code
+
+
+def _ray_links() -> list[Finding]:
+    try:
+        return list(test_ray_connectivity().findings)
+    except MissingDependencyError as error:
+        return [Finding("Ray links", "broken", str(error), "pip install 'ray>=2.40'")]
+    except ConnectionError as error:
+        return [Finding("Ray links", "broken", " ".join(str(error).split()), "ray start --head")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

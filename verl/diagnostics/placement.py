@@ -1,0 +1,78 @@
+"""Where a run takes place: ranks, hosts, and how much memory each device has."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from verl.config import TrainConfig
+from verl.utils.devices import GIB
+from verl.utils.errors import ConfigError
+from verl.utils.registry import nearest_names
+
+# What torch sees of a card's memory, in GiB.
+CARDS = {
+    "B200": 178.4, "H200": 139.8, "H100": 79.1, "H800": 79.1, "H20": 95.1, "A100": 79.1, "A100-40": 39.4,
+    "A800": 79.1, "L40S": 44.4, "L40": 44.4, "A40": 44.4, "A6000": 47.4, "L4": 22.0, "V100": 31.7, "4090": 23.6,
+}  # fmt: skip
+# Of a device that no tensor gets: the process's CUDA context with its kernels, cuBLAS's workspaces, NCCL's buffers.
+OUTSIDE_BYTES = int(1.0 * GIB)
+# Of the rest, the part that a plan may fill. Blocks of the allocator that fit nothing take up some of it.
+FILLED_SHARE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    ranks: int
+    ranks_a_host: int
+    device: torch.device  # its kind alone
+    device_bytes: int | None  # None: not known, or a CPU, whose memory is the host's
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Of a device, for tensors."""
+        return None if self.device_bytes is None else FILLED_SHARE * (self.device_bytes - OUTSIDE_BYTES)
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.ranks_a_host)
+
+    @classmethod
+    def of(cls, config: TrainConfig, device_gib: float | str | None) -> "Placement":
+        """`device_gib` as `profile_memory` takes it: a size, the name of a card, or None for the visible device."""
+        trainer = config.trainer
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        ranks_a_host = trainer.n_gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(launched)))
+        ranks = trainer.nnodes * trainer.n_gpus_per_node if trainer.n_gpus_per_node else launched
+        visible = torch.cuda.is_available() and trainer.device != "cpu"
+        on_cuda = trainer.device != "cpu" and (visible or device_gib is not None or trainer.device == "cuda")
+        num_bytes = None
+        if on_cuda and device_gib is not None:
+            num_bytes = int(_gib_of(device_gib) * GIB)
+        elif visible:
+            num_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return cls(
+            ranks=ranks,
+            ranks_a_host=ranks_a_host,
+            device=torch.device("cuda" if on_cuda else "cpu"),
+            device_bytes=num_bytes,
+        )
+
+
+def _gib_of(device: float | str) -> float:
+    if not isinstance(device, str):
+        return float(device)
+    if device.upper() in CARDS:
+        return CARDS[device.upper()]
+    try:
+        return float(device)
+    except ValueError:
+        near = nearest_names(device, list(CARDS))
+        raise ConfigError(
+            f"device_gib must be a number of GiB or the name of a card, got '{device}'. Nearest known: {near}. All: "
+            f"{', '.join(CARDS)}."
+        ) from None

@@ -1,0 +1,192 @@
+"""`python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`: what shows only once libraries are loaded and called.
+
+The doctor runs it beside itself, since any of these steps may kill or hang its process. Each line of the output is a
+JSON pair [what, fact]; ["begin", what] tells which step comes. An attempt is told as null, or as how it failed.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+_IMPORT_S = 60  # for one package, beside all others
+_LONGEST = 500  # characters of an error
+
+
+def main(argv: list[str]) -> None:
+    """Tell one fact after the other. What the libraries themselves print goes to stderr."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+
+    def tell(what: str, find: Callable[[], Any]) -> Any:
+        print(json.dumps(["begin", what]), file=told, flush=True)
+        found = find()
+        print(json.dumps([what, found]), file=told, flush=True)
+        return found
+
+    tell("driver_cuda", driver_cuda)
+    if tell("torch_error", lambda: attempt(lambda: importlib.import_module("torch"))) is not None:
+        return
+    import torch
+
+    tell("torch", lambda: torch_build(torch))
+    tell("imports", lambda: import_each(dict(_pair(argument) for argument in argv)))
+    if torch.version.cuda is None or tell("cuda_error", lambda: attempt(torch.cuda.init)) is not None:
+        return
+    tell("gpus", lambda: gpus(torch))
+    tell("cudnn_error", lambda: attempt(lambda: _convolve(torch)))
+    tell("nccl_error", lambda: attempt(lambda: _reduce(torch)))
+    tell("nccl", lambda: nccl_version())
+    tell("kernels", lambda: attention_kernels(torch))
+
+
+def attempt(action: Callable[[], object]) -> str | None:
+    """None where the action works, else its error."""
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 - broken libraries raise anything, SystemExit too
+        return f"{type(error).__name__}: {error}"[-_LONGEST:]
+    return None
+
+
+def driver_cuda() -> list[int] | None:
+    """(major, minor) of the newest CUDA that the driver serves; None: no driver's library."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return [version.value // 1000, version.value % 1000 // 10]
+
+
+def torch_build(torch: ModuleType) -> dict[str, Any]:
+    """What is compiled into torch."""
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "archs": torch.cuda.get_arch_list() if torch.version.cuda else [],
+    }
+
+
+def import_each(packages: dict[str, Sequence[str]]) -> dict[str, str | None]:
+    """Import the modules of each package in a process of its own, all at once, with torch loaded already."""
+    children = {}
+    for name, modules in packages.items():
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(_IMPORT_S)
+            os.write(write, (_import_all(modules) or "").encode())
+            os._exit(0)
+        os.close(write)
+        children[name] = child, read
+    return {name: _ended(child, read) for name, (child, read) in children.items()}
+
+
+def _import_all(modules: Sequence[str]) -> str | None:
+    """Parts that this version of a package does not have are passed over."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name == module and module != modules[0]:
+                continue
+            return f"ModuleNotFoundError: {error}"
+        except BaseException as error:  # noqa: BLE001 - broken libraries raise anything, SystemExit too
+            return f"{type(error).__name__}: {error}"[-_LONGEST:]
+    return None
+
+
+def _ended(child: int, read: int) -> str | None:
+    with os.fdopen(read) as pipe:
+        error = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        ended_by = signal.Signals(os.WTERMSIG(status)).name
+        return f"not done within {_IMPORT_S} s" if ended_by == "SIGALRM" else f"killed by {ended_by}"
+    return error or None
+
+
+def gpus(torch: ModuleType) -> list[dict[str, Any]]:
+    """The visible devices; `peers` are those whose memory a device reads directly."""
+    count = torch.cuda.device_count()
+    found = []
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        peers = [i for i in range(count) if i != number and torch.cuda.can_device_access_peer(number, i)]
+        capability = [properties.major, properties.minor]
+        found.append({"name": properties.name, "capability": capability, "free": free, "total": total, "peers": peers})
+    return found
+
+
+def _convolve(torch: ModuleType) -> None:
+    """Loads cuDNN, whose parts are found at the first call."""
+    torch.backends.cudnn.version()
+    image = torch.ones(1, 8, 16, 16, device="cuda", dtype=torch.float16)
+    torch.nn.functional.conv2d(image, torch.ones(8, 8, 3, 3, device="cuda", dtype=torch.float16)).sum().item()
+
+
+def nccl_version() -> list[Any] | None:
+    """None: torch is built without it."""
+    try:
+        from torch.cuda import nccl
+
+        return list(nccl.version())
+    except (ImportError, AttributeError):
+        return None
+
+
+def _reduce(torch: ModuleType) -> None:
+    """One sum over all visible GPUs, from this process alone."""
+    from torch.cuda import nccl
+
+    count = torch.cuda.device_count()
+    parts = [torch.full((1024,), float(number + 1), device=f"cuda:{number}") for number in range(count)]
+    nccl.all_reduce(parts)
+    found, expected = [part[0].item() for part in parts], [count * (count + 1) / 2] * count
+    if found != expected:
+        raise RuntimeError(f"a sum over {count} GPU(s) gave {found}, expected {expected}")
+
+
+def attention_kernels(torch: ModuleType) -> dict[str, str | None]:
+    """PyTorch's kernels, by name, each called on a few tokens."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.varlen import varlen_attn
+
+    q = torch.ones(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
+
+    def dense(backend: Any) -> None:
+        with sdpa_kernel(backend):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().item()
+
+    def packed() -> None:
+        rows = q[0].transpose(0, 1).contiguous()
+        varlen_attn(rows, rows, rows, offsets, offsets, 128, 128, window_size=(-1, 0))
+        torch.cuda.synchronize()
+
+    return {
+        "varlen": attempt(packed),
+        "flash": attempt(lambda: dense(SDPBackend.FLASH_ATTENTION)),
+        "cudnn": attempt(lambda: dense(SDPBackend.CUDNN_ATTENTION)),
+        "efficient": attempt(lambda: dense(SDPBackend.EFFICIENT_ATTENTION)),
+    }
+
+
+def _pair(argument: str) -> tuple[str, list[str]]:
+    name, _, modules = argument.partition("=")
+    return name, modules.split(",")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""Asking `verl.diagnostics.probe`, a process that may die or hang, what libraries do once they are loaded."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+DEADLINE_S = 240.0
+# Packages with compiled parts that must match torch, Python or NumPy, with the modules to import. Parts after the first
+# are passed over where a version does not have them.
+SUSPECTS: dict[str, tuple[str, ...]] = {
+    "numpy": ("numpy",),
+    "pyarrow": ("pyarrow",),
+    "safetensors": ("safetensors",),
+    "tensordict": ("tensordict",),
+    "transformers": ("transformers",),
+    "triton": ("triton",),
+    "ray": ("ray",),
+    "vllm": ("vllm", "vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C"),
+    "sglang": ("sglang",),
+    "sgl-kernel": ("sgl_kernel",),
+    "sglang-kernel": ("sgl_kernel",),
+    "flash-attn": ("flash_attn", "flash_attn_2_cuda"),
+    "flash-attn-4": ("flash_attn.cute",),
+    "flashinfer-python": ("flashinfer",),
+    "torchvision": ("torchvision",),
+    "torchaudio": ("torchaudio",),
+    "torchao": ("torchao",),
+    "xformers": ("xformers.ops",),
+    "bitsandbytes": ("bitsandbytes",),
+    "apex": ("apex", "amp_C"),
+    "transformer-engine": ("transformer_engine.pytorch",),
+    "causal-conv1d": ("causal_conv1d",),
+    "mamba-ssm": ("selective_scan_cuda",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Sizes in bytes; `peers` are the numbers of those whose memory it reads directly."""
+
+    name: str
+    capability: Sequence[int]
+    total: int
+    free: int
+    peers: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    version: str
+    cuda: str | None = None  # that it is built with; None: a CPU build
+    archs: Sequence[str] = ()  # sm_80, ..., compute_90
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """Errors are None where it works, or where it was not tried because of what failed before."""
+
+    driver_cuda: Sequence[int] | None = None  # newest that the driver serves; None: no driver's library
+    torch_error: str | None = None
+    torch: Torch | None = None
+    imports: Mapping[str, str | None] = field(default_factory=dict)  # package -> error
+    cuda_error: str | None = None
+    gpus: Sequence[Gpu] = ()
+    cudnn_error: str | None = None
+    nccl: Sequence[int] | None = None
+    nccl_error: str | None = None
+    kernels: Mapping[str, str | None] = field(default_factory=dict)  # attention kernel -> error
+    died_at: tuple[str, str] | None = None  # the step that ended the process or was late, and how
+
+
+def probe(installed: Iterable[str]) -> Probed:
+    """Load and call what is installed (canonical names) in a process of its own."""
+    asked = [f"{name}={','.join(SUSPECTS[name])}" for name in sorted(set(SUSPECTS) & set(installed))]
+    # By its path, since another verl may come first; as `-c`, so that the folder of the script is not on the path.
+    run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", run, str(Path(__file__).with_name("probe.py")), *asked]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired as late:
+        return understand(late.stdout or b"", f"not done within {DEADLINE_S:g} s")
+    if done.returncode == 0:
+        return understand(done.stdout, None)
+    last_words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    return understand(done.stdout, f"exit status {done.returncode} {last_words[0]}".strip())
+
+
+def understand(output: bytes, ended: str | None) -> Probed:
+    """`ended`: how the process ended, if not well."""
+    facts: dict[str, Any] = {}
+    step = "its start"
+    for line in output.decode(errors="replace").splitlines():
+        if not line.endswith("]"):  # killed while it wrote
+            break
+        what, fact = json.loads(line)
+        if what == "begin":
+            step = fact
+        else:
+            facts[what] = fact
+    if facts.get("torch") is not None:
+        facts["torch"] = Torch(**facts["torch"])
+    facts["gpus"] = [Gpu(**gpu) for gpu in facts.get("gpus", ())]
+    return Probed(**facts, died_at=None if ended is None else (step, ended))

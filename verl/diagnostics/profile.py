@@ -1,0 +1,79 @@
+"""`verl.utils.profile_memory`: what a configuration will take, or what the running trainer took beside it."""
+
+from dataclasses import dataclass, field
+
+from verl.config import TrainConfig
+from verl.diagnostics.advice import Advice, advise
+from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
+from verl.diagnostics.model_shapes import ModelShapes
+from verl.diagnostics.report import render
+from verl.utils.errors import ConfigError
+from verl.utils.peaks import Peak, phase_peaks
+
+# The phases of a plan by the names under which engines and workers tell their peaks.
+_TOLD_AS = {
+    "actor, rollout": "generation",
+    "actor, old log-probs": "the pass for old log-probs",
+    "actor, reference log-probs": "the pass for reference log-probs",
+    "reference, reference log-probs": "the pass for reference log-probs",
+    "critic, values": "the pass for values",
+    "critic, critic update": "the critic's update",
+    "actor, actor update": "the actor's update",
+    "actor, weights to the rollout": "the hand-over of weights to the rollout",
+    "actor, checkpoint": "a checkpoint",
+    "critic, checkpoint": "a checkpoint",
+}
+
+_running: list[TrainConfig] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """A plan with its verdict; `print` it. `measured` are the peaks of this process so far, by role and phase."""
+
+    plan: MemoryPlan
+    advice: list[Advice] = field(default_factory=list)
+    measured: dict[str, Peak] | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every phase fits on a device; None where its size is not known."""
+        return self.plan.fits
+
+    def __str__(self) -> str:
+        return render(self.plan, self.advice, self.measured)
+
+
+def watch(config: TrainConfig) -> None:
+    """Remember the configuration of the run in this process, for `profile_memory()`."""
+    _running[:] = [config]
+
+
+def profile_memory(config: TrainConfig | None = None, *, device_gib: float | str | None = None) -> MemoryProfile:
+    """Plan the memory of a validated configuration, in seconds and without a weight or a GPU; `print` the result.
+
+    Args:
+        config: None is the configuration of the trainer that runs in this process, whose measured peaks then stand
+            beside the predictions.
+        device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the visible one.
+
+    Raises:
+        ConfigError: no trainer runs here; the card is unknown; ranks and rows do not divide.
+        ModelError: a model is not there.
+    """
+    measured = None
+    if config is None:
+        if not _running:
+            raise ConfigError(
+                "profile_memory() without a configuration tells of the trainer in this process, and there is none. "
+                "Give it a configuration: profile_memory(load_config([...]))."
+            )
+        config, measured = _running[0], measured_phases()
+    shapes = ModelShapes()
+    plan = plan_memory(config, device_gib, shapes)
+    return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)
+
+
+def measured_phases() -> dict[str, Peak]:
+    """Peaks of this process so far under the names of a plan's phases."""
+    return {name: phase_peaks.phases[told] for name, told in _TOLD_AS.items() if told in phase_peaks.phases}

@@ -1,0 +1,123 @@
+"""A memory plan as a table that one can read."""
+
+from collections.abc import Sequence
+
+from verl.diagnostics.advice import Advice
+from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan
+from verl.utils.peaks import Peak
+
+GIB = 2**30
+_BAR = 40  # characters of a full device
+
+
+def render(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None) -> str:
+    """Batch, pages, phases, placement, verdict, advice. `measured`: peaks by (role, phase) as `profile` names them."""
+    shape = plan.roles["actor"].footprint.shape
+    lines = [
+        f"Model: {shape.family}, {shape.numel / 1e9:.2f} G parameters, {shape.layers} layers, hidden {shape.hidden}, "
+        f"vocabulary {shape.vocabulary}; {plan.roles['actor'].footprint.shape.trained_numel / 1e9:.2f} G trained",
+        f"Batch: {plan.batch}",
+        f"Cache: {plan.rollout}",
+        "",
+        *_table(plan, measured),
+        "",
+        *_drawing(plan),
+        "",
+        *_verdict(plan, advice),
+    ]
+    if not shape.is_llama_like:
+        lines.append(
+            f"The family '{shape.family}' is not of those that the formulae were measured with: take its activations "
+            "for a bound by analogy with Llama's layer."
+        )
+    return "\n".join(lines)
+
+
+def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
+    header = ["role", "phase", "device GiB", "host GiB", "tokens a pass", "mostly"]
+    if measured is not None:
+        header[3:3] = ["measured GiB", "error"]
+    rows = [header]
+    for phase in plan.phases:
+        tokens = ""
+        if phase.passes is not None:
+            tokens = f"{phase.passes.tokens}{' (chosen)' if phase.passes.chosen else ''}"
+        row = [phase.role, phase.phase, _gib(phase.device_bytes), _gib(phase.host), tokens, _mostly(phase)]
+        if measured is not None:
+            row[3:3] = _measured(phase, measured.get(f"{phase.role}, {phase.phase}"), plan.placement.on_cuda)
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    numeric = {name for name in header if "GiB" in name or name in ("error", "tokens a pass")}
+    return [
+        "  ".join(
+            cell.rjust(width) if name in numeric else cell.ljust(width)
+            for cell, width, name in zip(row, widths, header)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _measured(phase: PhasePlan, peak: Peak | None, on_cuda: bool) -> list[str]:
+    if peak is None:
+        return ["", ""]
+    taken = peak.allocated + peak.outside if on_cuda else peak.host
+    predicted = phase.device_bytes if on_cuda else phase.host
+    return [_gib(taken), f"{predicted / max(1, taken) - 1:+.0%}"]
+
+
+def _mostly(phase: PhasePlan) -> str:
+    largest = sorted(phase.device.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {_gib(count)}" for name, count in largest)
+
+
+def _drawing(plan: MemoryPlan) -> list[str]:
+    """Which ranks hold what, and how full a device is in its worst phase."""
+    placement = plan.placement
+    lines = [f"Placement: {placement.hosts} host(s) x {placement.ranks_a_host} rank(s), {placement.device.type}"]
+    for role in plan.roles.values():
+        setup = role.footprint.setup
+        cut = f"in {setup.shard_ranks} part(s)" if setup.shards else "whole"
+        copies = placement.ranks // setup.shard_ranks if setup.shards else placement.ranks
+        away = [name for name, is_away in (
+            ("parameters", setup.param_offload), ("moments", setup.optimizer_offload),
+            ("parameters, gradients and moments", setup.offload_policy),
+        ) if is_away]  # fmt: skip
+        lines.append(
+            f"  {role.name:<10} weights {cut}, {copies} copy(ies)"
+            + (f", {role.sequence_ranks} ranks share a row's tokens" if role.sequence_ranks > 1 else "")
+            + (f"; on the host between phases: {' and '.join(away)}" if away else "")
+        )
+    total = placement.device_bytes
+    for phase in plan.phases:
+        most = total or plan.worst.device_bytes
+        filled = round(_BAR * phase.device_bytes / max(1, most))
+        bar = "#" * min(filled, _BAR) + "." * (_BAR - min(filled, _BAR)) + ("!" if filled > _BAR else "")
+        lines.append(f"  [{bar}] {phase.role}, {phase.phase}")
+    return lines
+
+
+def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
+    worst, placement = plan.worst, plan.placement
+    host = max(plan.phases, key=lambda phase: phase.host)
+    lines = [f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) beside the processes themselves."]
+    if placement.device_bytes is None:
+        lines.append(f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase}).")
+    elif plan.fits:
+        lines.append(
+            f"It fits: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase}) of "
+            f"{_gib(placement.device_bytes)}."
+        )
+    else:
+        lines.append(f"It does NOT fit on {_gib(placement.device_bytes)} GiB:")
+        lines += [f"  - {problem}" for problem in plan.problems]
+    if plan.fits is False:
+        if advice:
+            lines.append("Nearest changes that make it fit, any one line:")
+            lines += [f"  {each}" for each in advice]
+        else:
+            lines.append("No three changes of keys make it fit: a smaller model, LoRA, or larger cards would.")
+    return lines
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"

@@ -1,0 +1,82 @@
+"""What the rollout engine holds on one device: weights of its own, key-value pages, and what a step works with."""
+
+from dataclasses import dataclass
+
+from verl.config import RolloutConfig
+from verl.diagnostics.batch import BatchPlan
+from verl.engine.model_shape import ModelShape
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+# Logits in fp32 that `CudaRunner.other_bytes` keeps room for: of a first draw, of a step outside of a graph, and in the
+# pool of the graphs.
+_LOGITS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Bytes of one device, and what they are good for."""
+
+    weights: int
+    page_bytes: int
+    pages: int
+    page_tokens: int
+    pages_a_sample: int  # of the longest one
+    samples: int  # that this engine has to generate
+    most_at_once: int
+    working: int
+
+    @property
+    def page_memory(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def at_once(self) -> int:
+        """Samples that run side by side when all are as long as may be."""
+        return min(self.samples, self.most_at_once, self.pages // self.pages_a_sample)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {"rollout weights": self.weights, "pages": self.page_memory, "prefill and logits": self.working}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pages} pages of {self.page_tokens} tokens, {self.page_bytes / 2**20:.2f} MiB each; "
+            f"{self.at_once} of {self.samples} samples run at once at full length"
+        )
+
+
+def plan_rollout(
+    config: RolloutConfig, shape: ModelShape, batch: BatchPlan, *, on_cuda: bool, aliases: bool, room: float | None
+) -> RolloutPlan:
+    """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they are, `room` the bytes
+    that are free beside the trainer (None: not known)."""
+    itemsize = _ITEMSIZES[config.dtype] if config.dtype else 2 if on_cuda else shape.weights[0].itemsize
+    parts = config.tensor_model_parallel_size
+    # Matrices of the layers are cut; embeddings, norms and head are whole on every rank.
+    numel = sum(w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights)
+    weights = 0 if aliases else numel * itemsize
+    page_bytes = shape.layers * 2 * shape.key // parts * config.page_size * itemsize
+    prefill = itemsize * config.max_num_batched_tokens * (3 * shape.intermediate // parts + 5 * shape.hidden)
+    logits = (_LOGITS if on_cuda else 1) * config.max_num_seqs * shape.vocabulary * 4
+    longest = config.max_model_len or batch.longest
+    a_sample = -(-(longest - 1) // config.page_size)  # the last token is never fed back
+    engines = max(1, batch.ranks // parts)
+    samples = -(-batch.prompts // engines) * batch.samples
+    useful = a_sample * min(samples, config.max_num_seqs) + -(-batch.prompts // engines)
+    if config.num_pages is not None:
+        pages = config.num_pages
+    elif room is None:
+        pages = useful
+    else:
+        # As the engine does: prompts computed so far count as free, graphs' logits do not.
+        pages = min(useful, max(0, int(config.gpu_memory_utilization * (room - weights - logits)) // page_bytes))
+    return RolloutPlan(
+        weights=weights,
+        page_bytes=page_bytes,
+        pages=pages,
+        page_tokens=config.page_size,
+        pages_a_sample=a_sample,
+        samples=samples,
+        most_at_once=config.max_num_seqs,
+        working=prefill + logits,
+    )

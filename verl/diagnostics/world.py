@@ -1,0 +1,182 @@
+"""The facts that the doctor judges, as plain data. Reading them imports none of the libraries in question."""
+
+import glob
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+import verl
+from verl.diagnostics.probing import Probed, probe
+
+HERE = str(Path(verl.__file__).parent)
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # PCI class of graphics cards and 3D controllers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    version: str
+    installer: str = "pip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Sizes in bytes."""
+
+    in_container: bool
+    ram: int  # that this container may use
+    ram_available: int
+    swap: int
+    shm: int | None  # None: there is no /dev/shm
+    open_files: int  # soft limit
+    open_files_hard: int
+    disks: Mapping[str, tuple[str, int]]  # what lies there -> (folder, free)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    interfaces: Sequence[str]  # that are up, the loopback aside
+    default_interface: str | None  # of the default route
+    rdma_devices: Sequence[str]  # InfiniBand and RoCE cards
+    has_peermem: bool  # RDMA cards can reach GPU memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One machine, as seen from one Python."""
+
+    python: tuple[int, int]
+    here: str  # the folder of this package
+    verl_copies: Sequence[str]  # every package `verl` that `python -m` would look at from this folder, in that order
+    requirements: Sequence[str] | None  # as the installed metadata of verl says; None: verl is not installed
+    packages: Mapping[str, Package]  # by canonical name
+    conda_packages: Mapping[str, str] = field(default_factory=dict)
+    num_nvidia_cards: int = 0  # whether or not a driver serves them
+    driver_version: str | None = None  # of the kernel module
+    probed: Probed
+    host: Host
+    network: Network
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_world() -> World:
+    """Look at this machine. Takes as long as importing torch and calling each GPU once."""
+    packages = read_packages()
+    return World(
+        python=sys.version_info[:2],
+        here=HERE,
+        verl_copies=find_copies([os.getcwd(), *sys.path]),
+        requirements=_requirements(),
+        packages=packages,
+        conda_packages=_conda_packages(sys.prefix),
+        num_nvidia_cards=_count_cards(),
+        driver_version=_driver_version(),
+        probed=probe(packages),
+        host=read_host(),
+        network=read_network(),
+        environment=dict(os.environ),
+    )
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_packages() -> dict[str, Package]:
+    """What is installed, with who installed it. The first of two of one name is the one that Python imports."""
+    found: dict[str, Package] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and canonical(name) not in found:
+            installer = (distribution.read_text("INSTALLER") or "pip").strip()
+            found[canonical(name)] = Package(version=distribution.version, installer=installer)
+    return found
+
+
+def find_copies(folders: Sequence[str]) -> list[str]:
+    """Packages `verl` in these folders, each once."""
+    found = [os.path.realpath(os.path.join(folder, "verl")) for folder in folders]
+    return list(dict.fromkeys(path for path in found if os.path.exists(os.path.join(path, "__init__.py"))))
+
+
+def _requirements() -> list[str] | None:
+    try:
+        return importlib.metadata.requires("verl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _conda_packages(prefix: str) -> dict[str, str]:
+    """Of the environment that Python runs in; files are called name-version-build.json."""
+    names = [Path(path).stem.rsplit("-", 2) for path in glob.glob(f"{glob.escape(prefix)}/conda-meta/*-*-*.json")]
+    return {name: version for name, version, _ in names}
+
+
+def _count_cards() -> int:
+    """On the bus, or, where a container or WSL hides that, in /dev."""
+    devices = Path("/sys/bus/pci/devices").glob("*") if os.path.isdir("/sys/bus/pci/devices") else ()
+    on_bus = [_text(device / "class") for device in devices if _text(device / "vendor") == _NVIDIA]
+    in_dev = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg")
+    return max(sum(kind.startswith(_DISPLAY) for kind in on_bus), len(in_dev))
+
+
+def _driver_version() -> str | None:
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _text(Path("/proc/driver/nvidia/version")))
+    return found and found.group(1)
+
+
+def read_host() -> Host:
+    memory = psutil.virtual_memory()
+    limit, used = (_text(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+    ram, available = memory.total, memory.available
+    if limit.isdigit() and int(limit) < ram:
+        ram, available = int(limit), min(available, int(limit) - int(used or 0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    without_limit = 2**63 - 1
+    cache = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+    folders = {"checkpoints": os.getcwd(), "models from the hub": cache, "temporary files": tempfile.gettempdir()}
+    return Host(
+        in_container=any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
+        or "KUBERNETES_SERVICE_HOST" in os.environ,
+        ram=ram,
+        ram_available=available,
+        swap=psutil.swap_memory().total,
+        shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        open_files=without_limit if soft == resource.RLIM_INFINITY else soft,
+        open_files_hard=without_limit if hard == resource.RLIM_INFINITY else hard,
+        disks={what: (folder, _free(folder)) for what, folder in folders.items()},
+    )
+
+
+def _free(folder: str) -> int:
+    """Where the folder is not there yet, of the one that it will be made in."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def read_network() -> Network:
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo"]
+    routes = [line.split() for line in _text(Path("/proc/net/route")).splitlines()[1:]]
+    default = next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
+    rdma = sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else []
+    peermem = any(os.path.isdir(f"/sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem"))
+    return Network(interfaces=up, default_interface=default, rdma_devices=rdma, has_peermem=peermem)
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel's says; "" where this kernel has none, or shows it to others alone."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,98 @@
+"""The shape of a model as far as memory depends on it, read off a module that may lie on the meta device."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from verl.distributed.fsdp import decoder_layers
+from verl.engine.compile import FAMILIES
+
+
+class Weight(NamedTuple):
+    """One parameter; a tied one is there once."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    trained: bool
+    in_layer: bool
+    in_first_layer: bool
+
+    def numel(self, ranks: int = 1) -> int:
+        """Of the largest shard: FSDP2 cuts the first dimension and fills up."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:]) if self.shape else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Weights of a module, and the widths that activations follow from."""
+
+    family: str
+    weights: tuple[Weight, ...]
+    layers: int
+    hidden: int
+    heads: int
+    query: int  # query heads * head size
+    key: int  # key heads * head size
+    intermediate: int  # of the MLP; of experts, all that a token visits
+    vocabulary: int  # 0 without a head over the vocabulary
+    head_numel: int  # of the head's weight, where it gets a gradient
+    norms_heads: bool  # Qwen3 normalises queries and keys
+
+    @property
+    def is_llama_like(self) -> bool:
+        return self.family in FAMILIES
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(weight.numel() for weight in self.weights)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(weight.numel() for weight in self.weights if weight.trained)
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> "ModelShape":
+        """Of a causal LM, a critic, or a wrapper around one; sharded, with adapters, or on meta."""
+        model: Any = getattr(module, "model", module) if not hasattr(module, "config") else module
+        config: Any = model.config.get_text_config()
+        layers = decoder_layers(model)
+        in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
+        first = {id(weight) for weight in layers[0].parameters()} if layers else set()
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(
+            family=config.model_type,
+            weights=tuple(
+                Weight(
+                    tuple(weight.shape), weight.itemsize, weight.requires_grad, id(weight) in in_layers,
+                    id(weight) in first,
+                )
+                for weight in model.parameters()
+            ),
+            layers=len(layers),
+            hidden=config.hidden_size,
+            heads=heads,
+            query=heads * head_dim,
+            key=key_heads * head_dim,
+            intermediate=_visited_width(config),
+            vocabulary=0 if head is None else head.weight.shape[0],
+            head_numel=0 if head is None or not head.weight.requires_grad else head.weight.numel(),
+            norms_heads=any("q_norm" in name for name, _ in layers[0].named_modules()) if layers else False,
+        )  # fmt: skip
+
+
+def _visited_width(config: Any) -> int:
+    width = next(
+        (getattr(config, name) for name in ("intermediate_size", "ffn_dim", "n_inner") if getattr(config, name, None)),
+        4 * config.hidden_size,
+    )
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not experts:
+        return width
+    own = getattr(config, "moe_intermediate_size", None) or width
+    return config.num_experts_per_tok * own + (getattr(config, "shared_expert_intermediate_size", None) or 0)

@@ -1,0 +1,67 @@
+"""`python -m verl.model_merger merge|test --backend fsdp --local_dir .../global_step_N/actor ...`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from verl.model_merger.merge import DTYPES, compare, export_adapters, merge
+from verl.utils.errors import ConfigError, VerlError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; gives the exit code. What a user can cause is one line, no traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.backend != "fsdp":
+            raise ConfigError(
+                f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and checkpoints of "
+                "this package are read with --backend fsdp, whatever the number of ranks."
+            )
+        print(_run(arguments))
+    except VerlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("VERL_TRACEBACK"):
+            raise
+        return 1
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    settings = {"base_model": arguments.base_model, "dtype": DTYPES[arguments.dtype]}
+    if arguments.command == "test":
+        count = compare(arguments.local_dir, arguments.test_hf_dir, **settings)
+        return f"All {count} tensors of {arguments.test_hf_dir} are those of {arguments.local_dir}."
+    if arguments.no_merge_adapters:
+        export_adapters(arguments.local_dir, arguments.target_dir)
+    else:
+        merge(arguments.local_dir, arguments.target_dir, **settings)
+    return f"Written: {arguments.target_dir}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m verl.model_merger", description=sys.modules["verl.model_merger"].__doc__
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_merge = commands.add_parser("merge", help="write a Hugging Face folder")
+    to_test = commands.add_parser("test", help="compare a checkpoint with a Hugging Face folder, tensor by tensor")
+    for command in (to_merge, to_test):
+        command.add_argument("--backend", required=True, choices=("fsdp", "megatron"), help="fsdp; there is no other")
+        command.add_argument(
+            "--local_dir", required=True, type=Path, help="a role's folder of a checkpoint: .../global_step_N/actor"
+        )
+        command.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights; float32 as saved")
+        command.add_argument(
+            "--base_model", help="LoRA: folder or hub name of the frozen weights, if not where they were in training"
+        )
+    to_merge.add_argument("--target_dir", required=True, type=Path, help="the folder to write")
+    to_merge.add_argument(
+        "--no-merge-adapters", action="store_true", help="LoRA: write the adapters alone, in peft's format"
+    )
+    to_test.add_argument("--test_hf_dir", required=True, type=Path, help="the folder to compare with")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

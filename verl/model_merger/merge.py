@@ -1,0 +1,242 @@
+"""Weights of a checkpoint, layer by layer, into a Hugging Face folder; nothing here needs a GPU or a training package.
+
+Memory: two files of at most 5 GB and two decoder layers in fp32, about 17 GB for 70B parameters, whatever the number of
+ranks that saved them. With LoRA the base model as well, once, in its own dtype.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from verl.checkpoint.hf import MAX_FILE_BYTES, WEIGHTS_FOLDER, layer_of, published, save_config, save_weights
+from verl.checkpoint.manifest import SHARD_METADATA
+from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
+from verl.models.critic import VALUE_HEAD_FILE
+from verl.models.lora import ADAPTER_FOLDER, merged_weight, read_adapters
+from verl.utils.errors import CheckpointError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BODY, _HEAD = f"{MODEL}body.", f"{MODEL}value_head."  # the parts of a critic
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+_NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What one role has saved. `model` (on meta, or the base under adapters) says how its family is published."""
+
+    model: PreTrainedModel | None
+    weights: Iterator[tuple[str, torch.Tensor]]
+    value_head: dict[str, torch.Tensor]
+    files: Path  # folder of the tokenizer and, without adapters, of the configuration
+
+
+def merge(
+    local_dir: Path,
+    target_dir: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    base_model: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write what `local_dir` (`.../global_step_N/actor`) holds as a folder that transformers loads, adapters merged in.
+
+    `target_dir` is new, or the checkpoint's own `huggingface/`, which has everything but weights.
+    Raises CheckpointError for another folder, and for a target that has something in it; no half target is left.
+    """
+    role = _role_folder(local_dir)
+    in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
+    _check_target(target_dir, in_place=in_place and dtype == torch.float32)
+    source = _open(role, base_model, dtype)
+    unfinished = target_dir.resolve().with_name(f".{target_dir.resolve().name}-{os.getpid()}.tmp")
+    try:
+        unfinished.mkdir(parents=True)
+        if not in_place:
+            _write_configuration(unfinished, source, dtype)
+        save_weights(unfinished, source.model, source.weights, max_file_bytes=max_file_bytes)
+        if source.value_head:
+            save_file(source.value_head, unfinished / VALUE_HEAD_FILE)
+        if in_place:
+            for file in sorted(unfinished.iterdir(), reverse=True):  # the index, which names the others, last
+                os.replace(file, target_dir / file.name)
+        else:
+            os.replace(unfinished, target_dir)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def export_adapters(local_dir: Path, target_dir: Path) -> None:
+    """Copy the adapters of a LoRA checkpoint, with their tokenizer, as peft loads them."""
+    role = _role_folder(local_dir)
+    if not (role / ADAPTER_FOLDER).is_dir():
+        raise CheckpointError(f"{role} has no adapters: it was saved with lora_rank=0. Drop --no-merge-adapters.")
+    _check_target(target_dir, in_place=False)
+    shutil.copytree(role / ADAPTER_FOLDER, target_dir, dirs_exist_ok=True)
+
+
+def compare(local_dir: Path, hf_dir: Path, *, dtype: torch.dtype = torch.float32, base_model: str | None = None) -> int:
+    """The number of tensors in `hf_dir`, all of which are bit for bit what `merge` would write there.
+
+    Raises CheckpointError that names those that differ, or that only one of the two has.
+    """
+    source = _open(_role_folder(local_dir), base_model, dtype)
+    files = sorted(hf_dir.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"Expected a Hugging Face folder with model*.safetensors at {hf_dir}, found none.")
+    opened = [safe_open(file, framework="pt") for file in files]
+    place = {name: file for file in opened for name in file.keys()}
+    differ, missing, seen = [], [], set()
+    for name, tensor in published(source.model, source.weights):
+        seen.add(name)
+        if name not in place:
+            missing.append(name)
+        elif not torch.equal(place[name].get_tensor(name), tensor):
+            differ.append(name)
+    tied = () if source.model is None else (source.model._tied_weights_keys or ())
+    extra = [name for name in place if name not in seen and name not in tied]
+    found = {"differ": differ, "are missing there": missing, "are there only": extra}
+    if wrong := [f"{len(names)} {what}, first '{names[0]}'" for what, names in found.items() if names]:
+        raise CheckpointError(f"Of the {len(seen)} tensors of {local_dir}, compared with {hf_dir}: {'; '.join(wrong)}.")
+    return len(seen)
+
+
+# ---------------------------------------------------------------- what was saved
+
+
+def _open(role: Path, base_model: str | None, dtype: torch.dtype) -> _Source:
+    if (role / ADAPTER_FOLDER).is_dir():
+        return _open_adapters(role / ADAPTER_FOLDER, base_model, dtype)
+    saved = SavedTensors(role / SHARDED_FOLDER)
+    names = sorted((name for name in saved.tensors if name.startswith(MODEL)), key=_natural)
+    heads = [name for name in names if name.startswith(_HEAD)]
+    prefix = _BODY if heads else MODEL
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        if name not in heads:
+            layers.setdefault(layer_of(name), []).append(name)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for layer in layers.values():
+            for name, tensor in saved.read_whole(layer).items():
+                yield name.removeprefix(prefix), _cast(tensor, dtype)
+
+    head = {name.removeprefix(_HEAD): tensor for name, tensor in saved.read_whole(heads).items()}
+    folder = role / WEIGHTS_FOLDER
+    return _Source(_on_meta(folder), weights(), head, folder)
+
+
+def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> _Source:
+    config, factors = read_adapters(folder)
+    scaling = config["lora_alpha"] / config["r"]
+    is_critic = (folder / VALUE_HEAD_FILE).is_file()
+    auto_class: Any = AutoModel if is_critic else AutoModelForCausalLM
+    base = base_model or config["base_model_name_or_path"]
+    try:
+        model = auto_class.from_pretrained(base, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The adapters in {folder} are merged into the model that they were trained on, but '{base}' cannot be "
+            f"loaded ({str(error).splitlines()[0]}). Set --base_model to where it is now."
+        ) from error
+    state = model.state_dict(keep_vars=True)
+    if lost := [name for name in factors if f"{name}.weight" not in state]:
+        raise CheckpointError(f"'{base}' has no layer '{lost[0]}', which {folder} adapts. Set --base_model to another.")
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        seen: set[int] = set()
+        for name, tensor in state.items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            owner, whole = name.removesuffix(".weight"), tensor.detach()
+            if owner in factors and name != owner:
+                whole = merged_weight(model.get_submodule(owner), whole, *factors[owner], scaling)
+            yield name, _cast(whole, dtype)
+
+    head = load_file(folder / VALUE_HEAD_FILE) if is_critic else {}
+    return _Source(model, weights(), head, folder)
+
+
+def _on_meta(folder: Path) -> PreTrainedModel | None:
+    """A model without memory of the family that `folder` configures; None for custom code, whose names stay anyway."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "auto_map" in config:
+        return None
+    with torch.device("meta"):
+        return getattr(transformers, config["architectures"][0])(AutoConfig.from_pretrained(folder))
+
+
+def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> None:
+    copied = shutil.ignore_patterns(*_NOT_COPIED)
+    shutil.copytree(source.files, target, ignore=copied, dirs_exist_ok=True)
+    file = target / "config.json"
+    if not file.is_file():  # under adapters, whose folder has none
+        assert source.model is not None
+        save_config(target, source.model, dtype)
+        return
+    config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# ---------------------------------------------------------------- folders
+
+
+def _role_folder(folder: Path) -> Path:
+    """`folder`, if it is what a role saved. CheckpointError with the nearest one that is."""
+    if _is_role(folder):
+        return folder
+    expected = "Expected --local_dir to be a role's folder of a checkpoint (.../global_step_N/actor)"
+    if not folder.is_dir():
+        raise CheckpointError(f"{expected}, but there is no folder {folder}.")
+    candidates = [folder.parent, folder / "actor", *sorted(folder.glob("global_step_*/actor"), key=_step, reverse=True)]
+    for near in candidates:
+        if _is_role(near):
+            raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
+    if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise CheckpointError(f"{expected}, got {folder}, which has whole weights already: load it as it is.")
+    inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"{expected}, got {folder} with {inside} in it, neither {SHARDED_FOLDER}/{SHARD_METADATA} nor "
+        f"{ADAPTER_FOLDER}/. Checkpoints of other frameworks cannot be read."
+    )
+
+
+def _is_role(folder: Path) -> bool:
+    return (folder / SHARDED_FOLDER / SHARD_METADATA).is_file() or (folder / ADAPTER_FOLDER).is_dir()
+
+
+def _step(actor: Path) -> int:
+    return int(re.sub(r"\D", "", actor.parent.name) or 0)
+
+
+def _check_target(target: Path, *, in_place: bool) -> None:
+    if not target.exists():
+        return
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if in_place and not any(any(target.glob(pattern)) for pattern in _WEIGHTS):
+        return
+    raise CheckpointError(
+        f"Expected --target_dir to be a new folder, but {target} has something in it already. Give another, or remove "
+        "that one."
+    )

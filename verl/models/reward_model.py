@@ -1,0 +1,163 @@
+"""The discriminative reward model: a sequence classifier with one label, which scores a text at its last token."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.models.load import load_model_config, load_tokenizer, load_transformer
+from verl.models.packed import PackedBatch, PackedRewardModel
+from verl.models.probe import check_packed
+from verl.utils.errors import ModelError, RewardError
+from verl.utils.imports import load_module
+
+
+class RewardOutput(NamedTuple):
+    """What a reward model says of B texts."""
+
+    rewards: Tensor  # (B,) fp32 (float64 if the model is), finite
+
+
+class RewardModel(nn.Module):
+    """`model`: transformers' classifier of sequences with `score`, a linear map from states to one number."""
+
+    def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
+        super().__init__()
+        _check_head(model)
+        self.packed = PackedRewardModel(model, attention_kernel=attention_kernel)
+        self.trust_remote_code = False  # of its tokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | str = "float32",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        override_config: dict[str, Any] | None = None,
+        external_lib: str | None = None,
+        max_length: int | None = None,
+        check: bool = True,
+        attention_kernel: str = "auto",
+    ) -> "RewardModel":
+        """A reward model in eval mode, from a checkpoint of transformers' AutoModelForSequenceClassification.
+
+        The arguments are those of `load_causal_lm`. Raises ModelError with the way out: for a causal LM, which has no
+        head for scores; for several labels; for a family that cannot be run packed.
+        """
+        if external_lib:
+            load_module(external_lib)
+        config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+        architectures: list[str] = getattr(config, "architectures", None) or []
+        if any("CausalLM" in name or "LMHead" in name for name in architectures):
+            raise ModelError(
+                f"'{path}' is a language model ({', '.join(architectures)}) without a head for scores. A reward model "
+                "is a sequence classifier with one label: give the folder of one (AutoModelForSequenceClassification, "
+                "num_labels=1), or let the language model judge over HTTP (reward_model.judge.url)."
+            )
+        if config.num_labels != 1:
+            raise ModelError(
+                f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. Give a checkpoint "
+                "with num_labels=1; or keep the row of one label: model.score.weight.data = "
+                "model.score.weight.data[i : i + 1], model.config.num_labels = 1, and save it."
+            )
+        model = load_transformer(
+            AutoModelForSequenceClassification, path, dtype, device, trust_remote_code, override_config, max_length
+        )
+        made = cls(model, attention_kernel=attention_kernel)  # which looks at the head first
+        if check and model.device.type != "meta":
+            check_packed(model)
+        made.trust_remote_code = trust_remote_code
+        return made.eval()
+
+    @property
+    def config(self) -> Any:
+        """The configuration of `model`."""
+        return self.packed.model.config
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens that the model has positions for; None where its configuration does not tell."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The reward model's own, loaded from its folder at first use. Raises ModelError where it has none."""
+        return load_tokenizer(self.config.name_or_path, trust_remote_code=self.trust_remote_code)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> RewardOutput:
+        """Score rows (B, T), each at its last real token, packed: padding, on whatever side, is not computed.
+
+        Without `attention_mask` (B, T) the pad tokens at both ends of a row are its padding.
+        Raises RewardError, naming the response, for one without a token or with a score that is not finite.
+        """
+        real = self._without_padding(input_ids) if attention_mask is None else attention_mask.bool()
+        lengths = real.sum(1).tolist()
+        if 0 in lengths:
+            raise RewardError(f"Response {lengths.index(0)} has no token, so there is nothing to score.")
+        return RewardOutput(self._score(input_ids[real], (real.cumsum(1) - 1)[real], lengths))
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], *, max_tokens: int = 16384) -> Tensor:
+        """(B,) scores of lists of token ids, on the host, without gradients; in passes of about `max_tokens` tokens."""
+        scores: list[Tensor] = []
+        start = 0
+        while start < len(sequences):
+            stop, tokens = start + 1, len(sequences[start])
+            while stop < len(sequences) and tokens + len(sequences[stop]) <= max_tokens:
+                tokens += len(sequences[stop])
+                stop += 1
+            some = sequences[start:stop]
+            device = self.packed.model.device
+            ids = torch.tensor([token for ids in some for token in ids], device=device)
+            positions = torch.cat([torch.arange(len(ids)) for ids in some]).to(device)
+            scores.append(self._score(ids, positions, [len(ids) for ids in some], first_row=start).cpu())
+            start = stop
+        return torch.cat(scores)
+
+    def _score(self, ids: Tensor, positions: Tensor, lengths: Sequence[int], first_row: int = 0) -> Tensor:
+        ends = torch.tensor([0, *accumulate(lengths)], device=ids.device)
+        batch = PackedBatch(
+            input_ids=ids,
+            position_ids=positions,
+            cu_seqlens=ends.to(torch.int32),
+            lengths=tuple(lengths),
+            predict=ends[1:] - 2,
+            targets=ids[ends[1:] - 1],
+        )
+        rewards = self.packed(batch)["rewards"]
+        check_scores(rewards, lambda row: f"response {first_row + row}")
+        return rewards
+
+    def _without_padding(self, input_ids: Tensor) -> Tensor:
+        pad = self.config.get_text_config().pad_token_id
+        if pad is None:
+            return torch.ones_like(input_ids, dtype=torch.bool)
+        token = (input_ids != pad).int()
+        return (token.cumsum(1) > 0) & (token.flip(1).cumsum(1).flip(1) > 0)
+
+
+def check_scores(scores: Tensor, describe: Callable[[int], str]) -> None:
+    """Raise RewardError for the first of (B,) scores that is not finite, as `describe(row)` names it."""
+    odd = (~torch.isfinite(scores)).nonzero().flatten().tolist()
+    if odd:
+        raise RewardError(
+            f"The reward model gives {describe(odd[0])} the score {scores[odd[0]].item()}, and {len(odd)} of "
+            f"{len(scores)} scores are not finite. Look at that text, and whether all weights of the model are finite."
+        )
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ModelError(
+            f"A reward model needs a linear head named score with one output, but {type(model).__name__} has "
+            f"{head or 'none'}. Give a checkpoint of AutoModelForSequenceClassification of transformers, num_labels=1, "
+            "of a causal family (Llama, Qwen, Mistral, Gemma, GPT-2, GPT-NeoX and their like)."
+        )

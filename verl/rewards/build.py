@@ -1,0 +1,100 @@
+"""From configuration to the function that scores and the manager that calls it."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from verl.config.reward import RewardModelConfig
+from verl.config.train import TrainConfig
+from verl.rewards.custom import load_reward_function
+from verl.rewards.managers import reward_managers
+from verl.rewards.rules import with_options
+from verl.rewards.sandbox.runner import CodeRunner, LocalRunner, SandboxSettings
+from verl.utils.errors import ConfigError
+
+
+def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
+    """The reward manager the config names, with the user's function, the judge or the rules as its function."""
+    section = config.reward_model
+    manager = reward_managers.get(section.reward_manager)
+    ours = {
+        "timeout_s": section.timeout_s,
+        "on_error": section.on_error,
+        "max_retries": section.max_retries,
+        "max_resp_len": config.data.max_response_length,
+        "overlong_buffer_cfg": section.overlong_buffer,
+    }
+    accepted = _accepted(manager)
+    for name in section.reward_kwargs:
+        if accepted is not None and name not in accepted:
+            raise ConfigError(
+                f"reward_model.reward_kwargs.{name}: the manager '{section.reward_manager}' takes "
+                f"{', '.join(sorted(accepted))}."
+            )
+    # A user's manager takes of our settings what its signature names.
+    taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}
+    return manager(
+        tokenizer,
+        num_examine=num_examine,
+        compute_score=build_reward_function(config),
+        reward_fn_key=config.data.reward_fn_key,
+        **{**taken, **section.reward_kwargs},
+    )
+
+
+def _accepted(manager: Callable[..., Any]) -> set[str] | None:
+    """Names of the keyword arguments, with those that `**settings` hands on to a base class; None: any."""
+    names: set[str] = set()
+    for kind in inspect.getmro(manager) if inspect.isclass(manager) else (manager,):
+        made_by = kind.__dict__.get("__init__") if inspect.isclass(kind) else kind
+        if made_by is None:
+            continue
+        parameters = inspect.signature(made_by).parameters.values()
+        names |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return names - {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"}
+    return None
+
+
+def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
+    """The user's function, else the judge, else the rules with their options and where code runs."""
+    section = config.reward_model
+    custom = load_reward_function(config.custom_reward_function, for_batches=section.reward_manager == "batch")
+    if custom is not None:
+        return custom
+    if section.judge.url is not None:
+        return _build_judge(section)
+    return with_options(section.rule_kwargs, build_code_runner(section))
+
+
+def build_code_runner(section: RewardModelConfig) -> CodeRunner | None:
+    """Where rules run code: the service, this machine's sandbox with other limits, or None for its defaults."""
+    service = section.sandbox_fusion
+    if service.url is None:
+        settings = SandboxSettings(**dataclasses.asdict(section.sandbox))
+        return LocalRunner(settings) if settings != SandboxSettings() else None
+    from verl.rewards.remote import Requests, SandboxService
+
+    runner = SandboxService(
+        service.url,
+        max_concurrent=service.max_concurrent,
+        memory_limit_mb=service.memory_limit_mb,
+        timeout_s=section.sandbox.timeout_s,
+        requests=Requests(**dataclasses.asdict(section.requests)),
+    )
+    runner.client.check_reachable()
+    return runner
+
+
+def _build_judge(section: RewardModelConfig) -> Callable[..., Any]:
+    from verl.rewards.remote import Judge, JudgeSettings, Requests
+
+    settings = dataclasses.asdict(section.judge)
+    if settings["model"] is None:
+        raise ConfigError(
+            f"reward_model.judge.url={settings['url']} needs reward_model.judge.model, the model's name there."
+        )
+    judge = Judge(JudgeSettings(**settings), Requests(**dataclasses.asdict(section.requests)))
+    judge.client.check_reachable()
+    return judge

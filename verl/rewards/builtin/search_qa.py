@@ -1,0 +1,78 @@
+"""Questions whose answer is looked up: exact match with one of several answers, spelt as SQuAD compares them.
+
+Normalisation of Rajpurkar et al. 2016 (arXiv:1606.05250): lower case, no punctuation, no articles, single blanks.
+"""
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from verl.rewards.registry import answer_extractors, reward_rules
+from verl.utils.errors import RewardError
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's spelling for comparison."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def extract_answer(text: str) -> str | None:
+    """What stands between the last `<answer>` tags; None without them."""
+    answers = _ANSWER.findall(text)
+    return answers[-1].strip() if answers else None
+
+
+def _golds(ground_truth: Any) -> list[str]:
+    """Of {"target": ...}, one answer, or a list (after Parquet: an array) of answers."""
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    if isinstance(target, str):
+        return [target]
+    if target is None or isinstance(target, Mapping) or not hasattr(target, "__iter__") or len(target) == 0:
+        raise RewardError(
+            f"The search rule expects ground_truth = {{'target': ['answer', ...]}}, a list or one answer, got "
+            f"{ground_truth!r}."
+        )
+    return [str(answer) for answer in target]
+
+
+def score(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    method: str = "exact",
+    format_score: float = 0.0,
+) -> float:
+    """1 when the answer between the last `<answer>` tags is one of the gold answers, else 0.
+
+    Args:
+        method: "exact", or "substring" where it is enough that the answer contains a gold one.
+        format_score: what another answer in tags gets.
+    """
+    golds = [normalize_answer(gold) for gold in _golds(ground_truth)]
+    answer = extract_answer(solution_str)
+    if answer is None:
+        return 0.0
+    given = normalize_answer(answer)
+    right = given in golds or (method == "substring" and any(gold and gold in given for gold in golds))
+    return 1.0 if right else format_score
+
+
+for _source in (
+    "searchR1_*",
+    "search_qa*",
+    "nq",
+    "triviaqa",
+    "popqa",
+    "hotpotqa",
+    "2wikimultihopqa",
+    "musique",
+    "bamboogle",
+):
+    reward_rules.register(_source)(score)
+    answer_extractors.register(_source)(extract_answer)

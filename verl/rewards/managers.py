@@ -1,0 +1,132 @@
+"""The managers beside `naive`: one call for a whole batch, calls in processes, and a price for overlong responses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.rewards.calls import Caller, Outcome
+from verl.rewards.manager import NaiveRewardManager, RewardManager, Sample, Scores
+from verl.rewards.processes import ProcessFunction
+from verl.rewards.registry import get_reward_manager_cls, register_reward_manager, reward_managers
+from verl.rewards.sandbox.runner import count_cores
+from verl.utils.errors import ConfigError, RewardError
+
+__all__ = [
+    "BatchRewardManager", "DAPORewardManager", "NaiveRewardManager", "PrimeRewardManager", "get_reward_manager_cls",
+    "register_reward_manager", "reward_managers",
+]  # fmt: skip
+
+
+@reward_managers.register("batch")
+class BatchRewardManager(RewardManager):
+    """One call for the whole batch: `f(data_sources, solution_strs, ground_truths, extra_infos)`, as many scores back.
+
+    `timeout_s` is that of the one call, and a call that fails fails for all. Without a function of the user's, rules
+    score one sample after another.
+    """
+
+    def call(
+        self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
+    ) -> Sequence[Outcome | None]:
+        if self.by_rule or not samples:
+            return super().call(samples, stop_at_failure=stop_at_failure, timeout_s=timeout_s)
+        arguments = [sample.arguments() for sample in samples]
+        batch = {f"{name}s": [entry[name] for entry in arguments] for name in arguments[0]}
+        (outcome,) = self._caller([batch], timeout_s=timeout_s)
+        assert outcome is not None, "one call, which is made"
+        if outcome.failed:
+            return [outcome] * len(samples)
+        if not hasattr(outcome.value, "__len__") or len(outcome.value) != len(samples):
+            found = f"{len(outcome.value)} entries" if hasattr(outcome.value, "__len__") else repr(outcome.value)[:100]
+            raise RewardError(
+                f"The reward function of the batch manager must return one score for each of the {len(samples)} "
+                f"responses it was given, in their order, got {found}."
+            )
+        return [Outcome(value=value) for value in outcome.value]
+
+
+@reward_managers.register("prime")
+class PrimeRewardManager(RewardManager):
+    """Calls run side by side in processes; one that is late is killed, and the next sample gets a new process.
+
+    Args:
+        num_processes: calls at once; None: one a core.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        num_processes: int | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
+        function = ProcessFunction(
+            self.compute_score, timeout_s=self.timeout_s, num_processes=num_processes or count_cores()
+        )
+        # The process has the deadline: from the moment it gets the sample, its start not counted.
+        self._caller = Caller(function, float("inf"))
+
+
+@reward_managers.register("dapo")
+class DAPORewardManager(RewardManager):
+    """Scores less the soft punishment of overlong responses, eq. (13) of DAPO (Yu et al. 2025, arXiv:2503.14476).
+
+    A response of L tokens loses nothing up to `max_resp_len - len`, `penalty_factor` at `max_resp_len`, and linearly
+    in between: score + min((max_resp_len - len - L) / len * penalty_factor, 0).
+
+    Args:
+        max_resp_len: tokens that a response may have.
+        overlong_buffer_cfg: `enable`, `len`, `penalty_factor` and `log` (whether the fields `overlong_reward` and
+            `overlong` become metrics), as attributes or keys; None: no punishment.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
+        self.max_resp_len = max_resp_len
+        self.buffer_len = 0
+        if overlong_buffer_cfg is None or not _entry(overlong_buffer_cfg, "enable", False):
+            return
+        self.buffer_len = int(_entry(overlong_buffer_cfg, "len", 0))
+        self.penalty_factor = float(_entry(overlong_buffer_cfg, "penalty_factor", 1.0))
+        self.logs_penalty = bool(_entry(overlong_buffer_cfg, "log", False))
+        if max_resp_len is None or not 0 < self.buffer_len <= max_resp_len:
+            raise ConfigError(
+                "The overlong buffer is the last part of a response: 0 < reward_model.overlong_buffer.len <= "
+                f"max_resp_len (data.max_response_length), got {self.buffer_len} and {max_resp_len}. The paper "
+                "has 4096 of 20480."
+            )
+
+    def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
+        result = super().score(samples, data)
+        if not self.buffer_len:
+            return result
+        for i, sample in enumerate(samples):
+            penalty = self.penalty(sample.last_token + 1)
+            result.scores[i] += penalty
+            if self.logs_penalty:
+                result.extra[i] = {**result.extra[i], "overlong_reward": penalty, "overlong": float(penalty < 0)}
+        return result
+
+    def penalty(self, length: int) -> float:
+        """What a response of so many tokens loses, as a number not above 0."""
+        assert self.max_resp_len is not None, "checked where the buffer is enabled"
+        excess = length - (self.max_resp_len - self.buffer_len)
+        return -max(excess, 0) / self.buffer_len * self.penalty_factor
+
+
+def _entry(settings: Any, name: str, default: Any) -> Any:
+    """Of a section of ours or of a mapping, in which a user's script may leave keys out."""
+    return settings.get(name, default) if isinstance(settings, Mapping) else getattr(settings, name)

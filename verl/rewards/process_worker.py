@@ -1,0 +1,49 @@
+"""A process that calls a reward function: packed arguments in, packed result or error out, a line each."""
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import sys
+import traceback
+
+
+def main() -> None:
+    """Answer until the parent closes the pipe, also by being killed."""
+    # A print of the user's function must not end up between our answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    first = json.loads(sys.stdin.readline())
+    sys.path[:] = first["path"]
+    from verl.rewards.processes import pack, unpack
+    from verl.utils.imports import load_module
+
+    for file in first["files"]:
+        load_module(file)
+    function = unpack(first["function"])
+    loop = asyncio.new_event_loop()
+    print(json.dumps("ready"), file=answers)
+    for line in sys.stdin:
+        try:
+            value = function(**unpack(json.loads(line)))
+            if inspect.isawaitable(value):
+                value = loop.run_until_complete(value)  # pyright: ignore[reportArgumentType]
+            answer = ["value", pack(value)]
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; told to the caller)
+            answer = ["error", pack(_sendable(error))]
+        print(json.dumps(answer), file=answers)
+
+
+def _sendable(error: BaseException) -> tuple[BaseException, str]:
+    """The error, or its text where it does not survive the way, and its traceback."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  (a user's class may fail in any way; its text is what counts)
+        return RuntimeError(f"{type(error).__name__}: {error}"), text
+    return error, text
+
+
+if __name__ == "__main__":
+    main()

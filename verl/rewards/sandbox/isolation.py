@@ -1,0 +1,133 @@
+"""Namespaces for the server: a file system of its own, no network, no sight of other processes. Linux, without root.
+
+The new root holds the system's libraries and Python, read-only, and nothing of the user's home, data or secrets; every
+run gets an empty folder in memory.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+from pathlib import Path
+
+# linux/sched.h, sys/mount.h, linux/mount.h, sys/prctl.h, linux/capability.h
+_NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x40000000 | 0x20000000 | 0x8000000 | 0x4000000  # user ns net pid ipc uts
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
+_ATTR_RDONLY, _ATTR_NOSUID = 1, 2
+_PR_SET_PDEATHSIG, _SIGKILL, _CAPABILITY_VERSION_3 = 1, 9, 0x20080522
+_MOUNT_SETATTR = 442  # the same number on all machines
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+# Where the new root is built: a folder that every Linux has, and from which nothing is taken over.
+_BUILDING_SITE = "/proc"
+_SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SCRATCH = "/tmp"
+SCRATCH_BYTES = 16 * 2**20
+SCRATCH_FILES = 256
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter() -> None:
+    """Go on in new namespaces, as process 1 of them; the process that called stays behind and waits for it.
+
+    Raises:
+        OSError: the kernel, or the container that we are in, does not allow it. The process is then of no further use.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    child = os.fork()
+    if child:
+        os.closerange(0, 2)  # the child's alone: whoever waits for them to close waits for it
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    die_with_parent()
+    _build_root()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however that ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def mount_scratch() -> None:
+    """An empty folder in memory at SCRATCH, with room for so many bytes and files."""
+    options = f"size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES},mode=0700"
+    _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def unmount_scratch() -> None:
+    _check(_libc.umount2(SCRATCH.encode(), _MNT_DETACH), "umount2")
+
+
+def drop_capabilities() -> None:
+    """Give up every privilege, for good: nothing is executed from here on that could bring one back."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def _build_root() -> None:
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", _BUILDING_SITE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0755")
+    taken: list[str] = []
+    for folder in (*_SYSTEM_FOLDERS, *_python_folders()):
+        if not os.path.isdir(folder) or any(folder == one or folder.startswith(f"{one}/") for one in taken):
+            continue
+        if os.path.islink(folder) and folder in _SYSTEM_FOLDERS:
+            os.symlink(os.readlink(folder), _BUILDING_SITE + folder)
+            continue
+        taken.append(folder)
+        os.makedirs(_BUILDING_SITE + folder, exist_ok=True)
+        _take_over(folder)
+    for file in filter(os.path.exists, _SYSTEM_FILES):
+        target = Path(_BUILDING_SITE + file)
+        target.parent.mkdir(exist_ok=True)
+        target.touch()
+        _mount(file, str(target), None, _MS_BIND)
+        if not file.startswith("/dev/"):
+            _set_read_only(str(target))
+    os.mkdir(_BUILDING_SITE + SCRATCH)
+    os.chdir(_BUILDING_SITE)
+    # The old root ends up on top of the new one, and goes.
+    _check(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _MNT_DETACH), "umount2")
+    os.chdir("/")
+    _set_read_only("/", recursive=False)
+
+
+def _python_folders() -> list[str]:
+    """Where this Python and its packages lie, as named and as they really are; short ones first."""
+    # Of the search path the packages alone: a source tree may lie beside the data.
+    packages = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    named = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, packages)}
+    folders = named | {os.path.realpath(folder) for folder in named}
+    return sorted(folders - {"/"}, key=len)
+
+
+def _take_over(folder: str) -> None:
+    _mount(folder, _BUILDING_SITE + folder, None, _MS_BIND | _MS_REC)
+    _set_read_only(_BUILDING_SITE + folder)
+
+
+def _set_read_only(path: str, recursive: bool = True) -> None:
+    attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    status = _libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), ctypes.sizeof(attributes)
+    )
+    _check(status, f"mount_setattr {path}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [text.encode() if text is not None else None for text in (source, target, kind)]
+    _check(_libc.mount(*texts, ctypes.c_ulong(flags), options.encode() if options else None), f"mount {target}")
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

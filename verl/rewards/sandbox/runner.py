@@ -1,0 +1,188 @@
+"""Where rules have code run: in the sandbox of this machine (`LocalRunner`) or by a service (`verl.rewards.remote`)."""
+
+import functools
+import json
+import os
+import secrets
+import sys
+import threading
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from verl.rewards.helper import PACKAGE_ROOT, Helper, HelperDied, HelperPool, HelperTimeout
+from verl.rewards.sandbox import seccomp
+from verl.utils.errors import ConfigError, RewardError
+from verl.utils.logging import logger
+
+# Beyond a run's own limit, for the fork and the cleaning up on a busy machine.
+GRACE_S = 30.0
+_PROTECTIONS = {
+    "namespaces": (
+        "no network, no new processes, no signals to others, no sight of home, data or environment, writes to a "
+        "temporary folder in memory alone"
+    ),
+    "seccomp": (
+        "no network, no new processes, no signals to others, no writes to any file; files that this user may read can "
+        "be read"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxSettings:
+    """Limits of one run. `isolation`: auto (the strongest that this machine allows), namespaces, seccomp or none."""
+
+    timeout_s: float = 10.0
+    memory_limit_mb: int = 1024
+    isolation: str = "auto"
+    max_concurrent: int | None = None  # runs at once; None: one a core
+
+
+@dataclass(slots=True)
+class Run:
+    """What became of a program.
+
+    `status`: "finished" (it came to its end, and so did every test), "failed" (it raised, left early or was killed) or
+    "timeout". `passed`: one entry for each test that came to its end. `output`: what it printed.
+    """
+
+    status: str
+    passed: list[bool] = field(default_factory=list)
+    output: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+
+class CodeRunner(Protocol):
+    """Runs Python programs that nobody has read. Called from as many threads at once as `max_concurrent` says."""
+
+    max_concurrent: int
+
+    def run(self, code: str, tests: list[str], *, stdin: str | None = None) -> Run:
+        """Run `code`, then each of `tests` (statements that raise where the code is wrong) in the same namespace.
+
+        With `stdin` it is a script that reads this and prints; its exit code counts.
+
+        Raises:
+            RewardError: the runner itself failed. Whatever the program does is a Run.
+        """
+        ...
+
+
+class LocalRunner:
+    """The sandbox of this machine: a few helper processes that fork for every run. They start with the first run.
+
+    Raises ConfigError at the first run when this machine cannot isolate a program as `isolation` asks.
+    """
+
+    def __init__(self, settings: SandboxSettings | None = None) -> None:
+        self.settings = settings or SandboxSettings()
+        self.max_concurrent = self.settings.max_concurrent or count_cores()
+        self._isolation: str | None = None  # what was found to work
+        self._probing = threading.Lock()
+        self._pool = HelperPool(lambda: start_server(self.settings, str(self._isolation)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalRunner, (self.settings,)  # another process has helpers of its own
+
+    def run(self, code: str, tests: list[str], *, stdin: str | None = None) -> Run:
+        with self._probing:
+            if self._isolation is None:
+                self._isolation = choose_isolation(self.settings)
+        request = {
+            "code": code,
+            "tests": tests,
+            "input": stdin or "",
+            "is_script": stdin is not None,
+            "token": secrets.token_hex(8),  # without it a run cannot claim that a test has passed
+        }
+        reason: Exception | None = None
+        for _ in range(2):
+            try:
+                return Run(**self._pool.ask(request, self.settings.timeout_s + GRACE_S))
+            except (HelperTimeout, HelperDied) as error:
+                reason = error
+        raise RewardError(f"The sandbox's helper process failed twice on one program: {reason}.") from reason
+
+    def close(self) -> None:
+        """End the helpers that wait; the next run starts new ones."""
+        self._pool.close()
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def default_runner() -> LocalRunner:
+    """The sandbox that rules use when none is given to them."""
+    return LocalRunner()
+
+
+def start_server(settings: SandboxSettings, isolation: str) -> Helper:
+    """One server process. It gets neither our environment, which may hold keys, nor our search path."""
+    start = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from verl.rewards.sandbox.server import main; main()"
+    limits = json.dumps({**asdict(settings), "isolation": isolation})
+    # More threads of a numeric library would only eat the limit on address space.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/tmp", **threads}
+    return Helper([sys.executable, "-I", "-c", start, limits], environment, name="the sandbox")
+
+
+def choose_isolation(settings: SandboxSettings) -> str:
+    """The strongest isolation that works here and that the settings allow, proved by a program that tries to break out.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if settings.isolation == "none":
+        logger.warning(
+            "reward_model.sandbox.isolation=none: code of the model runs with this user's rights, on your word that "
+            "this machine is a sandbox itself. Time, memory and output are limited, nothing else."
+        )
+        return "none"
+    wanted = ("namespaces", "seccomp") if settings.isolation == "auto" else (settings.isolation,)
+    problems = []
+    for isolation in wanted:
+        problem = _try(settings, isolation)
+        if problem is None:
+            reason = f" ({'; '.join(problems)})" if problems else ""
+            logger.info("Sandbox for code: %s%s. Holds: %s.", isolation, reason, _PROTECTIONS[isolation])
+            return isolation
+        problems.append(f"{isolation} not available: {problem}")
+    raise ConfigError(
+        f"Code of the model cannot be isolated on this machine: {'; '.join(problems)}. Allow unprivileged user "
+        "namespaces or seccomp, name a sandbox service in reward_model.sandbox_fusion.url, or, if this machine is a "
+        "throw-away sandbox itself, set reward_model.sandbox.isolation=none."
+    )
+
+
+# Each line tries to get out in one way and raises where it gets through.
+_BREAK_OUTS = {
+    "network": "socket.socket(); raise SystemExit",
+    "processes": "os.fork(); raise SystemExit",
+    "signals": "os.kill(os.getppid(), 0); raise SystemExit",
+    "writes": "open('/etc/passwd', 'a'); raise SystemExit",
+}
+
+
+def _try(settings: SandboxSettings, isolation: str) -> str | None:
+    """None if this isolation holds, else why it does not."""
+    if not seccomp.is_supported():
+        return "it needs Linux on x86-64 or AArch64"
+    server = start_server(settings, isolation)
+    try:
+        if "error" in server.greeting:
+            return str(server.greeting["error"])
+        tests = [f"try:\n    {attempt}\nexcept OSError:\n    pass" for attempt in _BREAK_OUTS.values()]
+        request = {"code": "import os, socket", "tests": tests, "input": "", "is_script": False, "token": "probe"}
+        run = Run(**server.ask(request, settings.timeout_s + GRACE_S))
+    except (HelperTimeout, HelperDied) as error:
+        return str(error)
+    finally:
+        server.close()
+    if run.status != "finished":
+        return run.error or run.status
+    open_doors = [name for name, held in zip(_BREAK_OUTS, run.passed) if not held]
+    return f"it does not hold against {', '.join(open_doors)}" if open_doors else None

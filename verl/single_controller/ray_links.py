@@ -1,0 +1,85 @@
+"""How fast the nodes of a Ray cluster reach each other through Ray, which carries every call and every batch."""
+
+import itertools
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.single_controller.ray import connect
+
+_TRANSFERS = 3  # of which the fastest counts: the first one opens connections
+
+
+class Link(NamedTuple):
+    """From one node to another; where `error` is set, it was not measured."""
+
+    source: str
+    target: str
+    latency_s: float = 0.0  # there and back, the median
+    bytes_per_s: float = 0.0
+    error: str | None = None
+
+
+def _end_class() -> type:
+    """Of an actor on a node. Being made here it travels by value: a node is measured also where it has no verl yet, and
+    none waits for torch."""
+
+    class End:
+        def receive(self, payload: Any) -> int:
+            return len(payload)
+
+        def measure(self, other: Any, num_bytes: int, rounds: int) -> tuple[float, float]:
+            """(seconds there and back, bytes a second) to the actor `other`."""
+            trips = [self.time(other, b"") for _ in range(rounds)]
+            # A new object each time: the other node keeps what it has seen.
+            transfers = [self.time(other, ray.put(np.zeros(num_bytes, np.uint8))) for _ in range(_TRANSFERS)]
+            return statistics.median(trips), num_bytes / min(transfers)
+
+        def time(self, other: Any, payload: Any) -> float:
+            start = time.perf_counter()
+            ray.get(other.receive.remote(payload))
+            return time.perf_counter() - start
+
+    return End
+
+
+def measure_links(num_bytes: int, rounds: int, deadline_s: float, **ray_init: Any) -> list[Link]:
+    """Every ordered pair of alive nodes, one after the other so that they do not disturb each other; of a single node
+    the way between two of its processes. A Ray that was not initialised before is shut down afterwards."""
+    was_initialised = ray.is_initialized()
+    connect(**ray_init)
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        ends = [(_name(node), _start(node["NodeID"])) for node in (nodes if len(nodes) > 1 else nodes * 2)]
+        links = [_link(*pair, num_bytes, rounds, deadline_s) for pair in itertools.permutations(ends, 2)]
+        for _, actor in ends:
+            ray.kill(actor)
+        return links
+    finally:
+        if not was_initialised:
+            ray.shutdown()
+
+
+def _name(node: dict[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:8]})"
+
+
+def _start(node_id: str) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy)  # pyright: ignore
+    return remote(_end_class()).remote()
+
+
+def _link(source: tuple[str, Any], target: tuple[str, Any], num_bytes: int, rounds: int, deadline_s: float) -> Link:
+    asked = source[1].measure.remote(target[1], num_bytes, rounds)
+    try:
+        return Link(source[0], target[0], *ray.get(asked, timeout=deadline_s))
+    except GetTimeoutError:
+        return Link(source[0], target[0], error=f"no answer within {deadline_s:g} s")
+    except RayError as error:
+        return Link(source[0], target[0], error=" ".join(str(error).split())[-300:])

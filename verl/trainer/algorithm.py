@@ -1,0 +1,150 @@
+"""What the configuration's section `algorithm` asks of a batch, as functions of both."""
+
+import zlib
+from typing import Any
+
+import torch
+
+from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.entropy import AdaptiveEntropyController, FixedEntropyController
+from verl.algorithms.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty, kl_penalty
+from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
+from verl.algorithms.rollout_correction import correct_rollout
+from verl.config import TrainConfig
+from verl.protocol import DataProto
+from verl.trainer.setup import group_numbers
+from verl.utils.errors import ConfigError, RewardError
+from verl.workers.losses import loss_in_words
+
+
+def algorithm_in_words(config: TrainConfig) -> list[str]:
+    """The advantage and the loss that are computed, as formulas, a line each."""
+    algorithm = config.algorithm
+    name = algorithm.adv_estimator
+    formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
+    by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
+    lines = [
+        f"Advantage A = {name}: {formula.format(gamma=algorithm.gamma, lam=algorithm.lam, by_std=by_std)}",
+        f"Loss of a token, r = pi / pi_old = {loss_in_words(config.actor_rollout_ref.actor)}",
+    ]
+    correction = algorithm.rollout_correction
+    if correction.rollout_is is not None:
+        lines.append(f"The policy loss is weighted by pi_old / rollout by {correction.rollout_is}, bounded above by "
+                     f"{correction.rollout_is_threshold:g} ({correction.rollout_is_mode}).")  # fmt: skip
+    return lines
+
+
+def penalised_scores(
+    batch: DataProto, config: TrainConfig, controller: FixedKLController | AdaptiveKLController
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """(B, R) scores less the KL penalty, if `algorithm.use_kl_in_reward` asks for one, and its metrics. The controller
+    sees the KL of the batch."""
+    columns, algorithm = batch.batch, config.algorithm
+    scores, mask = columns["token_level_scores"], columns["response_mask"]
+    if not algorithm.use_kl_in_reward:
+        return scores, {}
+    kl = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], algorithm.kl_penalty)
+    coefficient = controller.value
+    mean_kl = ((kl * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
+    controller.update(current_kl=mean_kl, n_steps=len(batch))
+    metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
+    return apply_kl_penalty(scores, kl, mask, coefficient), metrics
+
+
+def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
+    """What an estimator may read of a batch with `token_level_rewards`."""
+    columns, algorithm = batch.batch, config.algorithm
+    return AdvantageInputs(
+        token_level_rewards=columns["token_level_rewards"],
+        response_mask=columns["response_mask"],
+        group=group_numbers(batch),
+        values=columns.get("values", None),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        components=_reward_components(batch, algorithm.gdpo_reward_keys) if algorithm.gdpo_reward_keys else None,
+        component_weights=torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None,
+        columns=dict(columns.items()),
+    )
+
+
+def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
+    """(B, K): numeric fields of the reward, `score` among them; 0 for samples whose reward was dropped."""
+    counted = batch.batch["response_mask"].bool().any(-1).tolist()
+    components = []
+    for name in names:
+        if name == "score":
+            components.append(batch.batch["token_level_rewards"].sum(-1))
+            continue
+        numbers: list[Any] = list(batch.non_tensor_batch.get(name, [None] * len(batch)))
+        for row, value in enumerate(numbers):
+            if counted[row] and not isinstance(value, (int, float)):
+                told = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
+                raise RewardError(
+                    f"algorithm.gdpo_reward_keys: every sample's reward needs a number as field '{name}', got "
+                    f'{value!r} for row {row}. Return it beside "score"; fields told in this step: {told}.'
+                )
+        components.append(torch.tensor([float(value) if keep else 0.0 for value, keep in zip(numbers, counted)]))
+    return torch.stack(components, dim=-1)
+
+
+def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProto:
+    """The samples that critic and actor learn from: all, or under PF-PPO as many drawn by their score."""
+    if not config.algorithm.use_pf_ppo:
+        return batch
+    scores = batch.batch["token_level_scores"].sum(-1)
+    options = config.algorithm.pf_ppo
+    weights = pf_ppo_weights(scores, options.reweight_method, options.weight_pow)
+    counted = batch.batch["response_mask"].bool().any(-1)
+    return batch.select_idxs(pf_ppo_rows(torch.where(counted, weights, 0.0), _seed(config, step)))
+
+
+def _seed(config: TrainConfig, step: int) -> int:
+    return zlib.crc32(f"{config.trainer.seed}-{step}".encode())
+
+
+def is_corrected(config: TrainConfig) -> bool:
+    """Whether the update weighs or rejects what the rollout drew, which takes the trainer's own old log-probs."""
+    options = config.algorithm.rollout_correction
+    return any(
+        asked is not None for asked in (options.rollout_is, options.rollout_rs, options.rollout_token_veto_threshold)
+    )
+
+
+def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
+    """The batch as the actor learns it, with `rollout_is_weights` and without the response tokens that are rejected,
+    and the metrics of that; the batch itself where no correction is asked for."""
+    options = config.algorithm.rollout_correction
+    if not is_corrected(config):
+        return batch, {}
+    lower, least = options.rollout_is_threshold_lower, options.rollout_rs_threshold_lower
+    if lower is None:
+        lower = 1 / options.rollout_is_threshold if options.rollout_is_mode == "mask" else 0.0
+    if least is None:
+        least = 1 / options.rollout_rs_threshold
+    columns = batch.batch
+    corrected = correct_rollout(
+        columns["old_log_probs"],
+        columns["rollout_log_probs"],
+        columns["response_mask"],
+        weigh_by=options.rollout_is,
+        weight_band=(lower, options.rollout_is_threshold),
+        outside=options.rollout_is_mode,
+        reject_by=options.rollout_rs,
+        accept_band=(least, options.rollout_rs_threshold),
+        veto_below=options.rollout_token_veto_threshold,
+    )
+    batch = batch.select()  # the caller's keeps its mask
+    batch.batch["response_mask"] = corrected.mask.to(columns["response_mask"].dtype)
+    batch.batch["rollout_is_weights"] = corrected.weights
+    return batch, corrected.metrics
+
+
+def entropy_controller(config: TrainConfig) -> FixedEntropyController | AdaptiveEntropyController:
+    """The controller that `algorithm.entropy_ctrl` asks for, starting at `actor.entropy_coeff`."""
+    options, start = config.algorithm.entropy_ctrl, config.actor_rollout_ref.actor.entropy_coeff
+    if options.type == "fixed":
+        return FixedEntropyController(start)
+    if options.type == "adaptive":
+        return AdaptiveEntropyController(start, target_entropy=options.target_entropy, delta=options.delta)
+    raise ConfigError(f"algorithm.entropy_ctrl.type must be fixed or adaptive, got '{options.type}'.")

@@ -1,0 +1,109 @@
+"""DAPO's dynamic sampling, Yu et al. 2025 (arXiv:2503.14476), section 3.2.
+
+The rest of DAPO is configuration: clip-higher is `actor.clip_ratio_high`, the token mean `actor.loss_agg_mode`, and the
+soft punishment of overlong responses a part of the reward.
+"""
+
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.setup import group_numbers
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.logging import logger
+
+
+class DAPOTrainer(PPOTrainer):
+    """Draws prompts until `data.train_batch_size` of them have responses that differ in
+    `algorithm.filter_groups.metric`: the others have no advantage and thin the batch out.
+
+    Every round takes the next batch of the loader, whose cursor is all that a resumed run needs: nothing is kept from
+    one step for the next. A run by epochs has as many steps as if no prompt were left out, and reads further epochs.
+    """
+
+    def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
+        """See `PPOTrainer.collect`, of the prompts whose responses differ, in the order in which they were drawn."""
+        options, wanted = self.config.algorithm.filter_groups, len(prompts)
+        kept: list[DataProto] = []
+        alike: list[DataProto] = []
+        scores = []
+        for number in count(1):
+            batch = super().collect(prompts, first_row)
+            scores.append(batch.batch["token_level_scores"].sum(-1))
+            differ = rows_that_differ(batch, options.metric)
+            kept.append(batch.select_idxs(differ))
+            alike.append(batch.select_idxs(~differ))
+            num_kept = sum(num_prompts(part) for part in kept)
+            if num_kept >= wanted or number == options.max_num_gen_batches:
+                break
+            first_row += len(prompts)
+            prompts = next(iter(self.train_loader))
+        if num_kept < wanted:
+            self._tell_exhausted(num_kept, wanted)
+            kept += alike
+        self.metrics |= {
+            "train/num_gen_batches": float(number),
+            "train/kept_prompts": num_kept / (first_row + len(prompts)),
+            "train/score_of_all": torch.cat(scores).mean().item(),
+        }
+        return first_prompts(joined([part for part in kept if len(part)]), wanted)
+
+    def _tell_exhausted(self, num_kept: int, wanted: int) -> None:
+        options = self.config.algorithm.filter_groups
+        fact = (
+            f"Step {self.global_step}: {options.max_num_gen_batches} batches of prompts gave {num_kept} whose "
+            f"responses differ in '{options.metric}'; {wanted} are wanted"
+        )
+        if options.on_exhausted == "error":
+            raise DataError(
+                f"{fact}. The task may be too hard or too easy, or solved. Raise "
+                "algorithm.filter_groups.max_num_gen_batches (0: no bound) or rollout.n, lower data.train_batch_size, "
+                "or set algorithm.filter_groups.on_exhausted=fill."
+            )
+        logger.warning("%s. The batch is filled with prompts whose responses are alike.", fact)
+
+
+def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
+    """(B,) bool: rows whose prompt has two samples of unlike `metric`; those whose reward was dropped do not count."""
+    if metric in ("score", "seq_reward"):
+        values = batch.batch["token_level_scores"].sum(-1).tolist()
+    elif metric in batch.non_tensor_batch:
+        values = batch.non_tensor_batch[metric].tolist()
+    else:
+        told = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
+        raise ConfigError(
+            f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which tells: {told}. Return it "
+            'beside "score", or set algorithm.filter_groups.metric=score.'
+        )
+    values_of: dict[int, set] = {}
+    groups = group_numbers(batch).tolist()
+    for group, value in zip(groups, values):
+        values_of.setdefault(group, set()).add(value)
+    uids_that_differ = {uid for uid, group in zip(batch.non_tensor_batch["uid"], groups) if len(values_of[group]) > 1}
+    return np.array([uid in uids_that_differ for uid in batch.non_tensor_batch["uid"]], dtype=bool)
+
+
+def num_prompts(batch: DataProto) -> int:
+    return len(Counter(batch.non_tensor_batch["uid"].tolist()))
+
+
+def first_prompts(batch: DataProto, wanted: int) -> DataProto:
+    """All rows of the first `wanted` prompts."""
+    chosen = set(list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))[:wanted])
+    return batch.select_idxs(np.array([uid in chosen for uid in batch.non_tensor_batch["uid"]], dtype=bool))
+
+
+def joined(parts: list[DataProto]) -> DataProto:
+    """`DataProto.concat` of batches whose rewards told other fields: None where one did not."""
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    for part in parts:
+        for name in names:
+            part.non_tensor_batch.setdefault(name, np.full(len(part), None, dtype=object))
+    fields = dict.fromkeys(name for part in parts for name in part.meta_info.get("reward_fields", ()))
+    whole = DataProto.concat(parts)
+    whole.meta_info["reward_fields"] = list(fields)
+    return whole

@@ -1,0 +1,237 @@
+"""Scores of responses that lie in a file: mean, pass@k and maj@k, per data source and over all."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config.evaluation import EvaluationConfig, EvaluationDataConfig
+from verl.config.generation import as_train_config
+from verl.data.files import as_file_list, open_rows
+from verl.protocol import DataProto
+from verl.rewards.build import build_reward
+from verl.rewards.manager import Scores
+from verl.rewards.registry import answer_extractors
+from verl.trainer.finished_batches import write_whole
+from verl.trainer.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
+from verl.trainer.setup import vote
+from verl.utils.errors import ConfigError, DataError, RewardError
+from verl.utils.logging import logger
+
+RESPONSES_A_CALL = 2048
+PROGRESS_EVERY_S = 10.0
+ALL = "all"
+
+
+@dataclass(slots=True)
+class ScoredPrompt:
+    """A prompt with its responses, and what the reward said of those that it could score."""
+
+    source: str
+    prompt: str
+    responses: list[str]
+    columns: dict[str, Any]  # what the reward function gets beside the response
+    scores: list[float] = field(default_factory=list)
+    passed: list[bool] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)
+
+
+class TextTokenizer:
+    """A vocabulary of whole texts: managers get texts as what they get in training, token ids that they decode."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> torch.Tensor:
+        """(B, 1) ids."""
+        start = len(self.texts)
+        self.texts += texts
+        return torch.arange(start, len(self.texts)).unsqueeze(1)
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(self.texts[int(number)] for number in ids)
+
+    def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids) for ids in rows]
+
+
+def evaluate(config: EvaluationConfig) -> dict[str, Any]:
+    """The whole job: scores every response, prints the table, writes the JSON; gives what is in it."""
+    prompts = read_prompts(config.data)
+    failures = score(config, prompts)
+    report = summarize(config, prompts) | {"failures": failures}
+    print(table(report), flush=True)
+    if config.data.output_path is not None:
+        text = json.dumps(report, indent=1) + "\n"
+        write_whole(Path(config.data.output_path), lambda path: path.write_text(text, encoding="utf-8"))
+    return report
+
+
+def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
+    """Every row of the files. DataError names file, row and column of what is not as it must be."""
+    prompts: list[ScoredPrompt] = []
+    for file in as_file_list(data.path):
+        rows = open_rows(file)
+        if data.response_key not in rows.columns:
+            raise DataError(
+                f"{file}: the column '{data.response_key}' is missing; columns found: {', '.join(rows.columns)}. Name "
+                "yours in data.response_key."
+            )
+        for number in range(len(rows)):
+            row = rows.row(number)
+            responses = row[data.response_key]
+            responses = [responses] if isinstance(responses, str) else responses
+            if not isinstance(responses, list) or not responses or not all(isinstance(r, str) for r in responses):
+                raise DataError(
+                    f"{file}, row {number}, column '{data.response_key}': must be a list of texts, at least one, got "
+                    f"{str(responses)[:80]!r}."
+                )
+            source = row.get(data.data_source_key)
+            columns = {
+                "data_source": source,
+                "reward_model": row.get(data.reward_model_key),
+                "extra_info": row.get(data.extra_info_key),
+            }
+            name = "unknown" if source is None else str(source)
+            prompts.append(ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns))
+    return prompts
+
+
+def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, int]:
+    """Let the reward manager of training score every response; gives how many rewards failed, by kind."""
+    train = as_train_config(config)
+    train.data.reward_fn_key = "data_source"
+    tokenizer = TextTokenizer()
+    manager = build_reward(train, tokenizer, num_examine=0)
+    rows = [(prompt, response) for prompt in prompts for response in prompt.responses]
+    failures = {"errors": 0, "timeouts": 0, "retries": 0, "dropped": 0}
+    started = said = time.perf_counter()
+    for start in range(0, len(rows), RESPONSES_A_CALL):
+        chunk = rows[start : start + RESPONSES_A_CALL]
+        tokenizer.texts.clear()
+        try:
+            batch = _batch(chunk, tokenizer)
+            result = manager.score(manager.read(batch), batch)
+        except RewardError as error:
+            raise RewardError(f"Of responses {start} to {start + len(chunk) - 1}: {error}") from error.__cause__
+        _record(chunk, result, config.metrics.pass_score)
+        for name in ("errors", "timeouts", "retries"):
+            failures[name] += getattr(result, f"num_{name}")
+        failures["dropped"] += len(result.dropped)
+        now, done = time.perf_counter(), start + len(chunk)
+        if now - said > PROGRESS_EVERY_S and done < len(rows):
+            left = (now - started) / done * (len(rows) - done)
+            logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left)
+            said = now
+    if failures["dropped"] == len(rows):
+        raise RewardError("No response could be scored: the reward failed for all. The warning above names the first.")
+    return failures
+
+
+def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -> DataProto:
+    prompts = tokenizer.encode([prompt.prompt for prompt, _ in rows])
+    responses = tokenizer.encode([response for _, response in rows])
+    attention_mask = torch.ones(len(rows), 2, dtype=torch.int64)
+    names = ("data_source", "reward_model", "extra_info")
+    return DataProto.from_dict(
+        tensors={"prompts": prompts, "responses": responses, "attention_mask": attention_mask},
+        non_tensors={name: [prompt.columns[name] for prompt, _ in rows] for name in names},
+    )
+
+
+def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score: float) -> None:
+    """A response passes by the field `acc` of its reward, else by its score. It votes for the field `pred`, else for
+    what the rule of its data source reads in it."""
+    dropped = set(result.dropped)
+    for number, ((prompt, response), value, extra) in enumerate(zip(rows, result.scores, result.extra)):
+        if number in dropped:
+            continue
+        answer = extra.get("pred")
+        if "pred" not in extra and prompt.source in answer_extractors:
+            answer = answer_extractors.get(prompt.source)(response)
+        prompt.scores.append(value)
+        accuracy = extra.get("acc")
+        prompt.passed.append(float(accuracy) >= 1 if isinstance(accuracy, (Real, np.bool_)) else value >= pass_score)
+        prompt.answers.append(vote(answer))
+
+
+def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    """What is written as JSON: how it was computed, and the metrics of each data source and of all prompts."""
+    metrics = config.metrics
+    by_source: dict[str, list[ScoredPrompt]] = {}
+    for prompt in prompts:
+        if prompt.scores:
+            by_source.setdefault(prompt.source, []).append(prompt)
+    scored = [prompt for members in by_source.values() for prompt in members]
+    most = max(len(prompt.scores) for prompt in scored)
+    if metrics.k and max(metrics.k) > most:
+        raise ConfigError(f"metrics.k={metrics.k} asks for more responses than any prompt has, which is {most}.")
+    if most > MAX_VOTES:
+        logger.warning("maj@k is left out: it is computed for up to %d responses a prompt, got %d.", MAX_VOTES, most)
+    return {
+        "files": config.data.path,
+        "pass_score": metrics.pass_score,
+        "intervals": {
+            "method": "percentile bootstrap over prompts",
+            "confidence": metrics.confidence,
+            "resamples": metrics.resamples,
+            "seed": metrics.seed,
+        },
+        "data_sources": {source: _summary(config, members) for source, members in by_source.items()},
+        ALL: _summary(config, scored),
+    }
+
+
+def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
+    """Means over prompts, each with its bounds and the number of prompts that have it."""
+    most = max(len(prompt.scores) for prompt in prompts)
+    ks = sorted(set(config.metrics.k)) or sorted({*(1 << power for power in range(most.bit_length())), most})
+    voting = {prompt.source for prompt in prompts if any(answer is not None for answer in prompt.answers)}
+    columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
+    for k in ks:
+        columns[f"pass@{k}"] = [
+            pass_at_k(len(prompt.passed), sum(prompt.passed), k) if len(prompt.passed) >= k else np.nan
+            for prompt in prompts
+        ]
+    for k in ks if most <= MAX_VOTES else ():
+        if k > 1:  # of one response the majority is the mean
+            columns[f"maj@{k}"] = [
+                majority_at_k(prompt.answers, prompt.scores, k)
+                if len(prompt.scores) >= k and prompt.source in voting
+                else np.nan
+                for prompt in prompts
+            ]
+    columns = {name: values for name, values in columns.items() if not np.isnan(values).all()}
+    values = np.array(list(columns.values())).T
+    asked = config.metrics
+    low, high = bootstrap_intervals(values, confidence=asked.confidence, resamples=asked.resamples, seed=asked.seed)
+    summary: dict[str, Any] = {"prompts": len(prompts), "responses": sum(len(prompt.scores) for prompt in prompts)}
+    for number, name in enumerate(columns):
+        summary[name] = {
+            "value": float(np.nanmean(values[:, number])),
+            "low": float(low[number]),
+            "high": float(high[number]),
+            "prompts": int(np.isfinite(values[:, number]).sum()),
+        }
+    return summary
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as text, one line for each data source and metric."""
+    interval = f"{report['intervals']['confidence']:.0%} interval"
+    lines = [("data source", "metric", "value", interval, "prompts")]
+    for source, summary in [*report["data_sources"].items(), (ALL, report[ALL])]:
+        for name, entry in summary.items():
+            if isinstance(entry, dict):
+                bounds = f"[{entry['low']:.4f}, {entry['high']:.4f}]"
+                lines.append((source, name, f"{entry['value']:.4f}", bounds, str(entry["prompts"])))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items() if count)
+    return f"{text}\nIntervals: {report['intervals']['method']}." + (f" Rewards: {failures}." if failures else "")

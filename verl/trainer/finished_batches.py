@@ -1,0 +1,133 @@
+"""What a killed generation run has done: every finished batch a file, joined to one when all are there."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.checkpoint.manifest import sync
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.logging import logger
+
+_METADATA = b"verl.generation"  # in the output: the identity of the run that wrote it
+_IDENTITY = "identity.json"
+
+
+class FinishedBatches:
+    """The folder `<output>.parts`, with the responses of each batch and the identity of the run.
+
+    Nothing is ever half there: files are written under another name, synced and renamed.
+
+    Args:
+        output: the Parquet file to make.
+        identity: what the responses depend on; a run of another identity is refused.
+        table: the input, to whose rows the responses belong.
+        column: name of the column of responses.
+        batch_size: rows a batch.
+    """
+
+    def __init__(
+        self, output: Path, identity: Mapping[str, Any], table: pa.Table, column: str, batch_size: int
+    ) -> None:
+        self.output, self.table, self.column = output, table, column
+        self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
+        self.folder = output.with_name(f"{output.name}.parts")
+        starts = range(0, table.num_rows, batch_size)
+        self.batches = [range(start, min(start + batch_size, table.num_rows)) for start in starts]
+
+    def discard(self) -> None:
+        """Forget what was done before, also a complete output."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.output.unlink(missing_ok=True)
+
+    def is_complete(self) -> bool:
+        """Whether the output is there. Raises ConfigError where it is another run's, or nobody knows whose."""
+        if not self.output.exists():
+            return False
+        try:
+            metadata = pq.read_schema(self.output).metadata or {}
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"{self._occupied()}: it is not readable as Parquet ({error}). {_WAY_OUT}") from error
+        if _METADATA not in metadata:
+            raise ConfigError(f"{self._occupied()}, and not by verl.trainer.main_generation. {_WAY_OUT}")
+        self._compare(json.loads(metadata[_METADATA]), self._occupied())
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run killed between its last two steps
+        return True
+
+    def waiting(self) -> dict[int, range]:
+        """The batches still to do: numbers and rows. Raises ConfigError where another run began them."""
+        known = self.folder / _IDENTITY
+        waiting = {number: rows for number, rows in enumerate(self.batches) if not self._place(number).exists()}
+        if known.exists() and any(self.folder.glob("batch_*")):
+            self._compare(json.loads(known.read_text(encoding="utf-8")), f"{self.folder} has batches of a killed run")
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.identity, indent=1)
+            write_whole(known, lambda path: path.write_text(text, encoding="utf-8"))
+        if len(waiting) < len(self.batches):
+            logger.info("Resumed: %d of %d batches are done.", len(self.batches) - len(waiting), len(self.batches))
+        return waiting
+
+    def keep(self, number: int, responses: list[list[str]]) -> None:
+        """Write the responses of one batch, a list of texts for each of its rows."""
+        assert len(responses) == len(self.batches[number])
+        table = pa.table({self.column: pa.array(responses, pa.list_(pa.string()))})
+        write_whole(self._place(number), lambda path: pq.write_table(table, path))
+
+    def join(self) -> None:
+        """Write the output, a row group a batch, and remove the folder."""
+        schema = self.table.schema.append(pa.field(self.column, pa.list_(pa.string())))
+        schema = schema.with_metadata({_METADATA: json.dumps(self.identity)})
+
+        def write(path: Path) -> None:
+            with pq.ParquetWriter(path, schema) as writer:
+                for number, rows in enumerate(self.batches):
+                    part = self.table.slice(rows.start, len(rows))
+                    columns = [*part.columns, self._read(number).column(self.column)]
+                    writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+        write_whole(self.output, write)
+        shutil.rmtree(self.folder)
+
+    def _read(self, number: int) -> pa.Table:
+        place = self._place(number)
+        try:
+            return pq.read_table(place)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"The finished batch '{place}' is damaged: {error}. Delete it and start the same command again, which "
+                "generates that batch anew."
+            ) from error
+
+    def _place(self, number: int) -> Path:
+        return self.folder / f"batch_{number:06d}.parquet"
+
+    def _occupied(self) -> str:
+        return f"data.output_path='{self.output}' is written already"
+
+    def _compare(self, theirs: Mapping[str, Any], fact: str) -> None:
+        names = [name for name in {**theirs, **self.identity} if theirs.get(name) != self.identity.get(name)]
+        if names:
+            differences = "; ".join(f"{name} was {theirs.get(name)}, now {self.identity.get(name)}" for name in names)
+            raise ConfigError(f"{fact}, with another configuration: {differences}. {_WAY_OUT}")
+
+
+_WAY_OUT = (
+    "Give the same configuration again, another data.output_path, or trainer.resume_mode=disable to replace what is "
+    "there."
+)
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Make `path` by `write`, so that it is there with all its bytes or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    write(unfinished)
+    sync(unfinished)
+    os.replace(unfinished, path)
+    sync(path.parent)

@@ -1,0 +1,24 @@
+"""`python -m verl.trainer.main_eval key=value ...`: scores of the responses that main_generation wrote."""
+
+import sys
+
+from verl.trainer.main_ppo import main as run_job
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Evaluate and return the exit code; what a user can cause is one line, no traceback."""
+    return run_job(argv, job)
+
+
+def job(argv: list[str]) -> None:
+    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
+    from verl.config.load import load_config
+
+    config = load_config(argv, root="evaluation")
+    from verl.trainer.evaluation import evaluate
+
+    evaluate(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""`python -m verl.trainer.main_generation key=value ...`: responses to every prompt of a file."""
+
+import sys
+
+from verl.trainer.main_ppo import main as run_job
+from verl.utils.errors import retold
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Generate and return the exit code; what a user can cause is one line, no traceback."""
+    return run_job(argv, job)
+
+
+def job(argv: list[str]) -> None:
+    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
+    from verl.config.generation import without_training_prefix
+    from verl.config.load import load_config
+
+    config = load_config(argv, root="generation")
+    from verl.trainer.generation import generate
+
+    with retold(without_training_prefix):
+        generate(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""`python -m verl.trainer.main_sft key=value ...`: supervised fine-tuning on prompts with answers, or on dialogues."""
+
+import sys
+
+from verl.trainer.main_ppo import main as run_job
+from verl.utils.errors import retold
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and return the exit code; what a user can cause is one line, no traceback."""
+    return run_job(argv, job)
+
+
+def job(argv: list[str]) -> None:
+    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
+    from verl.config.load import load_config
+    from verl.config.sft import with_names_here
+
+    config = load_config(argv, root="sft_trainer")
+    from verl.trainer.sft_trainer import SFTTrainer
+
+    with retold(with_names_here):
+        trainer = SFTTrainer(config)
+        trainer.init_workers()
+        trainer.fit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

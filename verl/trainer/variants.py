@@ -1,0 +1,15 @@
+"""Which trainer a configuration asks for."""
+
+from verl.config import TrainConfig
+from verl.trainer.dapo import DAPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.remax import ReMaxTrainer
+
+
+def trainer_class(config: TrainConfig) -> type[PPOTrainer]:
+    """The class whose step is the configuration's: PPOTrainer, unless one of its phases is another."""
+    if config.algorithm.filter_groups.enable:
+        return DAPOTrainer
+    if config.algorithm.adv_estimator == "remax":
+        return ReMaxTrainer
+    return PPOTrainer

@@ -1,0 +1,22 @@
+"""Within one process: the engine reads the trainer's tensors themselves."""
+
+from verl.distributed.collectives import ALONE, Axis
+from verl.weight_sync.base import NamedTensors, WeightTaker, check
+from verl.weight_sync.fingerprint import FingerprintLog
+
+
+class DirectSender:
+    """A `WeightSender` to an engine of this process. Nothing is copied on the way.
+
+    Args:
+        world: the ranks that hand over together, each to its own engine: a difference on one is raised on all.
+        sharing: those of them whose engines have parts of the same weights (tensor parallelism).
+    """
+
+    def __init__(self, engine: WeightTaker, *, world: Axis = ALONE, sharing: Axis = ALONE) -> None:
+        self._engine = engine
+        self._world, self._sharing = world, sharing
+
+    def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
+        self._engine.update_weights(named_tensors)
+        check(None if log is None else log.read(), self._engine, world=self._world, sharing=self._sharing)

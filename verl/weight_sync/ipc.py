@@ -1,0 +1,211 @@
+"""To another process of this machine, through memory that both map: a GPU's (CUDA IPC) or the host's.
+
+Two buckets: one is filled while the other is read. What is in them, and who is done, goes over a connection, such as
+`multiprocessing.Pipe()` or a `Listener` and a `Client` with a socket of this machine.
+"""
+
+import inspect
+import itertools
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from verl.utils.errors import RolloutError
+from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.buckets import Piece, Unpacker, pack, slot_bytes
+from verl.weight_sync.choice import device_of, gpu_uuid
+from verl.weight_sync.fingerprint import FingerprintLog
+
+_SLOTS = 2
+_GONE = "The rollout process ended while weights were handed over to it."
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Both buckets, behind one another. `gpu` None: a file whose descriptor follows."""
+
+    bucket_bytes: int
+    gpu: str | None = None  # UUID
+    handle: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Filled:
+    slot: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class _End:
+    fingerprints: dict[str, int] | None = None
+    fault: str | None = None  # the sender has not sent all
+
+
+class SharedMemorySender:
+    """A `WeightSender` to the process at the other end of `connection`, which made a `SharedMemoryReceiver`.
+
+    Args:
+        device: where the memory is. A GPU: the receiver's own, by UUID, whatever its number there. CPU: host memory,
+            which a sender or receiver on a GPU pins.
+        dtype: the receiver's, for what is wider.
+        pin: whether the sender's tensors come from a GPU.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
+        pin: bool = False,
+    ) -> None:
+        self._connection = connection
+        self._dtype = dtype
+        self._wait = _wait_of(device, current=pin)
+        bucket_bytes = slot_bytes(bucket_bytes)
+        if device.type == "cuda":
+            memory = torch.empty(_SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
+            connection.send(_Memory(bucket_bytes, gpu_uuid(device), reduce_tensor(memory)[1]))
+        else:
+            descriptor = _new_file(_SLOTS * bucket_bytes)
+            memory = _map(descriptor, _SLOTS * bucket_bytes, pin=pin)
+            connection.send(_Memory(bucket_bytes))
+            peer = connection.recv()
+            send_handle(connection, descriptor, peer)
+            os.close(descriptor)
+        self._memory = memory  # as long as the receiver may read it
+        self._slots = memory.split(bucket_bytes)
+
+    def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
+        """See `WeightSender.send`."""
+        unread: deque[int] = deque()  # slots that the receiver has not done with
+
+        def free_slots() -> Iterator[Tensor]:
+            for slot in itertools.cycle(range(_SLOTS)):
+                if slot in unread:
+                    self._receive()
+                    unread.popleft()
+                yield self._slots[slot]
+
+        try:
+            filled = pack(named_tensors, free_slots(), self._dtype)
+            for slot, (_, pieces) in zip(itertools.cycle(range(_SLOTS)), filled):
+                self._wait()
+                self._send(_Filled(slot, pieces))
+                unread.append(slot)
+            end = _End(None if log is None else log.read())
+        except Exception as error:
+            # The receiver would wait for ever for what does not come.
+            self._finish(_End(fault=f"{type(error).__name__}: {error}"), len(unread))
+            raise
+        fault = self._finish(end, len(unread))
+        if fault is not None:
+            raise RolloutError(f"The rollout process did not take the weights. {fault}")
+
+    def _finish(self, end: _End, unread: int) -> str | None:
+        self._send(end)
+        for _ in range(unread):
+            self._receive()
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise RolloutError(_GONE) from error
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise RolloutError(_GONE) from error
+
+
+class SharedMemoryReceiver:
+    """A `WeightReceiver`, the other end of a `SharedMemorySender`. `device`: that of the engine which takes the
+    tensors, which may lie in host memory."""
+
+    def __init__(self, connection: Connection, device: torch.device) -> None:
+        self._connection = connection
+        self._fingerprints: Mapping[str, int] | None = None
+        self._wait = _wait_of(device)
+        told: _Memory = connection.recv()
+        if told.gpu is not None:
+            memory = _open_on_gpu(told)
+        else:
+            connection.send(os.getpid())
+            descriptor = recv_handle(connection)
+            memory = _map(descriptor, _SLOTS * told.bucket_bytes, pin=device.type == "cuda")
+            os.close(descriptor)
+        self._memory = memory
+        self._slots = memory.split(told.bucket_bytes)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightReceiver.tensors`."""
+        unpacker = Unpacker()
+        self._fingerprints = None
+        while isinstance(message := self._connection.recv(), _Filled):
+            yield from unpacker.unpack(self._slots[message.slot], message.pieces)
+            self._wait()  # the engine's copies out of this bucket
+            self._connection.send(message.slot)
+        if message.fault is not None:
+            raise RolloutError(f"The trainer did not send all weights. {message.fault}")
+        self._fingerprints = message.fingerprints
+
+    def expected(self) -> Mapping[str, int] | None:
+        """See `WeightReceiver.expected`."""
+        return self._fingerprints
+
+    def report(self, fault: str | None) -> None:
+        """See `WeightReceiver.report`."""
+        self._connection.send(fault)
+
+
+def _open_on_gpu(told: _Memory) -> Tensor:
+    """The sender's memory. Its handle has the GPU's number in the sender's process, which may be another one's here."""
+    assert told.gpu is not None
+    arguments = inspect.signature(rebuild_cuda_tensor).bind(*told.handle).arguments
+    device = device_of(told.gpu)
+    torch.cuda.init()
+    return rebuild_cuda_tensor(**{**arguments, "storage_device": device.index})
+
+
+def _wait_of(device: torch.device, *, current: bool = False) -> Callable[[], None]:
+    """Waits until the GPU (`current`: this thread's, if `device` is none) has done what it was asked to."""
+    if device.type == "cuda":
+        return partial(torch.cuda.synchronize, device)
+    return torch.cuda.synchronize if current else lambda: None
+
+
+def _new_file(num_bytes: int) -> int:
+    """A descriptor of a file without a name, in memory where the system can: /dev/shm may be small."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("verl_weights")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, num_bytes)
+    return descriptor
+
+
+def _map(descriptor: int, num_bytes: int, *, pin: bool) -> Tensor:
+    memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    if pin:
+        # From memory that may be paged out a GPU copies at a fraction of the speed.
+        cudart: Any = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
+    return memory

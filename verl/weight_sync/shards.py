@@ -1,0 +1,164 @@
+"""Whole tensors from FSDP2's shards, a bucket at a time: one is gathered while the one before is read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from verl.weight_sync.base import NamedTensors
+from verl.weight_sync.buckets import travel_dtype
+from verl.weight_sync.fingerprint import FingerprintLog, Part, fingerprints
+
+# At most three gathers' worth is in memory: one that comes, one that came, and the latter put in order. Together that
+# is two buckets.
+_SHARE = 2 / 3
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # what torch 2.13 calls it
+
+
+def gathered(
+    named_tensors: NamedTensors,
+    *,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    log: FingerprintLog | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of tensors that may be sharded over several ranks, all of which must go through all of it.
+
+    What this rank has all of is given as it is: read, don't write. Beyond what the caller keeps, no more than two
+    buckets are in memory, or two tensors where those are larger.
+
+    Args:
+        dtype: of the receiver, for what is floating point: what is wider is cast before it travels.
+        log: gets the fingerprints, in the receiver's dtype, taken from the shards themselves.
+    """
+    waiting: _Bucket | None = None
+    proofs: list[tuple[_Bucket, Tensor]] = []
+    for bucket in _buckets(named_tensors, int(bucket_bytes * _SHARE), dtype):
+        bucket.start()
+        if log is not None:
+            proofs.append((bucket, bucket.fingerprints(dtype)))
+        if waiting is not None:
+            yield from waiting.finish()
+        waiting = bucket
+    if waiting is not None:
+        yield from waiting.finish()
+    if log is not None:
+        for bucket, values in proofs:
+            log.add(bucket.names, bucket.added_up(values))
+
+
+@dataclass
+class _Bucket:
+    """Tensors of one dtype that are sharded alike; or, without a mesh, that this rank has all of."""
+
+    dtype: torch.dtype  # in which they travel
+    mesh: DeviceMesh | None
+    axis: int  # of the mesh, along which they are sharded
+    names: list[str] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)
+    shards: list[Tensor] = field(default_factory=list)  # from `start` on, what this rank has of them
+    num_bytes: int = 0
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to gather. The shards go to their places in what is gathered, so that nothing is held twice."""
+        self.shards = [_local(tensor) for tensor in self.shards]
+        if self.mesh is None:
+            return
+        size = self.mesh.size(self.axis)
+        rows = [-(-shape[0] // size) for shape in self.shapes]
+        self._chunks = [count * shape[1:].numel() for count, shape in zip(rows, self.shapes)]
+        self._whole = torch.empty(size, sum(self._chunks), dtype=self.dtype, device=_device_of(self.mesh))
+        mine = self._whole[self.mesh.get_local_rank(self.axis)]
+        # The last ranks have fewer rows, or none: the rest of their chunks is never read.
+        places = [chunk[: shard.numel()] for chunk, shard in zip(mine.split_with_sizes(self._chunks), self.shards)]
+        torch._foreach_copy_(places, [shard.reshape(-1) for shard in self.shards])
+        self.shards = places
+        group = self.mesh.get_group(self.axis)
+        self._work: Any = _all_gather(self._whole.view(-1), mine, group=group, async_op=True)
+
+    @torch.no_grad()
+    def fingerprints(self, dtype: torch.dtype | None) -> Tensor:
+        """Of what this rank has of the tensors, as the receiver will have it."""
+        cast = [shard.to(dtype) if dtype is not None and shard.is_floating_point() else shard for shard in self.shards]
+        if self.mesh is None:
+            return fingerprints(cast)
+        rank = self.mesh.get_local_rank(self.axis)
+        return fingerprints(cast, [Part(rank * chunk) for chunk in self._chunks])
+
+    def added_up(self, values: Tensor) -> Tensor:
+        """Fingerprints of the whole tensors from those of every rank's shards."""
+        if self.mesh is not None:
+            dist.all_reduce(values, group=self.mesh.get_group(self.axis))
+        return values
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors. Nothing of them stays here."""
+        tensors, self.shards = self.shards, []
+        if self.mesh is not None:
+            tensors = self._in_order()
+        for name, shape, tensor in zip(self.names, self.shapes, tensors):
+            yield name, tensor if self.mesh is None else tensor[: shape.numel()].view(shape)
+
+    @torch.no_grad()
+    def _in_order(self) -> list[Tensor]:
+        """Flat whole tensors, with what lies behind the last rows."""
+        self._work.wait()
+        whole = self._whole
+        del self._whole, self._work
+        if len(self.names) == 1:
+            return [whole.view(-1)]
+        tensors = torch.empty_like(whole).view(-1).split_with_sizes([len(whole) * chunk for chunk in self._chunks])
+        by_rank = [tensor.view(len(whole), -1) for tensor in tensors]
+        torch.split_with_sizes_copy(whole, self._chunks, dim=1, out=by_rank)
+        return list(tensors)
+
+
+def _buckets(named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None) -> Iterator[_Bucket]:
+    bucket: _Bucket | None = None
+    for name, tensor in named_tensors:
+        mesh, axis = _sharding(tensor)
+        travel = travel_dtype(tensor, dtype)
+        num_bytes = tensor.numel() * travel.itemsize
+        kind = (travel, mesh, axis)
+        if (
+            bucket is None
+            or (bucket.dtype, bucket.mesh, bucket.axis) != kind
+            or bucket.num_bytes + num_bytes > most_bytes
+        ):
+            if bucket is not None:
+                yield bucket
+            bucket = _Bucket(*kind)
+        bucket.names.append(name)
+        bucket.shapes.append(tensor.shape)
+        bucket.shards.append(tensor)
+        bucket.num_bytes += num_bytes
+    if bucket is not None:
+        yield bucket
+
+
+def _sharding(tensor: Tensor) -> tuple[DeviceMesh | None, int]:
+    """The mesh and its axis along which `tensor` is sharded; no mesh where this rank has all of it."""
+    if not isinstance(tensor, DTensor):
+        return None, 0
+    mesh, placements = tensor.device_mesh, tensor.placements
+    axes = [axis for axis, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(axis) > 1]
+    if not axes:
+        return None, 0
+    assert len(axes) == 1, f"sharded along {len(axes)} axes of {mesh}"
+    assert placements[axes[0]] == Shard(0), f"{placements}: FSDP2 shards rows"
+    return mesh, axes[0]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    # Shards on the host would be gathered by gloo, at a fraction of the speed.
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -1,0 +1,165 @@
+"""What a reward model reads: conversations in tokens of its own, none of them longer than it takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from verl.data.chat import Messages, as_messages, encode_conversations
+from verl.data.rl_dataset import truncate
+from verl.protocol import DataProto
+from verl.utils.errors import DataError, RewardError
+
+Describe = Callable[[int], str]  # how an error names a row
+
+
+@dataclass(frozen=True)
+class RewardReader:
+    """From conversations to token ids.
+
+    Args:
+        tokenizer: the reward model's own, with its chat template.
+        max_length: the most tokens of one input; None: no limit.
+        truncation: what becomes of a longer one: "error", or the side that is cut: "left", "right", "middle".
+    """
+
+    tokenizer: Any
+    max_length: int | None = None
+    truncation: str = "error"
+
+    def read(self, conversations: Sequence[Messages], describe: Describe) -> list[list[int]]:
+        """Token ids of each conversation, with its answer, under the reward model's chat template."""
+        sequences = encode_conversations(self.tokenizer, conversations, add_generation_prompt=False)
+        return self.fit(sequences, describe)
+
+    def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
+        """The same, none longer than `max_length`. Raises RewardError for a longer one, where none may be cut."""
+        rows = [list(ids) for ids in sequences]
+        limit = self.max_length
+        too_long = [row for row, ids in enumerate(rows) if limit is not None and len(ids) > limit]
+        if too_long and self.truncation == "error":
+            longest = max(len(rows[row]) for row in too_long)
+            raise RewardError(
+                f"The input of {describe(too_long[0])} has {len(rows[too_long[0]])} tokens of the reward model's "
+                f"tokenizer, and it takes {limit}; {len(too_long)} of {len(rows)} are too long, up to {longest}. Raise "
+                "reward_model.max_length if the model has the positions, shorten data.max_prompt_length or "
+                "data.max_response_length, or set reward_model.truncation=left or right to have inputs cut."
+            )
+        for row in too_long:
+            assert limit is not None
+            rows[row] = truncate(rows[row], limit, self.truncation)
+        return rows
+
+
+def conversations_of(batch: DataProto, tokenizer: Any, describe: Describe) -> list[Messages]:
+    """The messages of each row's prompt (`raw_prompt`) and its response, decoded by the actor's tokenizer."""
+    prompts = batch.non_tensor_batch.get("raw_prompt")
+    if prompts is None:
+        raise DataError(
+            "Expected the column raw_prompt (messages), which the reward model's chat template is applied to, but this "
+            f"batch has {sorted(batch.non_tensor_batch)}. Have the data set give it, or, where actor and reward model "
+            "have one tokenizer, set reward_model.model.input_tokenizer=null."
+        )
+    responses = batch.batch["responses"]
+    real = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
+    texts = tokenizer.batch_decode([ids[mask].tolist() for ids, mask in zip(responses, real)], skip_special_tokens=True)
+    return [_conversation(prompt, text, describe(row)) for row, (prompt, text) in enumerate(zip(prompts, texts))]
+
+
+class Scorer(Protocol):
+    """A reward model, wherever it lives; `verl.models.reward_model.RewardModel` is one."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def max_length(self) -> int | None: ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> Tensor: ...
+
+
+def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor:
+    """(B,) fp32 scores of B responses, each finite.
+
+    Args:
+        responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists), or as one (B, T)
+            tensor, at whose rows' ends pad tokens do not count.
+        prompts: B texts or lists of messages, after which a response is the assistant's turn under the reward model's
+            chat template (ids are decoded for it); or B prompts in ids, before responses in ids. None: a text is an
+            assistant's turn without a question, and ids are scored as they are.
+
+    Raises:
+        RewardError: a response is missing, empty, of another tokenizer or longer than the model takes, or its score is
+            not finite; the message has its number.
+        DataError: no fit between responses and prompts, or a chat template that refuses the conversation.
+    """
+    if isinstance(responses, str) or (isinstance(responses, Tensor) and responses.ndim != 2) or not len(responses):
+        raise DataError(
+            "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of ids, got "
+            f"{tuple(responses.shape) if isinstance(responses, Tensor) else responses!r:.80}."
+        )
+    answers = _texts_or_ids(responses, "response", model.tokenizer)
+    if prompts is not None and len(prompts) != len(answers):
+        raise DataError(f"compute_reward needs one prompt a response, got {len(prompts)} and {len(answers)}.")
+    reader = RewardReader(model.tokenizer, model.max_length)
+    before: Any = [None] * len(answers) if prompts is None else prompts
+    if isinstance(before, Tensor) or _is_ids(before[0]):
+        before = _texts_or_ids(before, "prompt", model.tokenizer)
+    texts: dict[int, Messages] = {}
+    sequences: list[list[int]] = [[] for _ in answers]
+    for row, (answer, prompt) in enumerate(zip(answers, before)):
+        if not isinstance(answer, str) and (prompt is None or _is_ids(prompt)):
+            sequences[row] = [*(prompt or ()), *answer]
+        elif _is_ids(prompt):
+            raise DataError(f"Prompt {row} is given in token ids and response {row} as a text. Give both as texts.")
+        else:
+            text = answer if isinstance(answer, str) else model.tokenizer.decode(answer, skip_special_tokens=True)
+            texts[row] = _conversation([] if prompt is None else prompt, text, _response(row))
+    encoded = encode_conversations(model.tokenizer, list(texts.values()), add_generation_prompt=False)
+    for row, ids in zip(texts, encoded):
+        sequences[row] = ids
+    return model.score(reader.fit(sequences, _response))
+
+
+def _response(row: int) -> str:
+    return f"response {row}"
+
+
+def _conversation(prompt: Any, answer: str, name: str) -> Messages:
+    try:
+        before = [] if isinstance(prompt, list) and not prompt else as_messages(prompt)
+    except DataError as error:
+        raise DataError(f"The prompt of {name} {error}.") from error
+    return [*before, {"role": "assistant", "content": answer}]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], int))
+
+
+def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int]]:
+    """Texts as they are, and token ids as lists, all of them checked."""
+    checked: list[str | list[int]] = []
+    for number, value in enumerate(values):
+        name = f"{what} {number}".capitalize()
+        ids = value.tolist() if isinstance(value, Tensor) else value
+        if ids is None or (isinstance(ids, (str, list, tuple)) and not ids):
+            raise RewardError(f"{name} is {'missing' if ids is None else 'empty'}.")
+        if isinstance(ids, str):
+            checked.append(ids)
+            continue
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(token, int) for token in ids):
+            raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
+        real = [place for place, token in enumerate(ids) if token != tokenizer.pad_token_id]
+        if isinstance(values, Tensor):  # rows that were padded to one length
+            ids = ids[real[0] : real[-1] + 1] if real else []
+        if not ids:
+            raise RewardError(f"{name} is empty.")
+        if not 0 <= min(ids) <= max(ids) < len(tokenizer):
+            raise RewardError(
+                f"{name} has the token ids {min(ids)} to {max(ids)}, but the reward model's tokenizer has "
+                f"{len(tokenizer)}: they are of another tokenizer. Decode them, and give texts."
+            )
+        checked.append(list(ids))
+    return checked

@@ -1,0 +1,104 @@
+"""The reward model: scores what the actor has said, in tokens and a chat template of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl.config import RewardModelConfig, reward_micro_batch
+from verl.engine.base import TrainEngine
+from verl.engine.microbatch import TokenBudget
+from verl.models.load import load_tokenizer
+from verl.models.reward_model import RewardModel, check_scores
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, register
+from verl.utils.errors import RewardError
+from verl.utils.logging import say_once
+from verl.workers.reward_inputs import Describe, RewardReader, conversations_of
+from verl.workers.trained import EngineWorker
+
+
+class RewardModelWorker(EngineWorker):
+    """A frozen sequence classifier.
+
+    Args:
+        config: the `reward_model` section.
+        input_tokenizer: the actor's, in whose tokens the batches come.
+    """
+
+    def __init__(self, config: RewardModelConfig, *, input_tokenizer: Any, device: torch.device) -> None:
+        self.config = config
+        self.input_tokenizer = input_tokenizer
+        model = config.model
+        assert model.path is not None, "the configuration was checked"
+        tokenizer = load_tokenizer(
+            model.path, trust_remote_code=model.trust_remote_code, external_lib=model.external_lib
+        )  # fmt: skip
+        self.retemplates = model.input_tokenizer is not None
+        if not self.retemplates and tokenizer.get_vocab() != input_tokenizer.get_vocab():
+            self.retemplates = True
+            say_once(
+                "reward_model.model.input_tokenizer=null passes the actor's tokens on, but the reward model's are "
+                "others: texts are decoded and put under its own chat template."
+            )
+        reward_model = RewardModel.from_pretrained(
+            model.path,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            trust_remote_code=model.trust_remote_code,
+            external_lib=model.external_lib,
+            max_length=config.max_length,
+        )
+        limits = [limit for limit in (config.max_length, reward_model.max_length) if limit is not None]
+        self.reader = RewardReader(tokenizer, min(limits, default=None), config.truncation)
+        self.engine = TrainEngine(
+            reward_model.packed.requires_grad_(False),
+            optim=None,
+            fsdp=model.fsdp_config,
+            grad_clip=None,
+            device=device,
+            total_steps=0,
+            gradient_checkpointing=False,
+            share_prompts=False,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """`rm_scores` (B, R): the score of each response, at its last token. Raises RewardError naming the row."""
+        responses = batch.batch["responses"]
+        lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
+        describe = self._names(batch)
+        if bool((lengths == 0).any()):
+            raise RewardError(f"The response of {describe(int(lengths.argmin()))} has no token to be scored at.")
+        if self.retemplates:
+            conversations = conversations_of(batch, self.input_tokenizer, describe)
+            sequences = self.reader.read(conversations, describe)
+        else:
+            real = batch.batch["attention_mask"].bool()
+            sequences = [ids[mask].tolist() for ids, mask in zip(batch.batch["input_ids"], real)]
+            sequences = self.reader.fit(sequences, describe)
+        scores = torch.zeros(responses.shape, dtype=torch.float32)
+        scores[torch.arange(len(batch)), lengths.cpu() - 1] = self._score(sequences, describe)
+        return DataProto.from_dict(tensors={"rm_scores": scores})
+
+    def _score(self, sequences: Sequence[Sequence[int]], describe: Describe) -> torch.Tensor:
+        """(B,) scores of rows of token ids."""
+        # Padded on the left, so that the last column is a response of one token: the last one of every row.
+        width = max(len(ids) for ids in sequences)
+        rows = torch.zeros(len(sequences), width, dtype=torch.int64)
+        mask = torch.zeros_like(rows)
+        for row, ids in enumerate(sequences):
+            rows[row, width - len(ids) :] = torch.tensor(ids)
+            mask[row, width - len(ids) :] = 1
+        columns = {"input_ids": rows, "attention_mask": mask, "response_mask": mask[:, -1:]}
+        budget = TokenBudget(
+            *reward_micro_batch(self.config), key="reward_model.forward_max_token_len_per_gpu", phase="the reward model"
+        )
+        scores = self.engine.infer(DataProto.from_dict(tensors=columns), budget)["rewards"][:, 0]
+        decode = self.reader.tokenizer.decode
+        check_scores(scores, lambda row: f"{describe(row)}, which ends {decode(sequences[row][-40:])!r},")
+        return scores
+
+    def _names(self, batch: DataProto) -> Describe:
+        uids = batch.non_tensor_batch.get("uid")
+        place = f" of data-parallel rank {self.data_rank}" if self.data_size > 1 else ""
+        return lambda row: f"row {row}{'' if uids is None else f' (uid {uids[row]})'}{place}"

@@ -1,0 +1,94 @@
+"""A language model that learns from texts."""
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl.config import ActorRolloutRefConfig, update_micro_batch
+from verl.distributed.collectives import all_reduce_sum
+from verl.engine.base import TrainEngine
+from verl.engine.compile import compile_backend
+from verl.engine.microbatch import TokenBudget
+from verl.models.load import check_vocabulary, load_causal_lm
+from verl.models.packed import PackedCausalLM
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, register
+from verl.workers.losses import LanguageModelObjective
+from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
+from verl.workers.updates import run_updates
+
+
+class SFTWorker(TrainedWorker):
+    """Supervised fine-tuning of all weights or of adapters: an actor without rollout.
+
+    Args:
+        config: the `actor_rollout_ref` section, of which `model` and `actor` are read.
+        max_length: longest row, in tokens.
+        total_steps: training steps of the run, for the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        *,
+        max_length: int,
+        total_steps: int,
+        device: torch.device,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.actor = actor = config.actor
+        self.tokenizer = tokenizer
+        self.checkpoint = actor.checkpoint
+        section = config.model
+        assert section.path is not None, "the configuration was checked"
+        model = load_causal_lm(
+            section.path,
+            dtype=parameter_dtype(section, device),
+            trust_remote_code=section.trust_remote_code,
+            override_config=section.override_config,
+            external_lib=section.external_lib,  # which a process of its own may not have yet
+            max_length=max_length,
+        )
+        check_vocabulary(model, tokenizer)
+        add_adapters(model, section, "actor_rollout_ref.model")
+        self.objective = LanguageModelObjective()
+        self.engine = TrainEngine(
+            PackedCausalLM(model, attention_kernel=section.attention_kernel),
+            optim=actor.optim,
+            fsdp=actor.fsdp_config,
+            grad_clip=actor.grad_clip,
+            device=device,
+            total_steps=total_steps,
+            gradient_checkpointing=section.enable_gradient_checkpointing,
+            checkpointing_share=section.gradient_checkpointing_share,
+            sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+            activation_offload=section.enable_activation_offload,
+            compile_backend=compile_backend(actor.use_torch_compile, device, model.config.model_type),
+            share_prompts=actor.share_prompts,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def train_batch(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on the mean over all tokens of the batch whose `response_mask` is 1."""
+        return run_updates(
+            self.engine,
+            batch,
+            self.objective,
+            name="train",
+            mini_batch_rows=None,
+            epochs=1,
+            shuffle=False,
+            loss_agg_mode="token-mean",
+            budget=self._budget("the update"),
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def sum_loss(self, batch: DataProto) -> tuple[float, float]:
+        """The cross-entropy of all tokens of the batch whose `response_mask` is 1, and their number."""
+        mask = batch.batch["response_mask"].double()
+        log_probs = self.engine.infer(batch, self._budget("validation"))["log_probs"]
+        sums = torch.stack([-(log_probs * mask).sum(), mask.sum()])
+        loss, tokens = all_reduce_sum(sums, self.engine.mesh.data).tolist()
+        return loss, tokens
+
+    def _budget(self, phase: str) -> TokenBudget:
+        return TokenBudget(*update_micro_batch(self.actor), key="data.max_token_len_per_gpu", phase=phase)
