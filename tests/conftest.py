@@ -1,5 +1,6 @@
 """One thread, no network, and a log of its own: tests are fast and say the same thing everywhere."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -21,3 +22,19 @@ def _own_log() -> Iterator[None]:
     yield
     logger.handlers.clear()
     logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+
+
+# Files that start ranks: first, since a long one at the end would leave the other of two processes without work.
+_LONG = (
+    "test_ranks.py",
+    "test_placement.py",
+    "test_ray.py",
+    "test_generation.py",
+    "test_algorithms.py",
+    "test_spmd.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONG)

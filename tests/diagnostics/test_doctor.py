@@ -97,7 +97,7 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "old Python": ({"python": (3, 9)}, "Python", "broken", "3.9", "python=3.12"),
     "new Python": ({"python": (3, 15)}, "Python", "warn", "tested up to 3.13", "python=3.12"),
     "another verl first": (
-        {"verl_copies": ("/work/verl", "/site/verl")}, "verl", "broken", "/work/verl", "mv /work/verl"
+        {"verl_copies": ("/home/me/verl", "/site/verl")}, "verl", "broken", "/home/me/verl", "mv /home/me/verl"
     ),
     "another verl behind": ({"verl_copies": ("/site/verl", "/old/verl")}, "verl", "warn", "/old/verl", "pip uninstall"),
     "not installed": ({"requirements": None}, "verl", "warn", "not installed", "pip install -e ."),

@@ -20,6 +20,12 @@ from verl.utils.errors import ConfigError, RewardError
 FAST = Requests(timeout_s=2.0, max_retries=3, backoff_s=0.01)
 
 
+class QuietServer(ThreadingHTTPServer):
+    """A client that hung up is no news: a report would be printed into whatever test runs by then."""
+
+    def handle_error(self, request: object, client_address: object) -> None: ...
+
+
 class Service:
     """Answers POSTs with what `respond(body)` gives: (status, headers, JSON), after `delay_s`."""
 
@@ -57,7 +63,7 @@ class Service:
             def log_message(self, format, *args):
                 """No lines on stderr."""
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
