@@ -13,8 +13,11 @@ from tests.algorithms.tensors import random_columns, random_mask
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.masked import AGGREGATION_MODES, agg_loss, aggregation_weights
+from verl.algorithms.padded import PaddedEstimator
 from verl.algorithms.policy_losses import PolicyLossInputs, policy_losses
-from verl.config import ActorConfig, PolicyLossConfig
+from verl.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
+from verl.config.load import config_from_dict
+from verl.trainer.setup import check_names
 from verl.utils.errors import ConfigError
 
 with warnings.catch_warnings():
@@ -208,10 +211,12 @@ def test_a_users_padded_loss_in_packed_micro_batches():
 
 
 def test_a_padded_loss_cannot_weigh_tokens():
-    columns = [column[:1].flatten() for column in (NEW, OLD, GAINS)]
-    inputs = PolicyLossInputs(*columns, torch.linspace(0.5, 1, 7).double(), torch.zeros(7, dtype=torch.int64))
+    config = config_from_dict(
+        {"data": {"dataset_name": "toy"}, "algorithm": {"rollout_correction": {"rollout_is": "token"}}}
+    )
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = "test_padded_reinforce"
     with pytest.raises(ConfigError, match="rollout_is=null"):
-        policy_losses.get("test_padded_reinforce")(inputs, loss_agg_mode="token-mean")
+        check_names(config)
 
 
 def test_a_users_padded_estimator_in_our_training():
@@ -228,3 +233,28 @@ def test_a_users_padded_estimator_in_our_training():
     torch.testing.assert_close(got, 0.5 * plain)
     assert ADV_ESTIMATOR_REGISTRY["test_padded_mean"] is centred
     assert advantage_estimators.get("test_padded_mean").__module__ == __name__, "a user's, who may read old_log_probs"
+
+
+def test_a_users_estimator_reads_the_runs_section():
+    seen = {}
+
+    def own(token_level_rewards, response_mask, config=None, **_):
+        seen.update(gamma=config.gamma, name=config.get("adv_estimator"), coef=config["kl_ctrl"].kl_coef)
+        seen.update(missing=config.get("nothing", 7), has="use_kl_in_reward" in config)
+        return token_level_rewards, token_level_rewards
+
+    section = AlgorithmConfig(gamma=0.9, adv_estimator="own")
+    section.kl_ctrl.kl_coef = 0.05
+    ones = torch.ones(2, 3)
+    PaddedEstimator(own)(AdvantageInputs(ones, ones, config=section))
+    assert seen == {"gamma": 0.9, "name": "own", "coef": 0.05, "missing": 7, "has": True}
+
+
+def test_numbers_of_prompts_may_be_a_tensor_for_every_estimator():
+    rewards, mask = torch.rand(4, 3), torch.ones(4, 3)
+    for name in ("grpo", "gdpo"):
+        by_tensor, by_array = (
+            get_adv_estimator_fn(name)(rewards, mask, index=index)[0]
+            for index in (torch.tensor([0, 0, 1, 1]), np.array([0, 0, 1, 1]))
+        )
+        assert torch.equal(by_tensor, by_array)

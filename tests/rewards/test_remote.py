@@ -13,7 +13,7 @@ from tests.rewards.batches import CharTokenizer, make_batch
 from verl.config.load import config_from_dict
 from verl.rewards.build import build_code_runner, build_reward, build_reward_function
 from verl.rewards.managers import NaiveRewardManager
-from verl.rewards.remote import Judge, JudgeSettings, Requests, SandboxService
+from verl.rewards.remote import JsonClient, Judge, JudgeSettings, Requests, SandboxService
 from verl.rewards.rules import with_options
 from verl.utils.errors import ConfigError, RewardError
 
@@ -159,6 +159,16 @@ def test_retry_after_is_honoured(serve):
     assert make_judge(service.url)("s", "x", None)["score"] == 1.0
     (_, _, _, first), (_, _, _, second) = service.requests
     assert second - first >= 1.0
+
+
+def test_a_retry_after_that_says_nothing_or_too_much(serve):
+    for wait in ("0.01", "100000"):
+        service = serve(in_turn(status(429, Retry_After=wait), says("Score: 10")))
+        began = time.monotonic()
+        requests = Requests(timeout_s=0.3, max_retries=3, backoff_s=0.01)
+        client = JsonClient(service.url, key="reward_model.judge.url", max_concurrent=1, requests=requests)
+        assert client.post("/", {}) is not None
+        assert time.monotonic() - began < 3
 
 
 def test_what_cannot_be_mended_by_asking_again_is_not_asked_again(serve):

@@ -36,6 +36,12 @@ def test_a_program_and_its_tests(sandbox):
     assert "AssertionError" in run.error
 
 
+@pytest.mark.parametrize("name", ["exec", "compile"])
+def test_a_program_that_replaces_builtins_does_not_pass(sandbox, name):
+    cheat = f"import builtins\nbuiltins.{name} = lambda *a, **k: ''\ndef f(x): return 0"
+    assert sandbox.run(cheat, ["assert f(2) == 4"]).passed == [False]
+
+
 def test_a_script_reads_and_prints(sandbox):
     run = sandbox.run("a, b = map(int, input().split())\nprint(a + b)", [], stdin="3 4\n")
     assert (run.status, run.output) == ("finished", "7\n")

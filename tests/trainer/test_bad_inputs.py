@@ -140,7 +140,7 @@ def test_dropped_samples_count_nowhere(tmp_path):
 def test_a_step_whose_samples_are_all_dropped(tmp_path, capfd):
     fails = reward_file(tmp_path, "raise KeyError('no such answer')")
     text = message(capfd, run(tmp_path, *fails, "reward_model.on_error=drop"))
-    assert "All 16 samples of this step were dropped" in text
+    assert "All samples of this step were dropped" in text
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class AdvantageInputs(NamedTuple):
     components: Float[Tensor, "B K"] | None = None  # rewards of several kinds, which gdpo keeps apart
     component_weights: Float[Tensor, " K"] | None = None
     columns: Mapping[str, Tensor] = MappingProxyType({})  # any other column that a user's own estimator reads
+    config: Any = None  # the run's section `algorithm`, for a user's own estimator
 
 
 # name -> estimator(inputs) -> (advantages (B, R), returns (B, R)), both 0 where response_mask is 0

@@ -83,9 +83,13 @@ def _estimator(name: str) -> Function:
     if isinstance(estimator, PaddedEstimator):
         return estimator.function
 
-    def by_names(token_level_rewards: Any, response_mask: Any, index: Any = None, **kwargs: Any) -> Any:
+    def by_names(
+        token_level_rewards: Any, response_mask: Any, index: Any = None, *, config: Any = None, **given: Any
+    ) -> Any:
+        fields = {**given, "norm_by_std": given.get("norm_adv_by_std_in_grpo", True)}
+        known = {name: fields[name] for name in ("values", "gamma", "lam", "norm_by_std") if name in fields}
         group = None if index is None else group_ids(index)
-        return estimator(AdvantageInputs(token_level_rewards, response_mask, group=group))
+        return estimator(AdvantageInputs(token_level_rewards, response_mask, group=group, config=config, **known))
 
     return by_names
 

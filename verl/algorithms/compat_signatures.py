@@ -203,8 +203,7 @@ def compute_entropy_loss(
 def _scores_and_group(
     token_level_rewards: Float[Tensor, "B R"], index: Index
 ) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
-    uids = index.tolist() if isinstance(index, Tensor) else index
-    return token_level_rewards.sum(-1), group_ids(uids).to(token_level_rewards.device)
+    return token_level_rewards.sum(-1), group_ids(index).to(token_level_rewards.device)
 
 
 def _on_tokens(advantages: Float[Tensor, " B"], response_mask: Shaped[Tensor, "B R"]) -> Advantages:

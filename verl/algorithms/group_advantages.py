@@ -22,8 +22,9 @@ from verl.utils.errors import ConfigError
 Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
 
 
-def group_ids(uids: Sequence[Hashable] | np.ndarray) -> Int[Tensor, " B"]:
+def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B"]:
     """Prompt identifiers of any kind to group numbers 0, 1, ..."""
+    uids = uids.tolist() if isinstance(uids, Tensor) else uids  # tensors of one number differ as keys
     numbers: dict[object, int] = {}
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
 

@@ -8,7 +8,7 @@ micro-batching, which no adapter can mend. The log at start says so.
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from verl.algorithms.policy_losses import (
 )
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.choices import SEQUENCE_LOSSES
-from verl.utils.errors import ConfigError
 
 Scalar = Float[Tensor, ""]
 
@@ -51,6 +50,32 @@ def loss_settings(config: Any = None) -> dict[str, Any]:
 def _field(section: Any, name: str, default: Any) -> Any:
     value = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return default if value is None else value
+
+
+class ConfigView:
+    """A section of the configuration as functions of verl's signatures read it: by attribute, `[]`, `get` and `in`."""
+
+    def __init__(self, section: Any) -> None:
+        self._section = section
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._section, name)
+        return ConfigView(value) if is_dataclass(value) else value
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and hasattr(self._section, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self else default
+
+
+def _viewed(section: Any) -> Any:
+    return ConfigView(section) if is_dataclass(section) else section
 
 
 class PaddedPolicyLoss:
@@ -80,7 +105,7 @@ class PaddedPolicyLoss:
         mask = padded(inputs.own.long())
         scale = _share(inputs, aggregation_weights(mask, loss_agg_mode)[slot, column])
         old, new, advantages = map(padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages))
-        loss, *numbers = self.function(old, new, advantages, mask, loss_agg_mode, actor)
+        loss, *numbers = self.function(old, new, advantages, mask, loss_agg_mode, _viewed(actor))
         names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
         means = {
             name: torch.full_like(inputs.advantages, float(torch.as_tensor(number).detach()))
@@ -94,12 +119,7 @@ def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
     shares = inputs.weights[inputs.own] / local[inputs.own]
     if not shares.numel():
         return 0.0
-    if (shares - shares[0]).abs().max() > 1e-4 * shares[0].abs():
-        raise ConfigError(
-            "A policy loss of verl's padded signature cannot weigh its tokens, which "
-            "algorithm.rollout_correction.rollout_is asks for. Register it by verl.algorithms.policy_losses."
-            "policy_losses, or set rollout_is=null."
-        )
+    assert (shares - shares[0]).abs().max() <= 1e-4 * shares[0].abs(), "weighed tokens are refused at start"
     return shares[0].item()
 
 
@@ -171,7 +191,7 @@ class PaddedEstimator:
         given: dict[str, Any] = {
             "token_level_rewards": inputs.token_level_rewards,
             "response_mask": inputs.response_mask,
-            "config": AlgorithmConfig(gamma=inputs.gamma, lam=inputs.lam, norm_adv_by_std_in_grpo=inputs.norm_by_std),
+            "config": _viewed(inputs.config or AlgorithmConfig(gamma=inputs.gamma, lam=inputs.lam)),
             "gamma": inputs.gamma,
             "lam": inputs.lam,
             "values": inputs.values,

@@ -35,7 +35,7 @@ COMMANDS = {
             words="reward check",
             module="verl.cli.reward_check",
             summary="score gold and wrong answers of a few rows: is the reward worth training on",
-            example="verl reward check data.train_files=train.parquet custom_reward_function.path=reward.py",
+            example="verl reward check data.dataset_name=toy custom_reward_function.path=reward.py",
         ),
         Command(
             words="train",

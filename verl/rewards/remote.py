@@ -43,6 +43,28 @@ class Requests:
     backoff_s: float = 0.5
 
 
+def _retries(requests: Requests) -> urllib3.Retry:
+    class Retry(urllib3.Retry):
+        """Retry-After is obeyed up to the time-out of a request; one that is no number of seconds or date is none."""
+
+        def get_retry_after(self, response: Any) -> float | None:
+            try:
+                seconds = super().get_retry_after(response)
+            except urllib3.exceptions.InvalidHeader:
+                return None
+            return None if seconds is None else min(seconds, requests.timeout_s)
+
+    return Retry(
+        total=requests.max_retries,
+        status_forcelist=_RETRIED,
+        backoff_factor=requests.backoff_s,
+        backoff_max=_LONGEST_BACKOFF_S,
+        backoff_jitter=requests.backoff_s,  # many wait for the same service: not all to come back at once
+        allowed_methods=None,
+        raise_on_status=False,
+    )
+
+
 class JsonClient:
     """Posts JSON to one service, from as many threads as like; those beyond `max_concurrent` wait.
 
@@ -70,17 +92,8 @@ class JsonClient:
         Raises:
             RewardError: no answer after all retries, an error status, or something else than a JSON object.
         """
-        retries = urllib3.Retry(
-            total=self.requests.max_retries,
-            status_forcelist=_RETRIED,
-            backoff_factor=self.requests.backoff_s,
-            backoff_max=_LONGEST_BACKOFF_S,
-            backoff_jitter=self.requests.backoff_s,  # many wait for the same service: not all to come back at once
-            allowed_methods=None,
-            raise_on_status=False,
-        )
         try:
-            answer = self._http.request("POST", self.url + path, json=body, retries=retries)
+            answer = self._http.request("POST", self.url + path, json=body, retries=_retries(self.requests))
         except urllib3.exceptions.HTTPError as error:
             raise RewardError(f"{self.url + path} ({self.key}) gave no answer: {error}") from error
         text = answer.data.decode("utf-8", "replace")

@@ -65,6 +65,7 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
         components=_reward_components(batch, algorithm.gdpo_reward_keys) if algorithm.gdpo_reward_keys else None,
         component_weights=torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None,
         columns=dict(columns.items()),
+        config=algorithm,
     )
 
 

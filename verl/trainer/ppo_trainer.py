@@ -34,7 +34,7 @@ from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.validation import validation_metrics
 from verl.utils.devices import describe_device, memory_metrics, visible_device
-from verl.utils.errors import NonFiniteError
+from verl.utils.errors import NonFiniteError, RewardError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.timing import PhaseTimer
@@ -348,7 +348,9 @@ class PPOTrainer:
             result = self.val_reward_fn(batch, return_dict=True)
             setup.check_result(result, batch.batch["responses"])
             batch.batch["token_level_scores"] = result["reward_tensor"]
-            rows += setup.sample_rows(batch, self.tokenizer, result["reward_extra_info"], self.config)
+            rows += setup.scored_rows(batch, self.tokenizer, result, self.config)
+        if not rows:
+            raise RewardError(setup.ALL_DROPPED.format("the validation"))
         if self.config.trainer.validation_data_dir:
             write_samples(Path(self.config.trainer.validation_data_dir), self.global_step, rows)
         if self.config.trainer.log_val_generations > 0:

@@ -10,6 +10,7 @@ import torch
 
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.group_advantages import group_ids
+from verl.algorithms.padded import PaddedPolicyLoss
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.data import RLDataLoader
@@ -26,6 +27,11 @@ from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import load_module
 from verl.utils.logging import say_once
 
+ALL_DROPPED = (
+    "All samples of {} were dropped: no reward could be had for any. Mend the reward function (the warning above names "
+    "the first failure), or set reward_model.on_error=zero or stop."
+)
+
 
 def load_user_code(config: TrainConfig) -> None:
     """Import `model.external_lib` (a module or a .py file), whose decorators may register anything."""
@@ -39,11 +45,17 @@ def check_names(config: TrainConfig) -> None:
     """Everything that is looked up by name exists: told before a weight is loaded."""
     actor = config.actor_rollout_ref.actor
     advantage_estimators.get(config.algorithm.adv_estimator)
-    policy_losses.get(actor.policy_loss.loss_mode)
     for term in actor.loss_extra:
         extra_losses.get(term.name)
     reward_managers.get(config.reward_model.reward_manager)
     rollout_engines.get(config.actor_rollout_ref.rollout.name)
+    loss = policy_losses.get(actor.policy_loss.loss_mode)
+    if isinstance(loss, PaddedPolicyLoss) and config.algorithm.rollout_correction.rollout_is is not None:
+        raise ConfigError(
+            f"The policy loss '{actor.policy_loss.loss_mode}' of verl's padded signature cannot weigh its tokens, "
+            "which algorithm.rollout_correction.rollout_is asks for. Register it by verl.algorithms.policy_losses."
+            "policy_losses, or set rollout_is=null."
+        )
 
 
 def check_step(config: TrainConfig) -> None:
@@ -187,10 +199,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
         kept.append(name)
     dropped = list(result.get("dropped", ()))
     if len(dropped) == len(batch):
-        raise RewardError(
-            f"All {len(batch)} samples of this step were dropped: no reward could be had for any. Mend the reward "
-            "function (the warning above names the first failure), or set reward_model.on_error=zero or stop."
-        )
+        raise RewardError(ALL_DROPPED.format("this step"))
     batch.batch["response_mask"][dropped] = 0
 
 
@@ -216,6 +225,13 @@ def group_numbers(batch: DataProto) -> torch.Tensor:
     group = group_ids(batch.non_tensor_batch["uid"])
     dropped = ~batch.batch["response_mask"].bool().any(-1)
     return torch.where(dropped, len(group) + torch.arange(len(group)), group)
+
+
+def scored_rows(batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig) -> list[dict]:
+    """`sample_rows` of the trajectories whose reward was not dropped."""
+    rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
+    dropped = set(result.get("dropped", ()))
+    return [row for number, row in enumerate(rows) if number not in dropped]
 
 
 def sample_rows(batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig) -> list[dict]:

@@ -172,6 +172,7 @@ def _lock(settings: dict[str, Any]) -> None:
 def _run(request: dict[str, Any]) -> None:
     """The program, then its tests one by one, each reported as it ends; whatever it did to Python's own modules."""
     write, leave, token = os.write, os._exit, request["token"].encode()
+    run, compiled = exec, compile  # a program may replace the builtins
     tests: list[str] = request["tests"]
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, encoding="utf-8", errors="replace", closefd=False) for number, mode in enumerate("rww")
@@ -185,13 +186,13 @@ def _run(request: dict[str, Any]) -> None:
     sys.argv = ["program.py"]
     complain = traceback.print_exc
     try:
-        exec(compile(request["code"], "program.py", "exec"), module.__dict__)
+        run(compiled(request["code"], "program.py", "exec"), module.__dict__)
     except SystemExit as error:
         if error.code not in (None, 0) or not request["is_script"]:
             raise
     for test in tests:
         try:
-            exec(compile(test, "test.py", "exec"), module.__dict__)
+            run(compiled(test, "test.py", "exec"), module.__dict__)
             write(_REPORT, token + b"passed\n")
         except BaseException:  # noqa: BLE001  (a test may raise anything)
             write(_REPORT, token + b"failed\n")
