@@ -34,8 +34,9 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+# Property tests draw the same examples every time here; plain pytest draws others.
 test: check
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
 
 format: install
 	$(BIN)/ruff format .

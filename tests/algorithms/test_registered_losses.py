@@ -167,7 +167,7 @@ def test_the_binary_kl_of_dppo():
 
 
 @few
-@given(seeds, st.integers(1, 40))
+@given(seeds, st.integers(1, 40).filter(lambda size: size != 2))  # two tokens have the same covariance
 def test_selections_pick_what_the_paper_says(seed, size):
     new, drift, advantages = (column[0] for column in random_columns(seed, 1, size, 3))
     old = new + 0.3 * drift

@@ -12,6 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def process_group():
+    close_process_group()  # another file may have left one
     yield
     close_process_group()
 
