@@ -187,7 +187,7 @@ def test_the_loss_falls_and_passes_do_not_matter(tmp_path, rows_file, undisturbe
     validation = losses(tmp_path, "val/loss")
     assert len(validation) == 3
     assert validation[-1] < validation[0]
-    assert "[Step 1/5] loss" in (out := capfd.readouterr().out)
+    assert "[Step 1/5] Loss: " in (out := capfd.readouterr().out)
     assert "tokens/s" in out
 
 

@@ -10,6 +10,7 @@ _ACTOR_LOSS = ("actor/loss", "actor/pg_loss")
 _REWARD = ("critic/score/mean", "critic/rewards/mean")
 _KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
 _CRITIC_LOSS = ("critic/vf_loss",)
+_SUPERVISED_LOSS = ("train/loss",)
 _LENGTH = ("response_length/mean",)
 _SECONDS = ("timing_s/step", "perf/time_per_step")
 
@@ -28,7 +29,7 @@ class ConsoleBackend(TrackerBackend):
     def log(self, metrics: Metrics, step: int) -> None:
         total = self.settings.total_steps
         head = f"[Step {step}/{total}]" if total is not None else f"[Step {step}]"
-        if self._is_due(step) and any(name in metrics for name in (*_ACTOR_LOSS, *_REWARD)):
+        if self._is_due(step) and any(name in metrics for name in (*_ACTOR_LOSS, *_REWARD, *_SUPERVISED_LOSS)):
             print(f"{head} {step_line(metrics)}", flush=True)
         scores = [
             f"{name.removeprefix('val-core/')}: {value:.4f}" for name, value in metrics.items() if _is_score(name)
@@ -49,6 +50,12 @@ class ConsoleBackend(TrackerBackend):
 
 def step_line(metrics: Metrics) -> str:
     """The line of a step, without its number. A loss that the step has not (the actor waits for its critic) is n/a."""
+    if any(name in metrics for name in _SUPERVISED_LOSS):
+        tokens_per_s = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        return (
+            f"Loss: {_number(metrics, _SUPERVISED_LOSS)} | Learning rate: {metrics['train/lr']:.3g} | Gradient norm: "
+            f"{metrics['train/grad_norm']:.3f} | {tokens_per_s:.0f} tokens/s | {_number(metrics, _SECONDS, 2)} s/step"
+        )
     parts = [
         f"Actor loss: {_number(metrics, _ACTOR_LOSS)}",
         f"Reward: {_number(metrics, _REWARD)}",

@@ -1,24 +1,18 @@
 """The trainer: one sentence of six phases, said again for every batch of prompts."""
 
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.kl import get_kl_controller
-from verl.checkpoint.manager import CheckpointManager
 from verl.config import TrainConfig
-from verl.config.load import config_to_dict
 from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.single_controller import GroupFuture, WorkerGroup
-from verl.tracking import Tracker
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
@@ -32,18 +26,14 @@ from verl.trainer.algorithm import (
 )
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
+from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
-from verl.utils.devices import describe_device, memory_metrics, visible_device
-from verl.utils.errors import NonFiniteError, RewardError
+from verl.utils.errors import RewardError
 from verl.utils.logging import logger
-from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
-from verl.utils.timing import PhaseTimer
 from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
-Result = TypeVar("Result")
 
-
-class PPOTrainer:
+class PPOTrainer(TrainingRun[TrainConfig]):
     """Trains a causal LM on prompts and a reward: PPO with a critic, or GRPO and its kin without one.
 
     The step is composed of the public methods `generate`, `score`, `evaluate_policies`, `estimate_advantages`, `update`
@@ -72,11 +62,7 @@ class PPOTrainer:
         train_dataset: Any = None,
         val_dataset: Any = None,
     ) -> None:
-        self.config = config
-        if config.trainer.num_threads is not None:
-            torch.set_num_threads(config.trainer.num_threads)
-        self.device = visible_device(config.trainer.device)
-        seed_everything(config.trainer.seed)
+        super().__init__(config, setup.checkpoints_to_keep(config))
         setup.load_user_code(config)
         setup.check_names(config)
         if type(self) is PPOTrainer:
@@ -93,33 +79,16 @@ class PPOTrainer:
             setup.check_reward(config, self.reward_fn, self.train_loader)
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
-        self.checkpoints = CheckpointManager(
-            Path(config.trainer.default_local_dir), max_to_keep=setup.checkpoints_to_keep(config)
-        )
-        self.global_step = 0
-        self.skipped_in_a_row = 0
-        self.metrics: dict[str, float] = {}
-        self.timer = PhaseTimer()
         self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}  # passes over a batch, by phase
 
     # ---------------------------------------------------------------- set-up
 
     def init_workers(self) -> None:
         """Load the models: actor with its rollout engine, and critic and reference where the algorithm needs them."""
-        logger.info("Device: %s", describe_device(self.device))
         watch(self.config)  # for profile_memory()
         for line in algorithm_in_words(self.config):
             logger.info("%s", line)
-        # Before the models: a missing tracker package is told in seconds.
-        self.tracker = Tracker(
-            self.config.trainer.logger,
-            project_name=self.config.trainer.project_name,
-            experiment_name=self.config.trainer.experiment_name,
-            config=config_to_dict(self.config),
-            folder=Path(self.config.trainer.default_local_dir),
-            total_steps=self.total_steps,
-            log_interval=self.config.trainer.log_interval,
-        )
+        self.start_tracker()
         roles = self.config.actor_rollout_ref
         self.actor_rollout_wg = self.pool.start(
             "actor_rollout",
@@ -157,50 +126,29 @@ class PPOTrainer:
     # ---------------------------------------------------------------- the run
 
     def fit(self) -> None:
-        """Train to the last step, validating and saving on the way; resumes where a killed run was saved."""
-        started = time.perf_counter()
-        trainer = self.config.trainer
+        """Train to the last step, validating and saving on the way; `trainer.val_only` validates and stops."""
+        if not self.config.trainer.val_only:
+            return super().fit()
         try:
             self.load_checkpoint()
-            if trainer.val_only:
-                self.tracker.log(self.validate(), self.global_step)
-                return
-            if self.global_step == 0 and trainer.val_before_train and self.val_loader is not None:
-                self.tracker.log(self.validate(), 0)
-            while self.global_step < self.total_steps:
-                for prompts in self.train_loader:
-                    self.run_step(prompts)
-                    if self.global_step >= self.total_steps:
-                        break
-        except Exception:
-            self.checkpoints.rescue()
-            raise
+            self.tracker.log(self.validate(), self.global_step)
         finally:
             self.tracker.finish()
-        print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
 
     def run_step(self, prompts: DataProto) -> None:
-        """One step with everything around it: timing, validation, checkpoint and log."""
-        self.global_step += 1
-        self.metrics, self.timer = {}, PhaseTimer()
-        batch = self.timed("step", self.step, prompts)
-        self.train_loader.tell_sampler(batch)
-        self.guard_against_skipped_steps()
-        self.metrics.update(data_metrics(batch))
-        self.write_rollouts(batch)
-        last = self.global_step >= self.total_steps
-        if self.val_loader is not None and self._is_due(self.config.trainer.test_freq, last):
-            self.metrics.update(self.timed("testing", self.validate))
-        self.metrics.update(timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size))
-        self.metrics.update(memory_metrics(self.device))
-        self.metrics["training/global_step"] = self.global_step
-        self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
-        # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
-        self.tracker.log(self.metrics, self.global_step)
-        if self._is_due(self.config.trainer.save_freq, last):
-            self.save_checkpoint()
+        """One step with everything around it: timing, validation, checkpoint, log and timeline."""
+        super().run_step(prompts)
         if self.global_step in (self.config.trainer.profile_steps or ()):
             self.write_timeline()
+
+    def after_step(self, batch: DataProto) -> None:
+        """The curriculum learns of the step, and `rollout_data_dir` gets its samples."""
+        self.train_loader.tell_sampler(batch)
+        self.metrics.update(data_metrics(batch))
+        self.write_rollouts(batch)
+
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        return timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size)
 
     def step(self, prompts: DataProto) -> DataProto:
         """The sentence."""
@@ -375,75 +323,27 @@ class PPOTrainer:
         groups = [part for part in vars(self).values() if isinstance(part, WorkerGroup)]
         write_timeline(folder / f"global_step_{self.global_step}.json", groups, self.timer.started_at_ns)
 
-    def guard_against_skipped_steps(self) -> None:
-        """Stop after `trainer.max_nonfinite_steps` steps in a row whose update was skipped."""
-        skipped = self.metrics.get("actor/skipped_updates", 0) + self.metrics.get("critic/skipped_updates", 0)
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        limit = self.config.trainer.max_nonfinite_steps
-        if self.skipped_in_a_row >= limit:
-            raise NonFiniteError(
-                f"{limit} steps in a row had a non-finite loss or gradient and were skipped; the last is step "
-                f"{self.global_step}. Lower the learning rate, or look at the samples named above "
-                "(trainer.max_nonfinite_steps sets how many are tolerated)."
-            )
-
-    def save_checkpoint(self) -> None:
-        """Everything that a resumed run needs to end with the same bits."""
-        # The last one in no background: there is no step beside which it could be written.
-        in_background = self.config.trainer.async_save and self.global_step < self.total_steps
-        groups = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg is not None else {})
-        writers: dict[str, Callable[[Path], Any]] = {
-            role: partial(group.save_checkpoint, in_background=in_background) for role, group in groups.items()
-        }
-        writers["trainer"] = lambda folder: torch.save(self.state_dict(), folder / "state.pt")
-
-        def is_written(wait: bool) -> bool:
-            return all(group.checkpoint_is_written(wait=wait) for group in groups.values())
-
-        self.checkpoints.save(self.global_step, writers, is_written if in_background else None)
+    def checkpointed_groups(self) -> dict[str, Any]:
+        critic = {"critic": self.critic_wg} if self.critic_wg is not None else {}
+        return {"actor": self.actor_rollout_wg, **critic}
 
     def load_checkpoint(self) -> None:
         """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path` names."""
-        trainer = self.config.trainer
-        folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
-        if folder is not None:
-            self.actor_rollout_wg.load_checkpoint(folder / "actor")
-            if self.critic_wg is not None:
-                self.critic_wg.load_checkpoint(folder / "critic")
-            self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
-            logger.info("Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps)
-        self.tracker.rewind(self.global_step if folder is not None else -1)
+        super().load_checkpoint()
         self.sync_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """The driver's own part of a checkpoint."""
-        return {
-            "global_step": self.global_step,
-            "skipped_in_a_row": self.skipped_in_a_row,
+        return super().state_dict() | {
             "kl_controller": self.kl_controller.state_dict(),
             "entropy_controller": self.entropy_controller.state_dict(),
-            "train_loader": self.train_loader.state_dict(),
-            "rng": rng_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
-        self.global_step = state["global_step"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        super().load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.entropy_controller.load_state_dict(state["entropy_controller"])
-        self.train_loader.load_state_dict(state["train_loader"])
-        restore_rng_state(state["rng"])
-
-    def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
-        """Run one phase under its name in `timing_s/*`."""
-        with self.timer.phase(name):
-            result = phase(*args)
-        self.checkpoints.advance()
-        return result
-
-    def _is_due(self, every: int, last: bool) -> bool:
-        return every > 0 and (last or self.global_step % every == 0)
 
 
 # The name under which users' recipes subclass it.

@@ -1,0 +1,194 @@
+"""What every training run does around its step: resume, validate, log, save, stop when updates are not finite."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from verl.checkpoint.manager import CheckpointManager
+from verl.config import TrainConfig
+from verl.config.load import config_to_dict
+from verl.config.sft import SFTConfig
+from verl.data import RLDataLoader
+from verl.protocol import DataProto
+from verl.tracking import Tracker
+from verl.utils.devices import describe_device, memory_metrics, visible_device
+from verl.utils.errors import NonFiniteError
+from verl.utils.logging import logger
+from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
+from verl.utils.timing import PhaseTimer
+
+Result = TypeVar("Result")
+Config = TypeVar("Config", TrainConfig, SFTConfig)
+
+
+class TrainingRun(ABC, Generic[Config]):
+    """The loop around a step, which subclasses say; whatever they set up before `fit` stands in the annotations.
+
+    Args:
+        config: the whole configuration, already validated.
+        max_to_keep: newest checkpoints kept; None: all.
+    """
+
+    pool: Any
+    train_loader: RLDataLoader
+    val_loader: RLDataLoader | None
+    total_steps: int
+
+    def __init__(self, config: Config, max_to_keep: int | None) -> None:
+        self.config = config
+        trainer = config.trainer
+        if trainer.num_threads is not None:
+            torch.set_num_threads(trainer.num_threads)
+        self.device = visible_device(trainer.device)
+        seed_everything(trainer.seed)
+        self.checkpoints = CheckpointManager(Path(trainer.default_local_dir), max_to_keep=max_to_keep)
+        self.global_step = 0
+        self.skipped_in_a_row = 0
+        self.metrics: dict[str, float] = {}
+        self.timer = PhaseTimer()
+
+    def start_tracker(self) -> None:
+        """Before the models, for a missing tracker package is told in seconds."""
+        trainer = self.config.trainer
+        logger.info("Device: %s", describe_device(self.device))
+        self.tracker = Tracker(
+            trainer.logger,
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            config=config_to_dict(self.config),
+            folder=Path(trainer.default_local_dir),
+            total_steps=self.total_steps,
+            log_interval=trainer.log_interval,
+        )
+
+    # ---------------------------------------------------------------- what a trainer says
+
+    @abstractmethod
+    def step(self, prompts: DataProto) -> DataProto:
+        """One batch of the loader; what comes back is handed to `step_metrics`."""
+
+    @abstractmethod
+    def step_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Timing, throughput and whatever else is told of a step; `self.timer` has its seconds."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Metrics of the whole validation set."""
+
+    @abstractmethod
+    def checkpointed_groups(self) -> Mapping[str, Any]:
+        """The worker groups with something to save, under the names of their folders."""
+
+    def after_step(self, batch: DataProto) -> None:
+        """What else is done with a step's batch, before it is validated and logged."""
+
+    # ---------------------------------------------------------------- the run
+
+    def fit(self) -> None:
+        """Train to the last step, validating and saving on the way; resumes where a killed run was saved."""
+        started = time.perf_counter()
+        try:
+            self.load_checkpoint()
+            if self.global_step == 0 and self.config.trainer.val_before_train and self.val_loader is not None:
+                self.tracker.log(self.validate(), 0)
+            while self.global_step < self.total_steps:
+                for batch in self.train_loader:
+                    self.run_step(batch)
+                    if self.global_step >= self.total_steps:
+                        break
+        except Exception:
+            self.checkpoints.rescue()
+            raise
+        finally:
+            self.tracker.finish()
+        print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
+
+    def run_step(self, prompts: DataProto) -> None:
+        """One step with everything around it: timing, validation, checkpoint and log."""
+        trainer = self.config.trainer
+        self.global_step += 1
+        self.metrics, self.timer = {}, PhaseTimer()
+        batch = self.timed("step", self.step, prompts)
+        self.guard_against_skipped_steps()
+        self.after_step(batch)
+        if self.val_loader is not None and self._is_due(trainer.test_freq):
+            self.metrics.update(self.timed("testing", self.validate))
+        self.metrics.update(self.step_metrics(batch))
+        self.metrics.update(memory_metrics(self.device))
+        self.metrics["training/global_step"] = self.global_step
+        self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
+        # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
+        self.tracker.log(self.metrics, self.global_step)
+        if self._is_due(trainer.save_freq):
+            self.save_checkpoint()
+
+    def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
+        """Run one phase under its name in `timing_s/*`."""
+        with self.timer.phase(name):
+            result = phase(*args)
+        self.checkpoints.advance()
+        return result
+
+    def guard_against_skipped_steps(self) -> None:
+        """Stop after `trainer.max_nonfinite_steps` steps in a row whose update was skipped."""
+        skipped = any(value for name, value in self.metrics.items() if name.endswith("/skipped_updates"))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        limit = self.config.trainer.max_nonfinite_steps
+        if self.skipped_in_a_row >= limit:
+            raise NonFiniteError(
+                f"{limit} steps in a row had a non-finite loss or gradient and were skipped; the last is step "
+                f"{self.global_step}. Lower the learning rate, or look at the samples named above "
+                "(trainer.max_nonfinite_steps sets how many are tolerated)."
+            )
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.global_step >= self.total_steps or self.global_step % every == 0)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self) -> None:
+        """Everything that a resumed run needs to end with the same bits."""
+        # The last one in no background: there is no step beside which it could be written.
+        in_background = self.config.trainer.async_save and self.global_step < self.total_steps
+        groups = self.checkpointed_groups()
+        writers: dict[str, Callable[[Path], Any]] = {
+            role: partial(group.save_checkpoint, in_background=in_background) for role, group in groups.items()
+        }
+        writers["trainer"] = lambda folder: torch.save(self.state_dict(), folder / "state.pt")
+
+        def is_written(wait: bool) -> bool:
+            return all(group.checkpoint_is_written(wait=wait) for group in groups.values())
+
+        self.checkpoints.save(self.global_step, writers, is_written if in_background else None)
+
+    def load_checkpoint(self) -> None:
+        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path` names."""
+        trainer = self.config.trainer
+        folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
+        if folder is not None:
+            for role, group in self.checkpointed_groups().items():
+                group.load_checkpoint(folder / role)
+            self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
+            logger.info("Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps)
+        self.tracker.rewind(self.global_step if folder is not None else -1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The driver's own part of a checkpoint."""
+        return {
+            "global_step": self.global_step,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "train_loader": self.train_loader.state_dict(),
+            "rng": rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self.global_step = state["global_step"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.train_loader.load_state_dict(state["train_loader"])
+        restore_rng_state(state["rng"])
