@@ -258,14 +258,6 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error() -> None:
         check_vocabulary(tiny_model("qwen2", vocab_size=64), tiny_tokenizer())
 
 
-def test_an_external_library_is_imported_first(folder: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "imported"
-    library = tmp_path / "library.py"
-    library.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
-    load_tokenizer(folder, external_lib=str(library))
-    assert mark.exists()
-
-
 @needs_shared("models/stories260K")
 def test_a_real_pretrained_model_loads() -> None:
     found = SHARED / "models" / "stories260K"

@@ -157,3 +157,13 @@ def test_a_saved_role_is_the_same_role(settings, tmp_path, make):
     update(other)
     pairs = zip(one.engine.module.parameters(), other.engine.module.parameters(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("role", [actor_of, critic_of, reference_of])
+def test_every_role_imports_the_users_code(settings, tmp_path, role):
+    """Its process may be another than the driver's."""
+    library = tmp_path / "library.py"
+    library.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'imported')!r}).touch()\n")
+    settings.actor_rollout_ref.model.external_lib = settings.critic.model.external_lib = str(library)
+    role(settings)
+    assert (tmp_path / "imported").exists()

@@ -11,7 +11,6 @@ from transformers import AutoModel, PreTrainedModel
 from verl.models.load import load_transformer, resolve_path
 from verl.models.probe import check_packed
 from verl.utils.errors import ModelError
-from verl.utils.imports import load_module
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 _HEAD_PREFIX = "value_head."
@@ -44,15 +43,12 @@ class CriticModel(nn.Module):
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         override_config: dict[str, Any] | None = None,
-        external_lib: str | None = None,
         max_length: int | None = None,
         check: bool = True,
     ) -> "CriticModel":
         """A critic from the folder of a saved critic, or from a causal LM under a new value head, in eval mode, ready
         to be called on padded rows. The arguments are those of `load_causal_lm`. Raises ModelError with the way out.
         """
-        if external_lib:
-            load_module(external_lib)
         body = load_transformer(AutoModel, path, dtype, device, trust_remote_code, override_config, max_length)
         if check and body.device.type != "meta":
             check_packed(body)

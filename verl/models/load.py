@@ -26,7 +26,6 @@ from verl.models.families import override, refuse_unpackable, zero_dropout, zero
 from verl.models.logprobs import head_of
 from verl.models.probe import check_packed
 from verl.utils.errors import ModelError
-from verl.utils.imports import load_module
 from verl.utils.logging import say_once
 
 TOY = "toy"
@@ -60,14 +59,11 @@ def load_tokenizer(
     *,
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
-    external_lib: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, padding on the left, with a pad token (chosen and announced if it has none).
 
     `custom_chat_template` is a Jinja template or the path of a file with one. Raises ModelError with the way out.
     """
-    if external_lib:
-        load_module(external_lib)
     source = resolve_path(path)
     _need_files(source, _TOKENIZER_FILES, "a tokenizer", "tokenizer.json and tokenizer_config.json")
     _need_hub(source, "tokenizer")
@@ -88,7 +84,6 @@ def load_causal_lm(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
-    external_lib: str | None = None,
     max_length: int | None = None,
     check: bool = True,
 ) -> PreTrainedModel:
@@ -98,8 +93,6 @@ def load_causal_lm(
     be given, where the family's positions depend on it; `check=False` skips the check.
     Raises ModelError with the way out, naming the family where it cannot be run packed.
     """
-    if external_lib:
-        load_module(external_lib)
     model = load_transformer(AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length)
     head_of(model)
     if check and model.device.type != "meta":
@@ -112,11 +105,8 @@ def load_model_config(
     *,
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
-    external_lib: str | None = None,
 ) -> PreTrainedConfig:
     """The configuration that `load_causal_lm` gives a model, without its weights."""
-    if external_lib:
-        load_module(external_lib)
     source = resolve_path(path)
     _need_files(source, ("config.json",), "a configuration", "config.json")
     _need_hub(source, "configuration")

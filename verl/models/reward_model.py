@@ -14,7 +14,6 @@ from verl.models.load import load_model_config, load_tokenizer, load_transformer
 from verl.models.packed import PackedBatch, PackedRewardModel
 from verl.models.probe import check_packed
 from verl.utils.errors import ModelError, RewardError
-from verl.utils.imports import load_module
 
 
 class RewardOutput(NamedTuple):
@@ -41,7 +40,6 @@ class RewardModel(nn.Module):
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         override_config: dict[str, Any] | None = None,
-        external_lib: str | None = None,
         max_length: int | None = None,
         check: bool = True,
         attention_kernel: str = "auto",
@@ -51,8 +49,6 @@ class RewardModel(nn.Module):
         The arguments are those of `load_causal_lm`. Raises ModelError with the way out: for a causal LM, which has no
         head for scores; for several labels; for a family that cannot be run packed.
         """
-        if external_lib:
-            load_module(external_lib)
         config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         architectures: list[str] = getattr(config, "architectures", None) or []
         if any("CausalLM" in name or "LMHead" in name for name in architectures):

@@ -24,7 +24,7 @@ from verl.rewards.preflight import preflight
 from verl.rollout import rollout_engines
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
-from verl.utils.imports import load_module
+from verl.utils.imports import import_user_code
 from verl.utils.logging import say_once
 
 ALL_DROPPED = (
@@ -34,11 +34,9 @@ ALL_DROPPED = (
 
 
 def load_user_code(config: TrainConfig) -> None:
-    """Import `model.external_lib` (a module or a .py file), whose decorators may register anything."""
+    """Import what the roles' `model.external_lib` names, modules or .py files."""
     roles = (config.actor_rollout_ref, config.critic, config.reward_model)
-    for name in {role.model.external_lib for role in roles}:
-        if name is not None:
-            load_module(name)
+    import_user_code(*(role.model.external_lib for role in roles))
 
 
 def check_names(config: TrainConfig) -> None:

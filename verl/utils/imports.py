@@ -22,6 +22,16 @@ def require(module: str, purpose: str, install: str) -> ModuleType:
         raise MissingDependencyError(f"{purpose} needs the package '{module}'. Install it: {install}") from error
 
 
+def import_user_code(*paths_or_names: str | None) -> None:
+    """`load_module` of whatever `model.external_lib` names, whose decorators may register anything; None is nothing.
+
+    Every process of a run says so for itself before it looks anything up by name.
+    """
+    for path_or_name in dict.fromkeys(paths_or_names):
+        if path_or_name is not None:
+            load_module(path_or_name)
+
+
 def load_module(path_or_name: str) -> ModuleType:
     """Import a user's `.py` file (once a process) or an importable module by its dotted name."""
     path = Path(path_or_name).expanduser()

@@ -23,6 +23,7 @@ from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, register
+from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, ProofSchedule
 from verl.workers.losses import PolicyObjective, mismatch_of_all
 from verl.workers.reference import reference_budget
@@ -53,11 +54,11 @@ class ActorRolloutWorker(TrainedWorker):
         self.checkpoint = config.actor.checkpoint
         model_config, actor = config.model, config.actor
         assert model_config.path is not None
+        import_user_code(model_config.external_lib)
         source: dict[str, Any] = {
             "path": model_config.path,
             "trust_remote_code": model_config.trust_remote_code,
             "override_config": model_config.override_config,
-            "external_lib": model_config.external_lib,  # which a process of its own may not have yet
         }
         tensor_parallel_size = config.rollout.tensor_model_parallel_size
         if tensor_parallel_size > 1:

@@ -12,7 +12,7 @@ from verl.models.packed import PackedValueModel, PaddedValueModel
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.errors import ConfigError
-from verl.utils.imports import load_extern_type
+from verl.utils.imports import import_user_code, load_extern_type
 from verl.utils.logging import say_once
 from verl.workers.losses import ValueObjective
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
@@ -43,6 +43,7 @@ class CriticWorker(TrainedWorker):
         self.tokenizer = tokenizer
         self.checkpoint = config.checkpoint
         assert config.model.path is not None
+        import_user_code(config.model.external_lib)
         # A new value head is drawn, and must be the same on every rank.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -51,7 +52,6 @@ class CriticWorker(TrainedWorker):
                 dtype=parameter_dtype(config.model, device),
                 trust_remote_code=config.model.trust_remote_code,
                 override_config=config.model.override_config,
-                external_lib=config.model.external_lib,  # which a process of its own may not have yet
                 max_length=max_length,
             )
         add_adapters(critic.body, config.model, "critic.model")

@@ -15,6 +15,7 @@ from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, Worker, register
 from verl.utils.errors import RolloutError
+from verl.utils.imports import import_user_code
 
 _WAY_OUT = (
     "Lower rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens, or split the model over more GPUs: "
@@ -34,11 +35,11 @@ class GenerationWorker(Worker):
         self.tokenizer = tokenizer
         model_config, rollout = config.model, config.rollout
         assert model_config.path is not None, "the configuration was checked"
+        import_user_code(model_config.external_lib)
         source: dict[str, Any] = {
             "path": model_config.path,
             "trust_remote_code": model_config.trust_remote_code,
             "override_config": model_config.override_config,
-            "external_lib": model_config.external_lib,  # which a process of its own may not have yet
         }
         mesh = init_mesh(device, shard=False)
         self.device = mesh.device

@@ -10,6 +10,7 @@ from verl.models.load import load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
+from verl.utils.imports import import_user_code
 from verl.workers.trained import EngineWorker, parameter_dtype
 
 
@@ -28,6 +29,7 @@ class ReferenceWorker(EngineWorker):
     def __init__(self, config: ActorRolloutRefConfig, *, device: torch.device) -> None:
         self.config = config
         assert config.model.path is not None
+        import_user_code(config.model.external_lib)
         model = load_causal_lm(
             config.model.path,
             dtype=parameter_dtype(config.model, device, is_trained=False),

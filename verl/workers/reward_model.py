@@ -13,6 +13,7 @@ from verl.models.reward_model import RewardModel, check_scores
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.errors import RewardError
+from verl.utils.imports import import_user_code
 from verl.utils.logging import say_once
 from verl.workers.reward_inputs import Describe, RewardReader, conversations_of
 from verl.workers.trained import EngineWorker
@@ -31,9 +32,8 @@ class RewardModelWorker(EngineWorker):
         self.input_tokenizer = input_tokenizer
         model = config.model
         assert model.path is not None, "the configuration was checked"
-        tokenizer = load_tokenizer(
-            model.path, trust_remote_code=model.trust_remote_code, external_lib=model.external_lib
-        )  # fmt: skip
+        import_user_code(model.external_lib)
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self.retemplates = model.input_tokenizer is not None
         if not self.retemplates and tokenizer.get_vocab() != input_tokenizer.get_vocab():
             self.retemplates = True
@@ -45,7 +45,6 @@ class RewardModelWorker(EngineWorker):
             model.path,
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
             trust_remote_code=model.trust_remote_code,
-            external_lib=model.external_lib,
             max_length=config.max_length,
         )
         limits = [limit for limit in (config.max_length, reward_model.max_length) if limit is not None]

@@ -12,6 +12,7 @@ from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
+from verl.utils.imports import import_user_code
 from verl.workers.losses import LanguageModelObjective
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -40,12 +41,12 @@ class SFTWorker(TrainedWorker):
         self.checkpoint = actor.checkpoint
         section = config.model
         assert section.path is not None, "the configuration was checked"
+        import_user_code(section.external_lib)
         model = load_causal_lm(
             section.path,
             dtype=parameter_dtype(section, device),
             trust_remote_code=section.trust_remote_code,
             override_config=section.override_config,
-            external_lib=section.external_lib,  # which a process of its own may not have yet
             max_length=max_length,
         )
         check_vocabulary(model, tokenizer)
