@@ -16,7 +16,8 @@ from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
-from verl.engine.optim import build_optimizer, build_schedule
+from verl.engine.optim import build_optimizer
+from verl.engine.schedule import build_schedule
 from verl.models.packed import PackedCausalLM
 from verl.utils.errors import CheckpointError, ConfigError, MissingDependencyError
 

@@ -26,8 +26,9 @@ from verl.engine.guard import find_offenders_in_turns
 from verl.engine.memory import PassGuard, Result, memory_hints
 from verl.engine.microbatch import TokenBudget
 from verl.engine.model_shape import ModelShape
-from verl.engine.optim import Schedule, build_optimizer, build_schedule, set_learning_rate
+from verl.engine.optim import build_optimizer
 from verl.engine.packing import MicroBatch, MiniBatch
+from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossOutput, Totals
 from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
@@ -133,17 +134,11 @@ class TrainEngine:
             compile_backend=compile_backend,
         )
         self.optimizer: torch.optim.Optimizer | None = None
-        self._schedule: Schedule = lambda step: 1.0
-        self._base_lr = self._lr = 0.0
         if optim is not None:
             # After sharding, which replaces the parameters.
             self.optimizer = build_optimizer(self.module, optim)
-            self._schedule = build_schedule(optim, total_steps)
-            self._base_lr = optim.lr
+            self._learning_rate = LearningRate(self.optimizer, optim, total_steps)
         self._pending: _Pending | None = None
-        self._schedule_position = 0
-        self._stepped_since_schedule = False
-        self._set_schedule_position(0)
         hints = memory_hints(fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None)
         self._is_adapted = bool(adapted_layers(self.hf_model))
         self._named_parameters = list(plain_parameters(self.hf_model))  # to find them takes a third of a hand-over
@@ -258,7 +253,7 @@ class TrainEngine:
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         assert self._pending is not None, "step() comes after forward_backward()"
         norm = self._gradient_norm()
-        grad_norm, lr = norm.item(), self._lr
+        grad_norm, lr = norm.item(), self._learning_rate.value
         skipped = not (self._pending.loss_is_finite and math.isfinite(grad_norm))
         offenders: list[str] = []
         if skipped:
@@ -268,7 +263,7 @@ class TrainEngine:
                 nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
             with self.guard.told("the optimizer's step"), self.on_device(optimizer=True):
                 self.optimizer.step()
-            self._stepped_since_schedule = True
+            self._learning_rate.note_step()
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = None
         return StepResult(grad_norm=grad_norm, lr=lr, skipped=skipped, offenders=offenders)
@@ -278,9 +273,7 @@ class TrainEngine:
 
         Stays where it is if every optimizer step since the last call was skipped.
         """
-        if self._stepped_since_schedule:
-            self._set_schedule_position(self._schedule_position + 1)
-            self._stepped_since_schedule = False
+        self._learning_rate.advance()
 
     # ---------------------------------------------------------------- weights
 
@@ -319,7 +312,7 @@ class TrainEngine:
         With `in_background` training may go on while shards are written; see `is_saved`.
         """
         progress = {
-            "schedule_position": self._schedule_position,
+            "schedule_position": 0 if self.optimizer is None else self._learning_rate.position,
             "lowered_budgets": self.guard.lowered,
             "token_budgets": self.budgets.state_dict(),
         }
@@ -350,8 +343,8 @@ class TrainEngine:
         if not extra:
             progress = {}
         self._pending = None
-        self._stepped_since_schedule = False
-        self._set_schedule_position(progress.get("schedule_position", 0))
+        if self.optimizer is not None:
+            self._learning_rate.go_to(progress.get("schedule_position", 0))
         self.guard.lowered = dict(progress.get("lowered_budgets", {}))
         self.budgets.load_state_dict(progress.get("token_budgets", {}))
 
@@ -432,9 +425,3 @@ class TrainEngine:
     def _moment_tensors(self) -> list[torch.Tensor]:
         states = [] if self.optimizer is None else self.optimizer.state.values()
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-
-    def _set_schedule_position(self, position: int) -> None:
-        self._schedule_position = position
-        self._lr = self._base_lr * self._schedule(position)
-        if self.optimizer is not None:
-            set_learning_rate(self.optimizer, self._lr)

@@ -1,8 +1,7 @@
-"""Optimizers, their state in a checkpoint, and learning-rate schedules."""
+"""Optimizers, and their state in a checkpoint."""
 
 import importlib
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ from verl.config.choices import OPTIMIZERS
 from verl.distributed.fsdp import decoder_layers, shard_like
 from verl.utils.errors import CheckpointError, ConfigError
 from verl.utils.imports import require
-
-# Maps the number of finished training steps to a factor on the learning rate.
-Schedule = Callable[[int], float]
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -68,15 +64,6 @@ class JointOptimizer(torch.optim.Optimizer):
         assert closure is None
         for part in self.parts:
             part.step()
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Of all groups; in place where it is a tensor, which a compiled step reads."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -142,45 +129,3 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def _keys(optimizer: torch.optim.Optimizer) -> set[str]:
     return {"momentum_buffer"} if isinstance(optimizer, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
-
-
-# ---------------------------------------------------------------- schedules
-
-
-def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
-    """The schedule that `optim.*` asks for, over `optim.total_training_steps` or, where that is unset, `total_steps`.
-
-    Steps are training steps, not optimizer steps. `lr_warmup_steps` < 0 means `lr_warmup_steps_ratio` of the total.
-    """
-    total = config.total_training_steps if config.total_training_steps > 0 else total_steps
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
-    if config.warmup_style == "constant":
-        return constant_schedule(warmup)
-    if config.warmup_style == "cosine":
-        return cosine_schedule(warmup, total, min_ratio=config.min_lr_ratio, num_cycles=config.num_cycles)
-    raise ConfigError(f"optim.warmup_style must be 'constant' or 'cosine', got '{config.warmup_style}'.")
-
-
-def constant_schedule(warmup_steps: int) -> Schedule:
-    """step / warmup_steps until it is 1, then 1. The first training step of a warm-up thus has learning rate 0."""
-
-    def factor(step: int) -> float:
-        return step / warmup_steps if step < warmup_steps else 1.0
-
-    return factor
-
-
-def cosine_schedule(warmup_steps: int, total_steps: int, *, min_ratio: float, num_cycles: float) -> Schedule:
-    """Linear warm-up, then min_ratio + (1 - min_ratio) * (1 + cos(2 pi num_cycles t)) / 2 with t from 0 to 1.
-
-    num_cycles 0.5 is one fall from 1 to `min_ratio`. After `total_steps` the last value stays.
-    """
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return step / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        cosine = (1.0 + math.cos(2.0 * math.pi * num_cycles * progress)) / 2.0
-        return min_ratio + (1.0 - min_ratio) * cosine
-
-    return factor
