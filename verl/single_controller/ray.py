@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.single_controller.ray_ranks import RayRanks
+from verl.single_controller.ray_upload import EXCLUDES, refused_upload
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
 from verl.utils.errors import ConfigError
@@ -16,11 +17,7 @@ from verl.utils.logging import logger
 
 # Variables of the driver that workers on every node get.
 FORWARDED = ("NCCL_", "TORCH_NCCL_")
-# What a working directory holds that no worker reads from it; uploads of more than some 100 MB fail.
-RUNTIME_ENV: dict[str, Any] = {
-    "excludes": ["checkpoints/", "outputs/", "wandb/", ".git/", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.distcp"],
-    "env_vars": {"TOKENIZERS_PARALLELISM": "false"},
-}
+RUNTIME_ENV: dict[str, Any] = {"excludes": EXCLUDES, "env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
 
 
 def merged_runtime_env(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -34,11 +31,22 @@ def merged_runtime_env(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def connect(*, runtime_env: dict[str, Any] | None = None, **ray_init: Any) -> None:
-    """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is."""
+    """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is.
+
+    Raises ConfigError, with the largest files, where Ray refuses to upload the folders of `runtime_env`.
+    """
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")
         return
-    ray.init(runtime_env=merged_runtime_env(runtime_env), **ray_init)
+    runtime_env = merged_runtime_env(runtime_env)
+    try:
+        ray.init(runtime_env=runtime_env, **ray_init)
+    except Exception as error:
+        ray.shutdown()  # else the next try would find it initialised
+        refused = refused_upload(error, runtime_env)
+        if refused is None:
+            raise
+        raise refused from error
 
 
 class RayResourcePool:

@@ -1,0 +1,70 @@
+"""What Ray is sent of a working directory, and what a user is told where it is too much."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="the optional backend is not installed")
+import ray
+from ray._private.runtime_env import packaging
+
+from verl.single_controller.ray import connect, merged_runtime_env
+from verl.single_controller.ray_upload import EXCLUDES, refused_upload, uploaded_files
+from verl.utils.errors import ConfigError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With something of each kind that stays behind, and something that does not."""
+    sizes = {
+        "data/train.parquet": 3 * MIB, "run.py": 10, "src/deep/big.npy": 2 * MIB, "src/deep/kept.txt": 7,
+        "checkpoints/global_step_1/x": MIB, "src/model.safetensors": MIB, ".git/objects": MIB,
+        "notes.tmp": MIB, "src/deep/scratch.log": MIB, "src/mine.dat": MIB,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(os.urandom(size))
+    (tmp_path / ".gitignore").write_text("*.tmp\n")
+    (tmp_path / "src/deep/.rayignore").write_text("*.log\n")
+    return tmp_path
+
+
+def test_files_are_those_that_ray_packs(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    excludes = [*EXCLUDES, "mine.dat"]
+    package = tmp_path_factory.mktemp("package") / "sent.zip"
+    packaging.create_package(str(folder), package, include_gitignore=True, excludes=excludes)
+    with zipfile.ZipFile(package) as sent:
+        packed = {name for name in sent.namelist() if not name.endswith("/")}
+    files = uploaded_files(folder, excludes)
+    assert {name for _, name in files} == packed
+    assert files[:2] == [(3 * MIB, "data/train.parquet"), (2 * MIB, "src/deep/big.npy")]
+    assert "src/mine.dat" not in packed
+    assert "src/deep/kept.txt" in packed
+
+
+def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
+    monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 4 * MIB)
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    with pytest.raises(ConfigError) as told:
+        connect(address="local", num_cpus=1, runtime_env={"working_dir": str(folder)}, **quiet)
+    assert not ray.is_initialized()
+    text = str(told.value)
+    assert text.startswith(f"Ray refused to upload runtime_env's {folder}: ")
+    assert "Package size (6.00MiB) exceeds the maximum size of 4.00MiB" in text
+    assert text.index("3.0 MiB  data/train.parquet") < text.index("2.0 MiB  src/deep/big.npy")
+    assert "global_step_1" not in text
+    assert "runtime_env's `excludes`" in text
+
+
+@pytest.mark.parametrize("words", ["Request Entity Too Large", "Received message larger than max (600 vs. 512)"])
+def test_other_words_for_too_large(folder: Path, words: str):
+    assert "train.parquet" in str(refused_upload(RuntimeError(words), merged_runtime_env({"py_modules": [folder]})))
+
+
+def test_another_error_is_not_about_an_upload(folder: Path):
+    assert refused_upload(RuntimeError("No nodes"), {"working_dir": str(folder)}) is None
+    assert refused_upload(RuntimeError("Request Entity Too Large"), {}) is None
