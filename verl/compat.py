@@ -109,3 +109,26 @@ def find_old_module(name: str) -> ModuleSpec | None:
     if name not in OLD_PATHS:
         return None
     return importlib.util.spec_from_loader(name, _OldModuleLoader(), is_package=True)  # pyright: ignore[reportArgumentType]
+
+
+def page() -> str:
+    """The table as Markdown."""
+    lines = [
+        "# Import paths of verl 0.5",
+        "",
+        "Generated: `python -m verl.compat > docs/import_paths.md` writes this page anew.",
+        "",
+        "The old path works, with a `DeprecationWarning` that tells the new one. Paths that are the same are left out.",
+        "",
+        "| old | new |",
+        "|---|---|",
+    ]
+    for old, names in OLD_PATHS.items():
+        for name, entry in names.items():
+            module, new_name = entry if isinstance(entry, tuple) else (entry, name)
+            lines.append(f"| `{old}.{name}` | `{module}.{new_name}` |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -2,9 +2,7 @@
 
 import pytest
 
-from verl.config.evaluation import EvaluationConfig
 from verl.config.generation import PLACE_AND_SPEED, GenerationConfig, as_train_config
-from verl.config.key_table import key_table
 from verl.config.keys import keys_of
 from verl.config.load import config_from_dict, config_to_dict, load_config
 from verl.config.train import TrainConfig
@@ -100,8 +98,3 @@ def test_help_and_the_configuration_are_printed(root, module, capsys):
     with pytest.raises(SystemExit):
         load_config(["--cfg", "job"], root=root)
     assert "  path: null\n" in capsys.readouterr().out
-
-
-def test_the_table_of_keys_has_them():
-    assert "`rollout.temperature`" in key_table(GenerationConfig)
-    assert "`metrics.pass_score`" in key_table(EvaluationConfig)

@@ -3,12 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.shared_files import SHARED, needs_shared
 from verl.config import TrainConfig
-from verl.config.key_table import key_table
+from verl.config.key_table import ROOTS, key_tables, page
 from verl.config.keys import IGNORED_NAME, flatten, keys_of, nearest_keys, nest
 from verl.utils.errors import ConfigError
 
@@ -77,10 +78,26 @@ def test_a_section_is_no_value():
         flatten({"critic": {"model": "gpt2"}}, TrainConfig)
 
 
-def test_key_table_has_a_line_for_each_key():
-    table = key_table()
-    assert all(f"| `{path}` |" in table for path in KEYS)
-    assert len(table.splitlines()) == len(KEYS) + 2
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_key_tables_have_a_line_for_each_key(root: type):
+    lines = [line for table in key_tables(root).values() for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(line.split("`")[1] for line in lines) == sorted(keys_of(root))
+    statuses = ("implemented |", "| refused: ", "| no effect: ", "| another name of ")
+    assert all(sum(status in line for status in statuses) == 1 for line in lines)
+
+
+@needs_shared("verl05_keys.txt")
+def test_the_page_of_keys_has_every_key_of_verl():
+    named = set(re.findall(r"^\| `([^`]+)` \|", page(), re.MULTILINE))
+    wanted = [path for path, _ in _verl_lines() if not path.endswith(IGNORED_NAME)]
+    # engine_kwargs.vllm.swap_space: a mapping, whose entries are the engine's own.
+    missing = [path for path in wanted if named.isdisjoint((path, path.rpartition(".")[0]))]
+    assert missing == []
+
+
+def test_the_page_of_keys_is_up_to_date():
+    """Where not: python -m verl.config.key_table > docs/keys.md"""
+    assert (Path(__file__).parents[2] / "docs/keys.md").read_text() == page()
 
 
 def test_importing_the_configuration_brings_neither_torch_nor_hydra():

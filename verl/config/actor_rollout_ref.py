@@ -13,8 +13,9 @@ from verl.config.setting import setting
 @dataclass(kw_only=True, slots=True)
 class ActorRolloutRefConfig:
     hybrid_engine: bool = setting(
-        True, "actor and rollout share their devices", planned="roles on devices of their own need several processes"
-    )
+        True, "actor and rollout share their devices",
+        planned="the rollout is on the actor's ranks; trainer.placement gives ranks of their own to the other roles",
+    )  # fmt: skip
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)

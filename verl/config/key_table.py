@@ -1,26 +1,75 @@
-"""The table of all keys as Markdown: `python -m verl.config.key_table > docs/config_keys.md`."""
+"""The page of all keys as Markdown: `python -m verl.config.key_table > docs/keys.md`."""
+
+from collections import Counter
 
 from verl.config.evaluation import EvaluationConfig
 from verl.config.generation import GenerationConfig
 from verl.config.keys import Key, keys_of
+from verl.config.sft import SFTConfig
 from verl.config.train import TrainConfig
 
+ROOTS = {
+    "verl.trainer.main_ppo": TrainConfig,
+    "verl.trainer.main_sft": SFTConfig,
+    "verl.trainer.main_generation": GenerationConfig,
+    "verl.trainer.main_eval": EvaluationConfig,
+}
+_INTRODUCTION = """\
+# Configuration keys
 
-def key_table(root: type = TrainConfig) -> str:
-    """One line for each key: name, default, what it does, and whether this version honours it."""
-    lines = ["| key | default | meaning | |", "|---|---|---|---|"]
+Generated: `python -m verl.config.key_table > docs/keys.md` writes this page anew.
+
+The last column says what becomes of a key that you change:
+
+- *implemented*: it does what the third column says.
+- *another name of* a key: either may be written.
+- *no effect*: accepted, and one line of the log says why it changes nothing.
+- *refused*: an error before a weight is loaded, unless it has its default. Leave it there, or remove it.
+
+Defaults of the form *as `key`* follow that key until they are set. A key that is not here is an error that names the
+nearest ones. The values of one run: add `--cfg job` to its command.
+"""
+
+
+def page() -> str:
+    """The whole page: the keys of every entry point, by section."""
+    parts = [_INTRODUCTION]
+    for module, root in ROOTS.items():
+        counts = Counter(_status(key).partition(":")[0].partition(" of ")[0] for key in keys_of(root).values())
+        told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        parts.append(f"\n## {module}\n\n{sum(counts.values())} keys: {told}.\n")
+        parts += [f"\n### {module.rpartition('.')[2]}: {name}\n\n{table}" for name, table in key_tables(root).items()]
+    return "".join(parts)
+
+
+def key_tables(root: type) -> dict[str, str]:
+    """Section -> a table with one line for each key: name, default, meaning, and what becomes of a change."""
+    tables: dict[str, str] = {}
     for key in keys_of(root).values():
-        cells = (f"`{key.path}`", f"`{_default(key)}`", key.setting.help, _status(key))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        section = _section(key)
+        tables[section] = tables.get(section, "| key | default | meaning | status |\n|---|---|---|---|\n") + _line(key)
+    return tables
+
+
+def _section(key: Key) -> str:
+    """The first word of the section, or two where the first is all of actor, reference and rollout."""
+    words = key.section.split(".")
+    return ".".join(words[:2] if words[0] == "actor_rollout_ref" else words[:1]) or "top level"
+
+
+def _line(key: Key) -> str:
+    choices = key.setting.choices
+    meaning = key.setting.help + (f" ({', '.join(choices)})" if choices else "")
+    cells = (f"`{key.path}`", _default(key), meaning, _status(key))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _default(key: Key) -> str:
     if key.followed is not None:
-        return f"as {key.followed}"
+        return f"as `{key.followed}`"
     if key.interpolation is not None:
-        return key.interpolation
-    return "null" if key.default is None else str(key.default)
+        return f"`{key.interpolation}`"
+    return "`null`" if key.default is None else f"`{key.default}`"
 
 
 def _status(key: Key) -> str:
@@ -28,11 +77,9 @@ def _status(key: Key) -> str:
     if setting.alias_of is not None:
         return f"another name of `{setting.alias_of}`"
     if setting.planned is not None:
-        return f"not available in this version: {setting.planned}"
-    return f"no effect: {setting.no_effect}" if setting.no_effect is not None else ""
+        return f"refused: {setting.planned}"
+    return f"no effect: {setting.no_effect}" if setting.no_effect is not None else "implemented"
 
 
 if __name__ == "__main__":
-    print(key_table(), end="")
-    for module, root in (("main_generation", GenerationConfig), ("main_eval", EvaluationConfig)):
-        print(f"\n## verl.trainer.{module}\n\n{key_table(root)}", end="")
+    print(page(), end="")

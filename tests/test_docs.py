@@ -1,0 +1,154 @@
+"""What the pages say is so: quoted messages, findings, keys, defaults, refusals, import paths, links."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.shared_files import SHARED, needs_shared
+from verl import compat
+from verl.config import TrainConfig, load_config
+from verl.config.key_table import ROOTS
+from verl.config.keys import keys_of
+from verl.utils.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+PAGES = [pytest.param(page, id=page.name) for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+TROUBLES = (ROOT / "docs/troubles.md").read_text()
+MOVING = (ROOT / "docs/moving_from_verl.md").read_text()
+HOLE = "\0"  # where a message has a value
+
+
+def section(page: str, heading: str) -> str:
+    return page.split(f"\n## {heading}")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, without their heads."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [cells for cells in lines if cells[0].startswith("`")]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def with_holes(text: str) -> str:
+    return re.sub(r"<[^>]*>", HOLE, text)
+
+
+def template(node: ast.AST) -> str | None:
+    """A text of the code with HOLE for each value; None for what is no text."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[sdrg]", HOLE, node.value)
+    return None
+
+
+@cache
+def nodes() -> list[ast.AST]:
+    return [node for file in (ROOT / "verl").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+
+
+@cache
+def texts_of_the_code() -> list[str]:
+    return [text for node in nodes() if (text := template(node)) is not None]
+
+
+def is_of_the_code(message: str) -> bool:
+    """Whether one text of the code has it, whole or as a part, with its values at the same places."""
+    wanted = with_holes(message)
+    assert len(wanted.replace(HOLE, "").strip()) >= 10, f"too short to tell: {message}"
+    return any(wanted in text for text in texts_of_the_code())
+
+
+def quoted_messages() -> list[str]:
+    blocks = re.findall(r"^```text\n(.*?)^```", TROUBLES, re.MULTILINE | re.DOTALL)
+    in_table = [message for cells in rows(section(TROUBLES, "Rollouts, rewards")) for message in quoted(cells[0])]
+    return [line for block in blocks for line in block.splitlines()] + in_table
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_quoted_message_is_of_the_code(message: str):
+    assert is_of_the_code(message)
+
+
+def test_a_message_that_changed_would_be_found():
+    assert is_of_the_code("The engine returned sample <3> twice; each is due exactly once.")
+    assert not is_of_the_code("The engine returned sample 3 twice; each is due exactly once.")
+    assert not is_of_the_code("The engine returned sample <3> twice; each is due once.")
+
+
+def test_every_finding_of_the_doctor_is_in_the_table():
+    told = {
+        with_holes(name) for cells in rows(section(TROUBLES, "Findings of the doctor")) for name in quoted(cells[0])
+    }
+    calls = [node for node in nodes() if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    made = {template(call.args[0]) or HOLE for call in calls if call.func.id == "Finding"}  # pyright: ignore
+    assert len(made) > 30
+    assert told == made
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_that_a_page_names_exist(page: Path):
+    keys = {path: key for root in ROOTS.values() for path, key in keys_of(root).items()}
+    parts = {".".join(words[:end]) for path in keys for words in [path.split(".")] for end in range(1, len(words) + 1)}
+    mappings = tuple(f"{path}." for path, key in keys.items() if isinstance(key.default, dict))
+    text = re.sub(r"^```python.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"(?<![\w./-])(\w+(?:\.\w+)+)(?==|`|,)", text)) - {"reward_model.ground_truth"}  # a column
+    sections = {path.split(".")[0] for path in keys}
+    wrong = {name for name in named - parts if name.split(".")[0] in sections and not name.startswith(mappings)}
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, target
+
+
+def test_the_page_of_import_paths_is_up_to_date():
+    """Where not: python -m verl.compat > docs/import_paths.md"""
+    assert (ROOT / "docs/import_paths.md").read_text() == compat.page()
+
+
+@pytest.mark.parametrize(("written", "instead"), [cells[:2] for cells in rows(section(MOVING, "Refused"))])
+def test_what_is_refused_names_what_to_set_instead(written: str, instead: str):
+    for keys in quoted(written):
+        with pytest.raises(ConfigError) as told:
+            load_config(["data.dataset_name=toy", "data.train_batch_size=4", *keys.split()])
+        assert quoted(instead)[0] in str(told.value)
+
+
+@needs_shared("verl05_keys.txt")
+def test_every_default_that_differs_is_told():
+    table = rows(section(MOVING, "Other"))
+    told = {quoted(key)[0]: (quoted(theirs)[0], quoted(ours)[0]) for key, theirs, ours in table}
+    keys, differ = keys_of(TrainConfig), {}
+    lines = (SHARED / "verl05_keys.txt").read_text()
+    for path, theirs in re.findall(r"^(\S+) = (.*?)(?:\s+#.*)?$", lines, re.MULTILINE):
+        key = keys.get(path)
+        if key is None or key.setting.no_effect or key.interpolation or path.endswith(("path", "_files")):
+            continue
+        theirs, ours = theirs.strip("'"), "null" if key.default is None else str(key.default)
+        if theirs != ours and not _same_number(theirs, ours):
+            of_every_role = "fsdp_config.reshard_after_forward"
+            differ[of_every_role if path.endswith(of_every_role) else path] = (theirs, ours)
+    assert differ == told
+
+
+def _same_number(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return False
