@@ -33,6 +33,7 @@ _LONG = (
     "test_generation.py",
     "test_algorithms.py",
     "test_spmd.py",
+    "test_readme.py",
 )
 
 

@@ -1,0 +1,73 @@
+"""What a newcomer pastes works: the first steps are run as they stand in the README, other examples are read."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from verl.algorithms.advantages import advantage_estimators
+from verl.cli.commands import COMMANDS
+from verl.config import load_config
+from verl.config.load import ROOTS
+
+ROOT = Path(__file__).parents[1]
+README, TRAINING = ((ROOT / name).read_text() for name in ("README.md", "docs/training.md"))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def lines(block: str) -> list[list[str]]:
+    """The words of each command, without comments."""
+    return [words for line in block.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
+
+
+FIRST_STEPS = lines(blocks(README.split("\n## First steps\n")[1], "sh")[0])
+EXAMPLES = [words for text in (README, TRAINING) for block in blocks(text, "sh") for words in lines(block)]
+
+
+@pytest.mark.timeout(600)
+def test_the_first_steps(tmp_path: Path):
+    """Each in the folder where the one before left its files."""
+    assert [words[:2] for words in FIRST_STEPS] == [
+        ["verl", name] for name in ("doctor", "plan", "train", "merge", "generate", "eval")
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    told, status = {}, {}
+    for _, name, *arguments in FIRST_STEPS:
+        command = [sys.executable, "-m", "verl.cli.main", name, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        told[name], status[name] = done.stdout, done.returncode
+        assert done.returncode == 0 or name == "doctor", done.stdout + done.stderr
+    verdict = told["doctor"].splitlines()[-1]
+    assert re.match(r"Nothing is broken, \d+" if status["doctor"] == 0 else r"\d+ broken \(", verdict), verdict
+    assert "Batch: 4 prompts x 32 samples" in told["plan"]
+    assert "[Step 10/10] Actor loss: " in told["train"]
+    assert (tmp_path / "merged/model.safetensors").exists()
+    responses = pq.read_table(tmp_path / "out.parquet").column("responses").to_pylist()
+    assert [len(of_prompt) for of_prompt in responses] == [8] * 10
+    mean = re.search(r"^all +mean +([\d.]+)", told["eval"], re.MULTILINE)
+    assert mean is not None, told["eval"]
+    assert float(mean[1]) > 0.6, "the packaged model has 0.3, and it was trained"
+
+
+@pytest.mark.parametrize("words", EXAMPLES, ids=" ".join)
+def test_an_example_names_a_command_and_keys_that_load(words: list[str]):
+    if words[0] == "verl":
+        assert words[1] in COMMANDS
+    module = words[words.index("-m") + 1] if "-m" in words else ""
+    root = {about.module: name for name, about in ROOTS.items()}.get(module)
+    if root is not None and not any("..." in word for word in words):
+        load_config(words[words.index(module) + 1 :], root=root)
+
+
+@pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(TRAINING, "python")])
+def test_a_piece_of_code_runs(code: str, monkeypatch):
+    monkeypatch.setattr(advantage_estimators, "_entries", dict(advantage_estimators._entries))
+    exec(compile(code, "page", "exec"), {"__name__": "page"})
