@@ -1,5 +1,6 @@
 """What Ray is sent of a working directory, and what a user is told where it is too much."""
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from verl.single_controller.ray_upload import EXCLUDES, refused_upload, uploaded
 from verl.utils.errors import ConfigError
 
 MIB = 2**20
+QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
 
 
 @pytest.fixture
@@ -48,9 +50,8 @@ def test_files_are_those_that_ray_packs(folder: Path, tmp_path_factory: pytest.T
 
 def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, monkeypatch):
     monkeypatch.setattr(packaging, "GCS_STORAGE_MAX_SIZE", 4 * MIB)
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     with pytest.raises(ConfigError) as told:
-        connect(address="local", num_cpus=1, runtime_env={"working_dir": str(folder)}, **quiet)
+        connect(address="local", num_cpus=1, runtime_env={"working_dir": str(folder)}, **QUIET)
     assert not ray.is_initialized()
     text = str(told.value)
     assert text.startswith(f"Ray refused to upload runtime_env's {folder}: ")
@@ -68,3 +69,18 @@ def test_other_words_for_too_large(folder: Path, words: str):
 def test_another_error_is_not_about_an_upload(folder: Path):
     assert refused_upload(RuntimeError("No nodes"), {"working_dir": str(folder)}) is None
     assert refused_upload(RuntimeError("Request Entity Too Large"), {}) is None
+
+
+def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch):
+    """As `ray job submit --runtime-env-json` starts its driver: with the variables, and with all of it as JSON."""
+    of_job = {"excludes": ["data/"], "env_vars": {"NCCL_DEBUG": "INFO", "OF_JOB": "1"}}
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": of_job, "metadata": {}}))
+    monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV")  # so that it is undone afterwards
+    try:
+        connect(address="local", num_cpus=1, **QUIET)
+        variables = ray.get_runtime_context().runtime_env["env_vars"]
+    finally:
+        ray.shutdown()
+    assert variables == {"NCCL_DEBUG": "INFO", "OF_JOB": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -38,6 +38,8 @@ def connect(*, runtime_env: dict[str, Any] | None = None, **ray_init: Any) -> No
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")
         return
+    # In a job that was submitted with a runtime_env of its own, Ray would refuse whatever both of them set.
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     runtime_env = merged_runtime_env(runtime_env)
     try:
         ray.init(runtime_env=runtime_env, **ray_init)
