@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import pickle
 import re
 import resource
 from dataclasses import replace
@@ -203,6 +204,26 @@ def test_several_ranks_stop_and_name_the_one():
         with pytest.raises(OutOfMemoryError, match=f"on rank 2 of 4: 1.50 GiB asked.*{way_out}"):
             guard.run(TOKENS, [20, 20, 5], lambda budget, plan=plan: plan, attempt, lambda: pytest.fail("a restart"))
     assert len(attempts) == 2
+
+
+def test_what_several_ranks_should_begin_with_reaches_the_driver_and_the_next_start():
+    guard = PassGuard(CPU, Axis(size=4, rank=2), [])
+
+    def attempt(plan):
+        raise torch.OutOfMemoryError(ON_CUDA)
+
+    with pytest.raises(OutOfMemoryError) as found:
+        guard.run(TOKENS, [20, 20, 5], lambda budget: [[0, 1], [2]], attempt, lambda: None)
+    lowered = pickle.loads(pickle.dumps(found.value)).lowered
+    assert lowered == {KEY: 20}
+    sizes = []
+    again = PassGuard(CPU, Axis(size=4, rank=2), [])
+    again.lower(lowered)
+    again.lower({KEY: 40})
+    again.run(
+        TOKENS, [20, 20, 5], lambda budget: sizes.append(budget.max_tokens) or [], lambda plan: None, lambda: None
+    )
+    assert sizes == [20]
 
 
 @pytest.mark.parametrize(

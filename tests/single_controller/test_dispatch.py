@@ -25,7 +25,7 @@ from verl.single_controller import (
 )
 from verl.single_controller.dispatch import find_dispatch_mode
 from verl.single_controller.spmd import LocalPool
-from verl.single_controller.worker_group import DEADLINE_S, InProcess
+from verl.single_controller.worker_group import InProcess
 from verl.utils.errors import ConfigError
 
 
@@ -227,7 +227,7 @@ def test_a_bound_method_keeps_signature_and_docstring():
     parameters = inspect.signature(method).parameters
     assert list(parameters) == ["batch", "plus", "deadline_s", "blocking"]
     assert parameters["plus"].default == 0
-    assert parameters["deadline_s"].default == DEADLINE_S
+    assert parameters["deadline_s"].default is None, "that of the group"
     assert parameters["blocking"].default is True
     assert inspect.signature(method).return_annotation is DataProto
     assert method(rows(1), deadline_s=1.0).batch["y"].tolist() == [0]

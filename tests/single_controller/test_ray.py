@@ -80,6 +80,12 @@ def test_two_actors_give_the_answers_of_one_process(pools):
     assert workers.same_answers(pools["whole"]) == workers.same_answers(LocalPool())
 
 
+def test_calls_have_the_deadline_that_their_group_was_started_with(pools):
+    group = pools["whole"].start("timed", workers.Counter, deadline_s=77.0)
+    assert group.deadline_s == 77.0
+    assert LocalPool().start("timed", workers.Counter).deadline_s > 77.0
+
+
 def test_the_answer_of_a_call_goes_into_the_next_unread(pools):
     for other in ("whole", "stopped"):
         answers = workers.handed_on(pools["whole"], pools[other])
@@ -173,6 +179,24 @@ def test_a_users_runtime_environment_extends_the_shipped_one():
     assert merged["working_dir"] == "."
     assert given["excludes"] == ["data/"]
     assert merged_runtime_env(None) == RUNTIME_ENV
+
+
+def test_a_runtime_environment_may_be_a_file(tmp_path):
+    file = tmp_path / "runtime_env.yaml"
+    file.write_text("excludes: [data/]")
+    assert "data/" in merged_runtime_env(str(file))["excludes"]
+    file.write_text("- data/")
+    with pytest.raises(ConfigError, match="must hold a mapping, got list"):
+        merged_runtime_env(str(file))
+    with pytest.raises(ConfigError, match="not a YAML file that can be read"):
+        merged_runtime_env("no/such/file.yaml")
+
+
+def test_a_cluster_that_does_not_answer_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
+        with pytest.raises(ConfigError, match=f"No Ray cluster answers at ray_init.address={address}"):
+            connect(address=address)
 
 
 def test_workers_get_the_drivers_nccl_variables(monkeypatch):

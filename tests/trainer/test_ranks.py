@@ -113,9 +113,17 @@ def test_generation_is_dealt_to_engines_however_training_is(alone, tmp_path, ran
         assert line[count] == alone[1][0][count], "every sample is generated once"
 
 
+RAY = [
+    "ray_init.num_cpus=2",
+    "ray_init.address=local",
+    "ray_init.namespace=tests",
+    "ray_init.runtime_env={env_vars: {A: b}}",
+]
+
+
 def test_two_actors_of_ray_train_as_one_process(alone, tmp_path):
     pytest.importorskip("ray", reason="the optional backend is not installed")
-    on_ray = train(ALONE, tmp_path, "trainer.max_steps=2", "trainer.n_gpus_per_node=2", "ray_init.num_cpus=2")
+    on_ray = train(ALONE, tmp_path, "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
     assert_same(on_ray, alone[1][:2])
 
 

@@ -27,6 +27,9 @@ from tests.trainer.runs import (
     without_times,
 )
 from verl.engine.base import TrainEngine
+from verl.engine.memory import PassGuard
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.errors import OutOfMemoryError, WorkerError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -291,6 +294,27 @@ def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
     scores = {name: value for name, value in line.items() if name.startswith("val-core/")}
     assert scores
     assert scores.items() <= expected.items()
+
+
+def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(tmp_path, capfd, monkeypatch):
+    """What comes back from a rank is a WorkerError from what was raised there."""
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    told = OutOfMemoryError("Out of GPU memory in the update on rank 1 of 2.")
+    told.lowered = {key: 40}
+
+    def raises(*_: Any) -> None:
+        raise WorkerError("actor_rollout.update_actor raised on rank 1") from told
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "update", raises)
+        assert run(tmp_path) == 1
+    assert "Out of GPU memory" in capfd.readouterr().err
+    seen: list[dict[str, int]] = []
+    monkeypatch.setattr(PassGuard, "lower", lambda guard, sizes: seen.append(sizes))
+    assert run(tmp_path) == 0
+    assert seen == [{key: 40}]
+    assert run(tmp_path, "trainer.resume_mode=disable") == 0
+    assert len(seen) == 1, "a start afresh knows nothing of it"
 
 
 def test_old_checkpoints_go(tmp_path):

@@ -127,6 +127,7 @@ class GenerationTrainerConfig:
     n_gpus_per_node: int | None = as_in(TrainerConfig, "n_gpus_per_node")
     device: str | None = as_in(TrainerConfig, "device")
     num_threads: int | None = as_in(TrainerConfig, "num_threads")
+    deadline_s: float = as_in(TrainerConfig, "deadline_s")
     seed: int = setting(0, "seed of the sampling noise", at_least=0)
     resume_mode: str = setting(
         "auto", "auto: go on where a killed run of the same configuration stopped; disable: start anew, and replace "

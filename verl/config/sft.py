@@ -114,6 +114,7 @@ class SFTTrainerConfig:
     log_interval: int = as_in(TrainerConfig, "log_interval")
     test_freq: int = as_in(TrainerConfig, "test_freq")
     val_before_train: bool = setting(False, "validate before the first step, where there are validation files")
+    deadline_s: float = as_in(TrainerConfig, "deadline_s")
     max_nonfinite_steps: int = as_in(TrainerConfig, "max_nonfinite_steps")
     save_freq: int = as_in(TrainerConfig, "save_freq")
     async_save: bool = as_in(TrainerConfig, "async_save")

@@ -48,6 +48,10 @@ class TrainerConfig:
     val_only: bool = setting(False, "validate and stop")
     test_freq: int = setting(-1, "steps between validations; -1: none", at_least=-1)
     critic_warmup: int = setting(0, "first steps that train the critic alone", at_least=0)
+    deadline_s: float = setting(
+        7200.0, "seconds that one call on the ranks may take (a generation, an update, a checkpoint) before the run "
+        "ends with the stacks of all ranks", above=0,
+    )  # fmt: skip
     max_nonfinite_steps: int = setting(
         3, "skipped steps in a row (loss or gradient not finite) that stop the run", above=0
     )
@@ -87,6 +91,14 @@ class TrainerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RayInitConfig:
+    address: str | None = setting(
+        None, "the cluster: HOST:6379, ray://HOST:10001, auto, or local for one of the run's own; null: RAY_ADDRESS, "
+        "else one that was started on this machine, else the run's own",
+    )  # fmt: skip
+    namespace: str | None = setting(None, "Ray's namespace for the actors")
+    runtime_env: Any = setting(
+        None, "a mapping or a YAML file that extends verl's own: its excludes are added, its env_vars win"
+    )
     num_cpus: int | None = setting(None, "CPU cores that a Ray started here may use", above=0)
     timeline_json_file: str | None = setting(
         None, "file for Ray's timeline", no_effect="`ray timeline` writes it", is_path=True

@@ -8,7 +8,7 @@ only stop the run with its name.
 import errno
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -88,6 +88,11 @@ class PassGuard:
         self.hints = hints
         self.lowered: dict[str, int] = {}  # key of a budget -> tokens or rows
 
+    def lower(self, sizes: Mapping[str, int]) -> None:
+        """Begin with at most these sizes of passes, {key of a budget: tokens or rows}."""
+        for key, size in sizes.items():
+            self.lowered[key] = min(size, self.lowered.get(key, size))
+
     def told(self, phase: str) -> AbstractContextManager[None]:
         """For what cannot be made smaller: a shortage within is an OutOfMemoryError that names `phase`."""
         return told_as_out_of_memory(phase, self.device, f"Set {'; '.join(self.hints)}.", rank=self.rank)
@@ -117,7 +122,10 @@ class PassGuard:
                     raise
                 smaller = _halved(current, rows, lengths)
                 if smaller is None or not self.can_restart:
-                    raise OutOfMemoryError(self._message(shortage, current, rows, lengths, smaller)) from error
+                    told = OutOfMemoryError(self._message(shortage, current, rows, lengths, smaller))
+                    if smaller is not None:
+                        told.lowered = {budget.key: _size(smaller)}
+                    raise told from error
             # Only here, where the exception is gone: its traceback holds every tensor of the pass.
             gc.collect()
             if self.device.type == "cuda":

@@ -1,11 +1,14 @@
 """Backend `ray`: pools of processes on one machine or many, and groups of workers in them. `pip install ray`."""
 
 import os
+import socket
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.single_controller.ray_ranks import RayRanks
@@ -15,29 +18,56 @@ from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_r
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
+_ADDRESS_S = 10.0
 # Variables of the driver that workers on every node get.
 FORWARDED = ("NCCL_", "TORCH_NCCL_")
 RUNTIME_ENV: dict[str, Any] = {"excludes": EXCLUDES, "env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
 
 
-def merged_runtime_env(given: dict[str, Any] | None) -> dict[str, Any]:
-    """`RUNTIME_ENV` and the driver's `FORWARDED` variables, extended by a user's: excludes are joined, variables
-    merged, everything else is the user's."""
-    given = dict(given or {})
+def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """`RUNTIME_ENV` and the driver's `FORWARDED` variables, extended by a user's, a mapping or the path of a YAML file:
+    excludes are joined, variables merged, everything else is the user's."""
+    given = dict((_read_yaml(given) if isinstance(given, str) else given) or {})
     excludes = [*RUNTIME_ENV["excludes"], *given.pop("excludes", [])]
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     variables = {**RUNTIME_ENV["env_vars"], **forwarded, **given.pop("env_vars", {})}
     return {**given, "excludes": excludes, "env_vars": variables}
 
 
-def connect(*, runtime_env: dict[str, Any] | None = None, **ray_init: Any) -> None:
+def _read_yaml(path: str) -> Any:
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"ray_init.runtime_env={path} is not a YAML file that can be read: {error}") from error
+    if not isinstance(content, Mapping | None):
+        raise ConfigError(f"ray_init.runtime_env={path} must hold a mapping, got {type(content).__name__}.")
+    return content
+
+
+def _check_address(address: str | None) -> None:
+    """Raise ConfigError for HOST:PORT where nobody listens: Ray's own client tries for more than five minutes."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # auto, local
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ADDRESS_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"No Ray cluster answers at ray_init.address={address}: {error}. Start one there with `ray start --head`, "
+            "or leave the address unset for one of the run's own."
+        ) from error
+
+
+def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: Any) -> None:
     """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is.
 
-    Raises ConfigError, with the largest files, where Ray refuses to upload the folders of `runtime_env`.
+    Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`, and, with the largest
+    files, where Ray refuses to upload the folders of `runtime_env`.
     """
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")
         return
+    _check_address(ray_init.get("address"))
     # In a job that was submitted with a runtime_env of its own, Ray would refuse whatever both of them set.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     runtime_env = merged_runtime_env(runtime_env)
@@ -45,6 +75,11 @@ def connect(*, runtime_env: dict[str, Any] | None = None, **ray_init: Any) -> No
         ray.init(runtime_env=runtime_env, **ray_init)
     except Exception as error:
         ray.shutdown()  # else the next try would find it initialised
+        if isinstance(error, ValueError) and "num_cpus" in ray_init and "num_cpus" in str(error):
+            raise ConfigError(
+                f"ray_init.num_cpus={ray_init['num_cpus']} is for a Ray that is started here, but there is one "
+                "already, which has its number. Leave it unset, or set ray_init.address=local for one of the run's own."
+            ) from error
         refused = refused_upload(error, runtime_env)
         if refused is None:
             raise
@@ -182,6 +217,7 @@ class RayWorkerGroup(WorkerGroup):
         role, entry = name_prefix or ray_cls_with_init.cls.__name__, ray_cls_with_init
         group = start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
         self._bind(entry.cls, ranks, role, group.shares, group._members)
+        self.deadline_s = deadline_s
         self._groups = {role: group}
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:

@@ -115,8 +115,9 @@ class WorkerGroup:
     """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on the group.
 
     A call takes the method's arguments, split as its dispatch mode says, and two of its own. `deadline_s`: the seconds
-    after which it is a DeadlineError that tells where every rank is, instead of a silent wait. `blocking`: whether it
-    waits for the answer, or gives a future with `result()`; if not given, as the method was registered.
+    after which it is a DeadlineError that tells where every rank is, instead of a silent wait; if not given, those that
+    the group was started with. `blocking`: whether it waits for the answer, or gives a future with `result()`; if not
+    given, as the method was registered.
     `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool makes groups of several
     ranks.
     """
@@ -152,6 +153,7 @@ class WorkerGroup:
         self.worker_class, self.role = worker_class, role
         self.world_size = len(members)
         self._ranks, self.shares, self._members = ranks, shares, members
+        self.deadline_s = DEADLINE_S
         for name, plan in registered_methods(worker_class).items():
             setattr(self, name, bound(functools.partial(self._call, name, plan), plan, getattr(worker_class, name)))
 
@@ -166,9 +168,10 @@ class WorkerGroup:
         plan: CallPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        deadline_s: float,
+        deadline_s: float | None,
         blocking: bool,
     ) -> Any:
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
         mode = find_dispatch_mode(plan.dispatch_mode)
         if plan.execute_mode is Execute.RANK_ZERO or plan.dispatch_mode == Dispatch.RANK_ZERO:
             share_of, answering = {0: 0}, [0]
@@ -212,7 +215,7 @@ class WorkerGroup:
         """What ran in the process of every rank since then, for a timeline; see `verl.utils.timeline`."""
         replies = self._ranks.submit(self.role, RECENT_SPANS, dict.fromkeys(self._members, ((since_wall_ns,), {})))
         label = f"{self.role}: {RECENT_SPANS}"
-        return GroupFuture(self._ranks, label, replies, self._members, list, DEADLINE_S).result()
+        return GroupFuture(self._ranks, label, replies, self._members, list, self.deadline_s).result()
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that no bound method has: name the nearest fact instead of a bare AttributeError.
@@ -227,20 +230,21 @@ def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[...
     """A function with the signature of `method`, less `self`, with `deadline_s` and `blocking`, and its docstring."""
     find_dispatch_mode(plan.dispatch_mode)  # an unknown mode is told when the group is made
     signature = inspect.signature(method)
-    defaults = {_DEADLINE: DEADLINE_S, _BLOCKING: plan.blocking}
+    defaults = {_DEADLINE: None, _BLOCKING: plan.blocking}
+    kinds = {_DEADLINE: float | None, _BLOCKING: bool}
     for name in defaults.keys() & signature.parameters.keys():
         raise ConfigError(
             f"{method.__qualname__} has a parameter '{name}', which a call on a group takes for itself. Rename it."
         )
 
     @functools.wraps(method)
-    def call_ranks(*args: Any, deadline_s: float = DEADLINE_S, blocking: bool = plan.blocking, **kwargs: Any) -> Any:
+    def call_ranks(*args: Any, deadline_s: float | None = None, blocking: bool = plan.blocking, **kwargs: Any) -> Any:
         return call(args, kwargs, deadline_s, blocking)
 
     parameters = [*signature.parameters.values()][1:]
     place = len(parameters) - any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     parameters[place:place] = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=type(default))
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
         for name, default in defaults.items()
     ]
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
@@ -264,7 +268,8 @@ def start_role(
     deadline_s: float,
     members: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """Build a worker with the same arguments on every rank at once (`members`: some), and give the group of them."""
+    """Build a worker with the same arguments on every rank at once (`members`: some), and give the group of them, whose
+    calls have the deadline of this one unless they name their own."""
     building = (worker_class, *args), kwargs
     members = range(ranks.size) if members is None else members
     replies = ranks.submit(role, BUILD, dict.fromkeys(members, building))
@@ -273,4 +278,6 @@ def start_role(
     shares = {name: [numbers[name] for numbers, _ in layout] for name in (DATA, ROLLOUT)}
     sizes = {size for _, size in layout}
     assert sizes == {len(set(shares[DATA]))}, f"{worker_class.__name__}: shares {shares} of {sizes}"
-    return WorkerGroup.over(ranks, role, worker_class, shares, members)
+    group = WorkerGroup.over(ranks, role, worker_class, shares, members)
+    group.deadline_s = deadline_s
+    return group

@@ -90,7 +90,12 @@ def generate(config: GenerationConfig) -> None:
     if waiting:
         logger.info("Device: %s", describe_device(device))
         group: Any = pool.start(
-            "actor_rollout", GenerationWorker, train.actor_rollout_ref, device=device, tokenizer=tokenizer
+            "actor_rollout",
+            GenerationWorker,
+            train.actor_rollout_ref,
+            device=device,
+            tokenizer=tokenizer,
+            deadline_s=config.trainer.deadline_s,
         )
         progress = Progress(sum(map(len, waiting.values())), data.n_samples)
         for number, rows in waiting.items():

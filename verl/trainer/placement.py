@@ -64,8 +64,8 @@ def _ray_pools(config: TrainConfig, parts: Sequence[tuple[int, ...]], device: to
     ranks = number_of_ranks(config)
     require("ray", f"Training on {ranks} ranks without torchrun", "pip install 'ray>=2.40'")
     backend: Any = importlib.import_module("verl.single_controller.ray")
-    limits = {} if config.ray_init.num_cpus is None else {"num_cpus": config.ray_init.num_cpus}
-    backend.connect(**limits)
+    asked = {name: getattr(config.ray_init, name) for name in ("address", "namespace", "num_cpus", "runtime_env")}
+    backend.connect(**{name: value for name, value in asked.items() if value is not None})
     per_node = config.trainer.n_gpus_per_node or ranks
     on_nodes = [list(Counter(rank // per_node for rank in part).values()) for part in parts]
     return [backend.RayResourcePool(counts, use_gpu=device.type == "cuda") for counts in on_nodes]

@@ -12,7 +12,7 @@ from verl.config import TrainConfig
 from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import GroupFuture, WorkerGroup
+from verl.single_controller import GroupFuture
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
@@ -90,7 +90,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             logger.info("%s", line)
         self.start_tracker()
         roles = self.config.actor_rollout_ref
-        self.actor_rollout_wg = self.pool.start(
+        self.actor_rollout_wg = self.start_role(
             "actor_rollout",
             ActorRolloutWorker,
             roles,
@@ -100,7 +100,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         self.critic_wg = self.ref_policy_wg = self.rm_wg = None
         if self.config.needs_critic:
-            self.critic_wg = self.pool.start(
+            self.critic_wg = self.start_role(
                 "critic",
                 CriticWorker,
                 self.config.critic,
@@ -113,9 +113,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         if self.config.needs_reference and roles.model.lora_rank > 0:
             self.ref_policy_wg = self.actor_rollout_wg  # its frozen weights, without the adapters
         elif self.config.needs_reference:
-            self.ref_policy_wg = self.pool.start("reference", ReferenceWorker, roles, device=self.device)
+            self.ref_policy_wg = self.start_role("reference", ReferenceWorker, roles, device=self.device)
         if self.config.reward_model.enable:
-            self.rm_wg = self.pool.start(
+            self.rm_wg = self.start_role(
                 "reward_model",
                 RewardModelWorker,
                 self.config.reward_model,
@@ -320,8 +320,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def write_timeline(self) -> None:
         """The step as a Chrome trace in the folder of checkpoints."""
         folder = Path(self.config.trainer.default_local_dir) / "timeline"
-        groups = [part for part in vars(self).values() if isinstance(part, WorkerGroup)]
-        write_timeline(folder / f"global_step_{self.global_step}.json", groups, self.timer.started_at_ns)
+        write_timeline(folder / f"global_step_{self.global_step}.json", self.worker_groups(), self.timer.started_at_ns)
 
     def checkpointed_groups(self) -> dict[str, Any]:
         critic = {"critic": self.critic_wg} if self.critic_wg is not None else {}

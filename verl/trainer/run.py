@@ -1,5 +1,6 @@
 """What every training run does around its step: resume, validate, log, save, stop when updates are not finite."""
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,12 +16,16 @@ from verl.config.load import config_to_dict
 from verl.config.sft import SFTConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
+from verl.single_controller import Worker, WorkerGroup
 from verl.tracking import Tracker
 from verl.utils.devices import describe_device, memory_metrics, visible_device
-from verl.utils.errors import NonFiniteError
+from verl.utils.errors import NonFiniteError, OutOfMemoryError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.timing import PhaseTimer
+
+# In the folder of checkpoints: sizes of passes that another start begins with.
+LOWERED_BUDGETS = "lowered_budgets.json"
 
 Result = TypeVar("Result")
 Config = TypeVar("Config", TrainConfig, SFTConfig)
@@ -51,6 +56,14 @@ class TrainingRun(ABC, Generic[Config]):
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
+
+    def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
+        """The group of workers of a role, on the ranks of its placement."""
+        return self.pool.start(role, worker_class, *args, deadline_s=self.config.trainer.deadline_s, **kwargs)
+
+    def worker_groups(self) -> list[WorkerGroup]:
+        """Those of all roles, each once."""
+        return list(dict.fromkeys(part for part in vars(self).values() if isinstance(part, WorkerGroup)))
 
     def start_tracker(self) -> None:
         """Before the models, for a missing tracker package is told in seconds."""
@@ -94,6 +107,7 @@ class TrainingRun(ABC, Generic[Config]):
         started = time.perf_counter()
         try:
             self.load_checkpoint()
+            self.lower_budgets()
             if self.global_step == 0 and self.config.trainer.val_before_train and self.val_loader is not None:
                 self.tracker.log(self.validate(), 0)
             while self.global_step < self.total_steps:
@@ -101,7 +115,8 @@ class TrainingRun(ABC, Generic[Config]):
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break
-        except Exception:
+        except Exception as error:
+            self.note_shortage(error)
             self.checkpoints.rescue()
             raise
         finally:
@@ -148,6 +163,32 @@ class TrainingRun(ABC, Generic[Config]):
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.global_step >= self.total_steps or self.global_step % every == 0)
+
+    # ---------------------------------------------------------------- out of memory
+
+    def note_shortage(self, error: BaseException) -> None:
+        """Several ranks cannot begin a pass again where one ran out of memory: leave the smaller size for a restart."""
+        shortage = error if isinstance(error, OutOfMemoryError) else error.__cause__
+        if isinstance(shortage, OutOfMemoryError) and shortage.lowered:
+            file = self.checkpoints.root / LOWERED_BUDGETS
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({**self._noted_budgets(), **shortage.lowered}), encoding="utf-8")
+            logger.error("The same command again begins with %s, which %s says.", dict(shortage.lowered), file)
+
+    def lower_budgets(self) -> None:
+        """Begin with the sizes of passes that `note_shortage` left, unless `trainer.resume_mode=disable`."""
+        sizes = {} if self.config.trainer.resume_mode == "disable" else self._noted_budgets()
+        if sizes:
+            file = self.checkpoints.root / LOWERED_BUDGETS
+            logger.warning(
+                "Passes are made with at most %s, where memory ran out before. Remove %s to forget it.", sizes, file
+            )
+            for group in self.worker_groups():
+                group.lower_budgets(sizes)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _noted_budgets(self) -> dict[str, int]:
+        file = self.checkpoints.root / LOWERED_BUDGETS
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     # ---------------------------------------------------------------- checkpoints
 

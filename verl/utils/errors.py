@@ -3,8 +3,9 @@
 Every class is also the builtin that a caller would catch, and pickles across process borders.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 
 class VerlError(Exception):
@@ -44,7 +45,12 @@ class CheckpointError(VerlError, RuntimeError):
 
 
 class OutOfMemoryError(VerlError, MemoryError):
-    """Device or host memory ran out, and smaller passes did not help."""
+    """Device or host memory ran out, and smaller passes did not help or could not be made.
+
+    `lowered` is what another start should begin with: {key of the size of passes: tokens or rows}.
+    """
+
+    lowered: Mapping[str, int] = MappingProxyType({})
 
 
 class WorkerError(VerlError, RuntimeError):

@@ -27,6 +27,11 @@ class EngineWorker(Worker):
         """See `Worker.data_size`."""
         return self.engine.mesh.data.size
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lower_budgets(self, sizes: dict[str, int]) -> None:
+        """Begin with passes of at most these sizes, see `OutOfMemoryError.lowered`."""
+        self.engine.guard.lower(sizes)
+
 
 class TrainedWorker(EngineWorker):
     """A worker whose engine learns. `tokenizer` is saved beside the weights, `checkpoint` says what else is."""
