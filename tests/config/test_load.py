@@ -165,7 +165,7 @@ def _write(folder: Path, name: str, text: str) -> Path:
 USERS_YAML = """
 hydra:
   searchpath:
-    - file://verl/trainer/config
+    - SEARCHPATH
 defaults:
   - ppo_trainer
   - _self_
@@ -179,11 +179,12 @@ actor_rollout_ref:
 """
 
 
+@pytest.mark.parametrize("search", ["file://verl/trainer/config", "pkg://verl.trainer.config"])
 @pytest.mark.parametrize(
     "form", ["--config-path={folder} --config-name={name}", "--config-path {folder} -cn {name}.yaml"]
 )
-def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: str):
-    folder = _write(tmp_path / "config", "mine", USERS_YAML)
+def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: str, search: str):
+    folder = _write(tmp_path / "config", "mine", USERS_YAML.replace("SEARCHPATH", search))
     argv = form.format(folder=folder, name="mine").split()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

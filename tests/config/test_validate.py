@@ -274,3 +274,16 @@ def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(log:
     with pytest.raises(ConfigError, match="3 problems") as error:
         load_config([*script, *NOT_BUILT])
     assert all(override in str(error.value) for override in NOT_BUILT)
+
+
+def test_what_is_not_built_is_one_line_each_where_nothing_runs(log: pytest.LogCaptureFixture):
+    config = load_config(
+        [*BASE, *NOT_BUILT, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"], only_to_plan=True
+    )
+    assert config.actor_rollout_ref.rollout.name == "sglang"
+    told = [record.getMessage() for record in log.records if "not available in this version" in record.getMessage()]
+    assert {line.split(" is not ")[0] for line in told} == set(NOT_BUILT)
+    assert len(told) == len(NOT_BUILT)
+    assert not any("\n" in line for line in told)
+    with pytest.raises(ConfigError, match="divisible"):
+        load_config([*BASE, *NOT_BUILT, f"{ACTOR}.ppo_mini_batch_size=3"], only_to_plan=True)

@@ -10,7 +10,7 @@ from verl.config.data import DataConfig
 from verl.config.keys import keys_of, owner_of, value_at
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.rules import engine_is_available, is_greedy, ranks_can_be_divided, sequences_fit
+from verl.config.rules import engine_can_be_shared, is_greedy, ranks_can_be_divided, sequences_fit
 from verl.config.setting import setting
 from verl.config.train import TrainConfig
 from verl.config.trainer import RayInitConfig, TrainerConfig
@@ -188,7 +188,7 @@ def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
         yield f"data.output_path='{output}' is also read as data.path. Give the output a name of its own."
 
 
-RULES = (files_and_model_are_named, *map(as_rule_here, (engine_is_available, ranks_can_be_divided, sequences_fit)))
+RULES = (files_and_model_are_named, *map(as_rule_here, (engine_can_be_shared, ranks_can_be_divided, sequences_fit)))
 
 
 def doubtful(config: GenerationConfig) -> Iterator[str]:

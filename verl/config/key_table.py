@@ -77,7 +77,8 @@ def _status(key: Key) -> str:
     if setting.alias_of is not None:
         return f"another name of `{setting.alias_of}`"
     if setting.planned is not None:
-        return f"refused: {setting.planned}"
+        values = ", ".join(setting.planned_values)
+        return f"implemented; {values} refused: {setting.planned}" if values else f"refused: {setting.planned}"
     return f"no effect: {setting.no_effect}" if setting.no_effect is not None else "implemented"
 
 

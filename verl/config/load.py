@@ -45,7 +45,7 @@ ROOTS = {
     "ppo_trainer": Root(
         TrainConfig,
         "verl.trainer.main_ppo",
-        "The shortest run: data.dataset_name=toy",
+        "The shortest run: data.dataset_name=toy. With --dry-run: its memory and batches alone, nothing is trained.",
         with_defaults=with_toy_defaults,
     ),
     "generation": Root(
@@ -72,11 +72,12 @@ ROOTS = {
 }
 
 
-def load_config(argv: list[str], *, root: str = "ppo_trainer") -> Any:
+def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: bool = False) -> Any:
     """The configuration that `argv` (without the program's name) asks for, checked for contradictions: an object of
     `ROOTS[root].schema`, by default a TrainConfig.
 
-    `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a ConfigError.
+    `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a ConfigError; with
+    `only_to_plan` what this version has not yet is a warning, and the object must not be trained with.
     """
     command = parse_command_line(argv)
     if command.help:
@@ -87,7 +88,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer") -> Any:
     if command.show:
         print(OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))), end="")
         sys.exit(0)
-    _validate(config, root)
+    _validate(config, root, only_to_plan=only_to_plan)
     return config
 
 
@@ -100,8 +101,8 @@ def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo
     return config
 
 
-def _validate(config: Any, root: str) -> None:
-    validate(config, ROOTS[root].rules, ROOTS[root].doubts)
+def _validate(config: Any, root: str, *, only_to_plan: bool = False) -> None:
+    validate(config, ROOTS[root].rules, ROOTS[root].doubts, only_to_plan=only_to_plan)
 
 
 def _changed_values(composed: DictConfig, root: str) -> dict[str, Any]:
@@ -145,8 +146,9 @@ def _compose(command: CommandLine, root: str) -> dict[str, Any]:
     overrides = [_as_group(override, groups) for override in overrides if not _is_hydra_setting(override)]
     try:
         with _stand_in(root), warnings.catch_warnings(), initialize_config_dir(str(folder), version_base="1.3"):
-            # ppo_trainer is built in, so a search path into verl's own folder may point nowhere.
-            warnings.filterwarnings("ignore", message=r".*verl/trainer/config is not\s+available", category=UserWarning)
+            # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config may point nowhere.
+            pattern = r".*verl[/.]trainer[/.]config is not\s+available"
+            warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
             composed = compose(name, overrides)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_hydra_message(error, command, folder)) from error

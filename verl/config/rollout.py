@@ -36,7 +36,10 @@ class TraceConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    name: str = setting("embedded", "registered engine: embedded, or hf (slow reference)")
+    name: str = setting(
+        "embedded", "registered engine: embedded, or hf (slow reference)",
+        planned="there is no adapter for this engine yet", planned_values=("vllm", "sglang"),
+    )  # fmt: skip
     mode: str = setting("sync", "sync or async", planned="asynchronous rollouts are not built yet")
     seed: int = setting(
         0, "seed of the sampling noise; with step, sample and position it fixes every draw", at_least=0,

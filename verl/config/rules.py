@@ -240,16 +240,10 @@ def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
     return sampling.temperature == 0 or not sampling.do_sample
 
 
-def engine_is_available(config: TrainConfig) -> Iterator[str]:
+def engine_can_be_shared(config: TrainConfig) -> Iterator[str]:
     name = config.actor_rollout_ref.rollout.name
-    if name in ("vllm", "sglang"):
-        yield (
-            f"actor_rollout_ref.rollout.name={name} is not available in this version. "
-            "Set actor_rollout_ref.rollout.name=embedded, or leave it unset."
-        )
-        return
     shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if shared_by > 1 and name != "embedded":
+    if shared_by > 1 and name not in ("embedded", "vllm", "sglang"):
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={shared_by} is for the engine 'embedded', got "
             f"actor_rollout_ref.rollout.name={name}. Set name=embedded, or tensor_model_parallel_size=1."
@@ -341,7 +335,7 @@ RULES: tuple[Rule, ...] = (
     losses_make_sense,
     kl_is_estimated_from_drawn_tokens,
     training_samples_vary,
-    engine_is_available,
+    engine_can_be_shared,
     adapters_can_be_trained,
     run_has_an_end_and_a_start,
     validation_has_data,

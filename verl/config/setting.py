@@ -17,6 +17,7 @@ class Setting:
     help: str
     no_effect: str | None = None  # accepted; the reason why it changes nothing, logged when the user changes it
     planned: str | None = None  # refused unless it has its default; what it would take
+    planned_values: tuple[Any, ...] = ()  # the values that `planned` is said of; empty: all but the default
     also: tuple[Any, ...] = ()  # values beside the default that pass without a warning or an error
     choices: tuple[str, ...] | None = None
     above: float | None = None  # exclusive lower bound

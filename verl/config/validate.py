@@ -11,22 +11,32 @@ from verl.utils.logging import logger
 from verl.utils.registry import nearest_names
 
 
-def validate(config: Any, rules: Iterable[Rule] = RULES, doubts: Callable[[Any], Iterable[str]] = doubtful) -> None:
+def validate(
+    config: Any,
+    rules: Iterable[Rule] = RULES,
+    doubts: Callable[[Any], Iterable[str]] = doubtful,
+    *,
+    only_to_plan: bool = False,
+) -> None:
     """Raise one ConfigError with every contradiction; log one line for each changed key that has no effect.
 
-    `rules` and `doubts` are those of the configuration's root, by default of TrainConfig.
+    `rules` and `doubts` are those of the configuration's root, by default of TrainConfig. With `only_to_plan` what is
+    not available in this version is a line of the log as well: nothing will run.
     """
     keys = keys_of(type(config))
+    missing: list[str] = []
     problems = [problem for key in keys.values() for problem in _problems_of_value(config, key)]
     if not problems:  # rules take it that every single value is in its range
-        problems = [problem for key in keys.values() for problem in _not_available(config, key)]
-        problems += [problem for rule in rules for problem in rule(config)]
+        missing = [problem for key in keys.values() for problem in _not_available(config, key)]
+        problems = [*([] if only_to_plan else missing), *(problem for rule in rules for problem in rule(config))]
     if problems:
         raise ConfigError(
             problems[0]
             if len(problems) == 1
             else f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {problem}" for problem in problems)
         )
+    for told in missing:
+        logger.warning("%s The plan takes it so; a run would end here.", told)
     for warning in (*_without_effect(config, keys), *doubts(config)):
         logger.warning(warning)
 
@@ -51,8 +61,10 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
 
 def _not_available(config: TrainConfig, key: Key) -> Iterator[str]:
     """What is asked for and not built yet, in the sections that are read at all."""
-    value, reason = value_at(config, key.path), key.setting.planned
+    value, reason, values = value_at(config, key.path), key.setting.planned, key.setting.planned_values
     if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
+        return
+    if values and value not in values:
         return
     if not key.path.startswith(inactive_sections(config) if isinstance(config, TrainConfig) else ()):
         yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={_written(key.default)}."

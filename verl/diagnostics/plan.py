@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ...")
     arguments, rest = parser.parse_known_args(argv)
     try:
-        profile = profile_memory(load_config(rest), device_gib=arguments.device_gib)
+        profile = profile_memory(load_config(rest, only_to_plan=True), device_gib=arguments.device_gib)
     except VerlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_ppo key=value ...`: train with PPO, GRPO and their kin."""
+"""`python -m verl.trainer.main_ppo [--dry-run] key=value ...`: train with PPO, GRPO and their kin, or plan it."""
 
 import logging
 import os
@@ -10,14 +10,19 @@ from verl.utils.imports import missing_package
 from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
 
+DRY_RUN = "--dry-run"
+
 
 def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None = None) -> int:
     """Do `job` (by default `train`) and return the exit code; what a user can cause is one line, no traceback."""
     # What all ranks would say is said once.
     configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     limit_spinning()
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        (job or train)(sys.argv[1:] if argv is None else argv)
+        if job is None and DRY_RUN in argv:
+            return _plan([argument for argument in argv if argument != DRY_RUN])
+        (job or train)(argv)
     except VerlError as error:
         # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
         return _told(error.__cause__ if isinstance(error.__cause__, VerlError) else error)
@@ -40,6 +45,12 @@ def train(argv: list[str]) -> None:
     trainer = trainer_class(config)(config)
     trainer.init_workers()
     trainer.fit()
+
+
+def _plan(argv: list[str]) -> int:
+    from verl.diagnostics.plan import main
+
+    return main(argv)
 
 
 def _told(error: VerlError) -> int:
