@@ -1,0 +1,198 @@
+"""The scripts under examples/: what they type is a configuration that loads, and a run that fits where they say."""
+
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+
+from verl.config import load_config
+from verl.diagnostics.placement import CARDS
+from verl.diagnostics.profile import profile_memory
+from verl.trainer.main_ppo import main
+from verl.utils.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "examples").rglob("run_*.sh"))
+TRAINING = [path for path in SCRIPTS if "verl.trainer.main_ppo" in path.read_text()]
+ROOTS = {
+    "verl.trainer.main_ppo": "ppo_trainer",
+    "verl.trainer.main_sft": "sft_trainer",
+    "verl.trainer.main_generation": "generation",
+    "verl.trainer.main_eval": "evaluation",
+}
+# Qwen2.5 by the size in a script's name: hidden, intermediate, layers, heads, key heads.
+SHAPES = {
+    "0_5b": (896, 4864, 24, 14, 2),
+    "1_5b": (1536, 8960, 28, 12, 2),
+    "3b": (2048, 11_008, 36, 16, 2),
+    "7b": (3584, 18_944, 28, 28, 4),
+}
+MULTI_TURN = ROOT / "examples" / "sglang_multiturn"
+
+# A user's script as it is, but for the model and the folders.
+USERS_SCRIPT = """
+python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='gsm8k_multiturn_grpo' \\
+  algorithm.adv_estimator=grpo data.train_batch_size=256 data.max_prompt_length=1024 \\
+  data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error' \\
+  data.return_raw_chat=True actor_rollout_ref.model.path=$MODEL_PATH \\
+  actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \\
+  actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+  actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0 \\
+  actor_rollout_ref.model.enable_gradient_checkpointing=True \\
+  actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \\
+  actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+  actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.gpu_memory_utilization=0.5 actor_rollout_ref.rollout.n=16 \\
+  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True \\
+  algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='["console","wandb"]' \\
+  trainer.project_name='gsm8k_async_rl' trainer.experiment_name='qwen2.5-1.5b_gsm8k-multiturn' trainer.n_gpus_per_node=8 trainer.nnodes=1 \\
+  trainer.save_freq=-1 trainer.test_freq=20 data.train_files=$HOME/data/gsm8k/train.parquet \\
+  data.val_files=$HOME/data/gsm8k/test.parquet \\
+  actor_rollout_ref.rollout.multi_turn.tool_config_path="$PROJECT_DIR/config/tool_config/gsm8k_tool_config.yaml" \\
+  trainer.total_epochs=15 actor_rollout_ref.rollout.update_weights_bucket_megabytes=512
+"""  # noqa: E501
+
+
+def name_of(script: Path) -> str:
+    return str(script.relative_to(ROOT / "examples"))
+
+
+def python3(folder: Path, body: str) -> str:
+    """A PATH on which the scripts' python3 does `body`."""
+    (folder / "python3").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "python3").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def typed(script: str | Path, *arguments: str, **variables: object) -> list[tuple[str, list[str]]]:
+    """(module, argv) of every `python3 -m` that bash comes to, in a file or in text."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "typed"
+        environment = {"PATH": python3(Path(folder), f"""printf '%s\\0' "$@" "" >> {written}"""), "HOME": folder}
+        environment |= {name: str(value) for name, value in variables.items()}
+        command = ["bash", str(script)] if isinstance(script, Path) else ["bash", "-c", script, "bash"]
+        subprocess.run([*command, *arguments], env=environment, check=True)
+        lines = [line.split("\0") for line in written.read_text().split("\0\0")[:-1]]
+    assert all(line[0] == "-m" for line in lines)
+    return [(line[1], line[2:]) for line in lines]
+
+
+def model_folder(tmp_path: Path, size: str) -> Path:
+    """The config.json of a Qwen2.5 and nothing else."""
+    hidden, intermediate, layers, heads, key_heads = SHAPES[size]
+    config = Qwen2Config(
+        vocab_size=152_064 if size == "7b" else 151_936, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
+        tie_word_embeddings=size != "7b",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def size_of(script: Path) -> str:
+    return script.name.split("-")[1].split("_gsm8k")[0]
+
+
+@pytest.mark.parametrize("script", TRAINING, ids=name_of)
+def test_a_training_script_fits_the_gpus_that_it_names(tmp_path: Path, script: Path):
+    about = " ".join(script.read_text().splitlines()[1:3])
+    gpus, gib = re.findall(r"Needs (one|\d+) GPUs? of (\d+) GiB", about)[0]
+    card = re.findall(r"--device-gib (\S+?)[;\s]", about)[0]
+    [(_, argv)] = typed(script, MODEL_PATH=model_folder(tmp_path, size_of(script)))
+    profile = profile_memory(load_config(argv, only_to_plan=True), device_gib=card)
+    assert profile.fits
+    assert profile.plan.placement.ranks == (1 if gpus == "one" else int(gpus))
+    assert int(CARDS[card]) == int(gib)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_a_script_is_right_without_a_warning_and_takes_further_keys(script: Path, caplog):
+    caplog.set_level(logging.WARNING, logger="verl")
+    assert os.access(script, os.X_OK)
+    assert all(line.startswith("# ") for line in script.read_text().splitlines()[1:3])
+    first, *others = typed(script, "trainer.seed=17", DATA_DIR="some/data", MODEL_PATH="a/model", OUTPUT="o.parquet")
+    module, argv = first
+    assert load_config(argv, root=ROOTS[module], only_to_plan=True).trainer.seed == 17
+    assert any(argument.endswith("model.path=a/model") for argument in argv)
+    assert any("=some/data/" in argument for argument in argv)
+    for module, argv in others:
+        assert load_config(argv, root=ROOTS[module]).data.path == ["o.parquet"]
+    if MULTI_TURN not in script.parents:
+        assert caplog.messages == []
+
+
+def test_the_algorithms_are_those_of_the_folders():
+    found = {}
+    for script in TRAINING:
+        [(_, argv)] = typed(script)
+        config = load_config(argv, only_to_plan=True)
+        asked = (config.algorithm.adv_estimator, config.algorithm.filter_groups.enable, config.needs_critic)
+        found.setdefault(script.parent.name, set()).add(asked)
+    assert found == {
+        "grpo_trainer": {("grpo", False, False)},
+        "ppo_trainer": {("gae", False, True)},
+        "rloo_trainer": {("rloo", False, False)},
+        "remax_trainer": {("remax", False, False)},
+        "reinforce_plus_plus_trainer": {("reinforce_plus_plus", False, False)},
+        "dapo_trainer": {("grpo", True, False)},
+        "sglang_multiturn": {("grpo", False, False)},
+    }
+
+
+def test_a_script_trains(tmp_path: Path):
+    """Two real steps, as a user starts them, of the packaged model."""
+    prompts = ROOT / "verl" / "data" / "toy_prompts.jsonl"
+    script = ROOT / "examples" / "grpo_trainer" / "run_qwen2_5-0_5b_gsm8k.sh"
+    overrides = (
+        f"data.train_files={prompts}", f"data.val_files={prompts}", "data.train_batch_size=4",
+        "data.max_response_length=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.device=cpu",
+        "trainer.max_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    path = python3(tmp_path, f'exec {shlex.quote(sys.executable)} "$@"')
+    done = subprocess.run(
+        [script, *overrides], env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "MODEL_PATH": "toy"},
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Training completed in" in done.stdout
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 2
+
+
+def users_argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    model = model_folder(tmp_path, "1_5b")
+    [(_, argv)] = typed(USERS_SCRIPT, CONFIG_PATH=MULTI_TURN / "config", PROJECT_DIR=MULTI_TURN, MODEL_PATH=model)
+    return argv
+
+
+def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_built(tmp_path, monkeypatch, capfd):
+    argv = users_argv(tmp_path, monkeypatch)
+    assert main([*argv, "--dry-run", "--device-gib", "H100"]) == 0
+    told, errors = capfd.readouterr()
+    remarks, plan = told.split("Model: ")
+    assert "Batch: 256 prompts x 16 samples = 4096 rows of at most 2048 tokens" in plan
+    assert "It fits" in plan
+    keys = [line.split("=")[0].removeprefix("W actor_rollout_ref.rollout.") for line in remarks.splitlines()]
+    assert keys == ["name", "multi_turn.enable", "multi_turn.tool_config_path", "multi_turn.max_assistant_turns"]
+    assert errors == ""
+
+
+def test_the_script_of_several_turns_does_not_train_in_one(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"(?s)3 problems.*name=sglang.*enable=True.*tool_config_path=.*Set .*=null"):
+        load_config(users_argv(tmp_path, monkeypatch))
+
+
+def test_the_tool_is_the_one_that_the_rows_name():
+    tools = yaml.safe_load((MULTI_TURN / "config" / "tool_config" / "gsm8k_tool_config.yaml").read_text())["tools"]
+    script = (ROOT / "examples" / "data_preprocess" / "gsm8k_multiturn_w_tool.py").read_text()
+    assert f'TOOL = "{tools[0]["tool_schema"]["function"]["name"]}"' in script
