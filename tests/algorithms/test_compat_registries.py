@@ -250,6 +250,19 @@ def test_a_users_estimator_reads_the_runs_section():
     assert seen == {"gamma": 0.9, "name": "own", "coef": 0.05, "missing": 7, "has": True}
 
 
+def test_without_a_section_an_estimator_reads_the_inputs_settings():
+    seen = []
+
+    def own(token_level_rewards, response_mask, config=None):
+        seen.append((config.gamma, config.lam, config.norm_adv_by_std_in_grpo))
+        return token_level_rewards, token_level_rewards
+
+    ones = torch.ones(2, 3)
+    for by_std in (True, False):
+        PaddedEstimator(own)(AdvantageInputs(ones, ones, gamma=0.9, lam=0.8, norm_by_std=by_std))
+    assert seen == [(0.9, 0.8, True), (0.9, 0.8, False)]
+
+
 def test_numbers_of_prompts_may_be_a_tensor_for_every_estimator():
     rewards, mask = torch.rand(4, 3), torch.ones(4, 3)
     for name in ("grpo", "gdpo"):

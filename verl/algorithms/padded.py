@@ -188,10 +188,13 @@ class PaddedEstimator:
         self._names = {parameter.name for parameter in parameters}
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        section = inputs.config or AlgorithmConfig(
+            gamma=inputs.gamma, lam=inputs.lam, norm_adv_by_std_in_grpo=inputs.norm_by_std
+        )
         given: dict[str, Any] = {
             "token_level_rewards": inputs.token_level_rewards,
             "response_mask": inputs.response_mask,
-            "config": _viewed(inputs.config or AlgorithmConfig(gamma=inputs.gamma, lam=inputs.lam)),
+            "config": _viewed(section),
             "gamma": inputs.gamma,
             "lam": inputs.lam,
             "values": inputs.values,
