@@ -2,6 +2,7 @@
 
 `import verl.trainer.ppo.ray_trainer` finds no such file; the finder in `verl/__init__.py` then asks this table and
 gives a module whose names are looked up here on first use, with a DeprecationWarning that tells the new path.
+A module that does exist, and has lost a name to another room, asks the table in its own `__getattr__`.
 """
 
 import importlib
@@ -13,9 +14,11 @@ from typing import Any
 
 _CORE = "verl.algorithms.compat_signatures"
 _REGISTRIES = "verl.algorithms.compat_registries"
+_MICRO = "verl.engine.dynamic_batches"
 
 # old module -> {name: new module}, or {name: (new module, new name)}
 OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
+    "verl.protocol": {"DataProtoFuture": "verl.single_controller.data_future"},
     "verl.trainer.ppo": {},
     "verl.trainer.ppo.ray_trainer": {"RayPPOTrainer": "verl.trainer.ppo_trainer"},
     "verl.trainer.ppo.core_algos": {
@@ -54,17 +57,30 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
         "AbstractSampler": ("verl.data.sampler", "Sampler"),
     },
     "verl.utils.import_utils": {"load_extern_type": "verl.utils.imports"},
-    "verl.utils.reward_score": {"default_compute_score": "verl.rewards.rules"},
+    "verl.utils.model": {"create_random_mask": "verl.utils.masks"},
+    "verl.utils.dataset": {},
+    "verl.utils.dataset.rl_dataset": {
+        "RLHFDataset": "verl.data.rlhf_dataset",
+        "collate_fn": ("verl.data.collate", "columns_of"),
+    },
+    "verl.utils.seqlen_balancing": {
+        "ceildiv": _MICRO,
+        "get_reverse_idx": _MICRO,
+        "prepare_dynamic_batch": _MICRO,
+        "rearrange_micro_batches": _MICRO,
+        "restore_dynamic_batch": _MICRO,
+    },
+    "verl.utils.reward_score": {"default_compute_score": "verl.rewards.compat_score"},
     "verl.workers.reward_manager": {
         "NaiveRewardManager": "verl.rewards.manager",
         "BatchRewardManager": "verl.rewards.managers",
         "DAPORewardManager": "verl.rewards.managers",
         "PrimeRewardManager": "verl.rewards.managers",
-        "REWARD_MANAGER_REGISTRY": ("verl.rewards.managers", "reward_managers"),
+        "REWARD_MANAGER_REGISTRY": "verl.rewards.managers",
         "get_reward_manager_cls": "verl.rewards.managers",
         "register": ("verl.rewards.managers", "register_reward_manager"),
     },
-    "verl.single_controller.base": {"Worker": "verl.single_controller"},
+    "verl.single_controller.base": {"Worker": "verl.single_controller", "WorkerGroup": "verl.single_controller"},
     "verl.single_controller.base.decorator": {
         "Dispatch": "verl.single_controller",
         "Execute": "verl.single_controller",
@@ -76,22 +92,23 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
 }
 
 
+def find_old_name(path: str, name: str) -> Any:
+    """What the table has for `name` at the old `path`; to be called from a module's `__getattr__`."""
+    entry = OLD_PATHS[path][name]
+    module, new_name = entry if isinstance(entry, tuple) else (entry, name)
+    warnings.warn(f"{path}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(module), new_name)
+
+
 class _OldModule(ModuleType):
     """Looks its names up in the table."""
 
     def __getattr__(self, name: str) -> Any:
         names = OLD_PATHS[self.__name__]
-        if name not in names:
-            known = ", ".join(sorted(names)) or "only submodules"
-            raise AttributeError(
-                f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
-            )
-        entry = names[name]
-        module, new_name = entry if isinstance(entry, tuple) else (entry, name)
-        warnings.warn(
-            f"{self.__name__}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=2
-        )  # fmt: skip
-        return getattr(importlib.import_module(module), new_name)
+        if name in names:
+            return find_old_name(self.__name__, name)
+        known = ", ".join(sorted(names)) or "only submodules"
+        raise AttributeError(f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}.")
 
 
 class _OldModuleLoader:

@@ -5,6 +5,7 @@ where a view allows it, or says that it works in place. What a caller gets wrong
 """
 
 import copy
+import importlib
 import itertools
 import math
 import os
@@ -21,13 +22,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from verl.utils.column_dicts import (
-    leading_sizes,
-    object_column,
-    union_dict,
-    union_numpy_dict,
-    union_tensor_dict,
-)
+from verl.utils.column_dicts import leading_sizes, object_column, union_dict, union_numpy_dict, union_tensor_dict
 from verl.utils.pickling import pack_tensor, unpack_tensor
 
 Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor  # int, or bool of length B
@@ -391,6 +386,13 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     batch: Any = None if x[0].batch is None else torch.stack([item.batch for item in x])  # pyright: ignore
     objects = {key: object_column(item.non_tensor_batch[key] for item in x) for key in x[0].non_tensor_batch}
     return DataProto(batch=batch, non_tensor_batch=objects)
+
+
+def __getattr__(name: str) -> Any:
+    compat = importlib.import_module("verl.compat")
+    if name in compat.OLD_PATHS[__name__]:
+        return compat.find_old_name(__name__, name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def _pick(mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:

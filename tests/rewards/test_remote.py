@@ -12,6 +12,7 @@ import pytest
 from tests.rewards.batches import CharTokenizer, make_batch
 from verl.config.load import config_from_dict
 from verl.rewards.build import build_code_runner, build_reward, build_reward_function
+from verl.rewards.compat_score import default_compute_score
 from verl.rewards.managers import NaiveRewardManager
 from verl.rewards.remote import JsonClient, Judge, JudgeSettings, Requests, SandboxService
 from verl.rewards.rules import with_options
@@ -273,6 +274,18 @@ def test_code_runs_in_the_service(serve):
     assert (body["language"], body["run_timeout"], body["memory_limit_MB"]) == ("python", 4.0, 256)
     again = pickle.loads(pickle.dumps(make_service(service.url)))
     assert again.run("x = 1", ["assert x == 1"]).passed == [True]
+
+
+def test_rules_by_verls_parameters(serve):
+    service, held = serve(run_code), threading.Semaphore(1)
+    for _ in range(2):
+        result = default_compute_score("mbpp", "def f(x):\n    return 2", MBPP, None, service.url, held, 300)
+        assert result == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
+    assert [body["memory_limit_MB"] for _, _, body, _ in service.requests] == [300, 300]
+    assert held.acquire(blocking=False), "given back"
+    assert default_compute_score("openai/gsm8k", "#### 4", "4", sandbox_fusion_url="http://127.0.0.1:9") == 1.0
+    assert default_compute_score("openai/gsm8k", "it is 4", "4", method="flexible") == 1.0
+    assert NaiveRewardManager(CharTokenizer(), 0, default_compute_score).by_rule
 
 
 def test_a_late_program_and_a_broken_service(serve):

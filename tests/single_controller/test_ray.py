@@ -13,6 +13,7 @@ import ray
 
 from tests.single_controller import workers
 from verl.single_controller import calls
+from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.ray import (
     RUNTIME_ENV,
     RayClassWithInitArgs,
@@ -111,6 +112,14 @@ def test_groups_in_verls_form(pools):
     assert theirs.isdisjoint(pid for pid, _ in pools["whole"].start("other", workers.Other).process())
     with pytest.raises(ConfigError, match=r"No roles \['critic'\]"):
         pools["spawned"].spawn({"critic"})
+
+
+def test_a_future_of_verls_form_waits_for_object_references(pools):
+    future = DataProtoFuture.concat([ray.put(workers.rows(3)), ray.put(workers.rows(1, start=3))])
+    parts = future.chunk(2)
+    assert [part.get().batch["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    group = pools["whole"].start("counter", workers.Counter)
+    assert group.double(parts[1]).batch["y"].tolist() == [4, 6]
 
 
 def test_one_rank_raises_and_the_group_lives_on(pools):

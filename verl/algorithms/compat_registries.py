@@ -1,6 +1,6 @@
 """The registries of verl 0.5's `core_algos`: dictionaries of functions by its signatures, over the registries here."""
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -9,8 +9,7 @@ from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss, padded_signature
 from verl.algorithms.policy_losses import policy_losses
-from verl.utils.errors import ConfigError
-from verl.utils.registry import Registry
+from verl.utils.registry import RegistryDict, plain
 
 Function = Callable[..., Any]
 
@@ -43,39 +42,6 @@ _ESTIMATORS: dict[str, Function] = {
 }
 
 
-class _View(MutableMapping[str, Function]):
-    """Names to functions of verl's signature. What is set here is registered, and known to the trainer."""
-
-    def __init__(
-        self, registry: Registry[Any], wrap: Callable[[Function], Any], show: Callable[[str], Function]
-    ) -> None:
-        self._registry, self._wrap, self._show = registry, wrap, show
-
-    def __getitem__(self, name: str) -> Function:
-        if name not in self._registry:
-            raise KeyError(name)
-        return self._show(_plain(name))
-
-    def __setitem__(self, name: str, function: Function) -> None:
-        name = _plain(name)
-        if name in self._registry and self._show(name) is function:
-            return
-        self._registry.register(name)(self._wrap(function))
-
-    def __delitem__(self, name: str) -> None:
-        raise ConfigError(f"What is registered stays; '{name}' cannot be deleted. Register yours by another name.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._registry)
-
-    def __len__(self) -> int:
-        return len(list(self._registry))
-
-
-def _plain(name: str) -> str:
-    return name.value if isinstance(name, Enum) else name
-
-
 def _estimator(name: str) -> Function:
     if name in _ESTIMATORS:
         return _ESTIMATORS[name]
@@ -94,8 +60,8 @@ def _estimator(name: str) -> Function:
     return by_names
 
 
-POLICY_LOSS_REGISTRY = _View(policy_losses, PaddedPolicyLoss, padded_signature)
-ADV_ESTIMATOR_REGISTRY = _View(advantage_estimators, PaddedEstimator, _estimator)
+POLICY_LOSS_REGISTRY = RegistryDict(policy_losses, PaddedPolicyLoss, padded_signature)
+ADV_ESTIMATOR_REGISTRY = RegistryDict(advantage_estimators, PaddedEstimator, _estimator)
 
 
 def register_policy_loss(name: str) -> Callable[[Function], Function]:
@@ -126,5 +92,5 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Functi
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Function:
     """The estimator by that signature. ConfigError (a ValueError) for an unknown name."""
-    advantage_estimators.get(_plain(name_or_enum))
+    advantage_estimators.get(plain(name_or_enum))
     return ADV_ESTIMATOR_REGISTRY[name_or_enum]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.protocol import DataProto
@@ -20,20 +21,23 @@ def collate(items: Sequence[dict[str, Any]]) -> DataProto:
     dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of `raw_prompt_ids`.
     """
     rows = [_with_prompt_ids(item) for item in items]
-    keys = rows[0].keys()
-    for row in rows:
-        if row.keys() != keys:
+    return DataProto.from_single_dict(columns_of(rows))
+
+
+def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Items by column: tensors of equal shape stacked to (B, ...), everything else as an object array (B,)."""
+    keys = data_list[0].keys()
+    for item in data_list:
+        if item.keys() != keys:
             raise DataError(
-                f"All items of a dataset must have the same keys; these are not in all: {row.keys() ^ keys}."
+                f"All items of a dataset must have the same keys; these are not in all: {item.keys() ^ keys}."
             )
-    tensors, objects = {}, {}
+    columns: dict[str, torch.Tensor | np.ndarray] = {}
     for key in keys:
-        values = [row[key] for row in rows]
-        if all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
-            tensors[key] = torch.stack(values)
-        else:
-            objects[key] = object_column(values)
-    return DataProto.from_dict(tensors=tensors, non_tensors=objects)
+        values = [item[key] for item in data_list]
+        stacks = all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values)
+        columns[key] = torch.stack(values) if stacks else object_column(values)
+    return columns
 
 
 def _with_prompt_ids(item: dict[str, Any]) -> dict[str, Any]:

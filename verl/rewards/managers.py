@@ -7,13 +7,18 @@ from verl.protocol import DataProto
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.manager import NaiveRewardManager, RewardManager, Sample, Scores
 from verl.rewards.processes import ProcessFunction
-from verl.rewards.registry import get_reward_manager_cls, register_reward_manager, reward_managers
+from verl.rewards.registry import (
+    REWARD_MANAGER_REGISTRY,
+    get_reward_manager_cls,
+    register_reward_manager,
+    reward_managers,
+)
 from verl.rewards.sandbox.runner import count_cores
 from verl.utils.errors import ConfigError, RewardError
 
 __all__ = [
-    "BatchRewardManager", "DAPORewardManager", "NaiveRewardManager", "PrimeRewardManager", "get_reward_manager_cls",
-    "register_reward_manager", "reward_managers",
+    "REWARD_MANAGER_REGISTRY", "BatchRewardManager", "DAPORewardManager", "NaiveRewardManager", "PrimeRewardManager",
+    "get_reward_manager_cls", "register_reward_manager", "reward_managers",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` an
 from collections.abc import Callable
 from typing import Any
 
-from verl.utils.registry import Registry, T
+from verl.utils.registry import Registry, RegistryDict, T
 
 Rule = Callable[..., "float | dict[str, Any]"]
 
@@ -40,3 +40,4 @@ reward_managers: Registry[Callable[..., Any]] = Registry("reward manager")
 # Under the names that verl 0.5 gives them.
 register_reward_manager = reward_managers.register
 get_reward_manager_cls = reward_managers.get
+REWARD_MANAGER_REGISTRY = RegistryDict(reward_managers, lambda kind: kind, reward_managers.get)

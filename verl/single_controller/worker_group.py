@@ -10,6 +10,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.calls import GroupFuture, Lost, Ranks
+from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dealing import Dealt
 from verl.single_controller.dispatch import (
     Arguments,
@@ -198,9 +199,10 @@ class WorkerGroup:
         rank that has it to those that take it; otherwise futures are read, joined and dealt again."""
         values = (*args, *kwargs.values())
         futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
-        if not futures or not plan.materialize_futures:
+        read_here = any(isinstance(value, DataProto | Dealt | DataProtoFuture) for value in values)
+        if not plan.materialize_futures:
             return mode.split(num_shares, args, kwargs)
-        if mode.takes_any_deal and not any(isinstance(value, DataProto | Dealt) for value in values):
+        if futures and mode.takes_any_deal and not read_here:
             found = {key: future.handed_on(self._ranks) for key, future in futures.items()}
             handed_on = {
                 key: dealt for key, dealt in found.items() if dealt is not None and len(dealt[0]) == num_shares
@@ -256,7 +258,7 @@ def _collect(mode: DispatchMode, undo: Any, outputs: list[Any]) -> Any:
 
 
 def _resolved(value: Any) -> Any:
-    return value.result() if isinstance(value, GroupFuture) else value
+    return value.get() if isinstance(value, GroupFuture | DataProtoFuture) else value
 
 
 def start_role(

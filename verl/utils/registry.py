@@ -1,8 +1,9 @@
 """One kind of registry for everything a user may add by a decorator."""
 
 import difflib
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, MutableMapping
+from enum import Enum
+from typing import Any, Generic, TypeVar
 
 from verl.utils.errors import ConfigError
 
@@ -43,3 +44,35 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+class RegistryDict(MutableMapping[str, Any]):
+    """A registry as a dictionary, as verl 0.5 has them: `show(name)` is what stands there, `wrap` of what is set is
+    registered."""
+
+    def __init__(self, registry: Registry[Any], wrap: Callable[[Any], Any], show: Callable[[str], Any]) -> None:
+        self._registry, self._wrap, self._show = registry, wrap, show
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._registry:
+            raise KeyError(name)
+        return self._show(plain(name))
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        name = plain(name)
+        if name not in self._registry or self._show(name) is not entry:
+            self._registry.register(name)(self._wrap(entry))
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError(f"What is registered stays; '{name}' cannot be deleted. Register yours by another name.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry)
+
+    def __len__(self) -> int:
+        return len(list(self._registry))
+
+
+def plain(name: str) -> str:
+    """The text of a name that may be a member of an Enum."""
+    return name.value if isinstance(name, Enum) else name

@@ -1,0 +1,57 @@
+"""Prompts by verl 0.5's dataset class, for datasets of users that extend it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.config import DataConfig
+from verl.config.keys import flatten, owner_of
+from verl.data.rl_dataset import RLDataset
+from verl.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RLHFDataset(RLDataset):
+    """`RLDataset` with padded prompts: an item also has `input_ids`, `attention_mask` and `position_ids`, (P,) int64.
+
+    The prompt stands at the right end of its `max_prompt_length` columns. `config` is the section `data`, or a mapping
+    with some of its keys; the others have their defaults.
+    """
+
+    def __init__(
+        self,
+        data_files: Any,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: DataConfig | Mapping[str, Any],
+        processor: Any = None,
+        split: str = "train",
+    ) -> None:
+        if processor is not None:
+            raise DataError("A processor is for images and videos, which are not read in this version. Give None.")
+        super().__init__(data_files, tokenizer, _section(config), split=split)
+        self.processor = processor
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = super().__getitem__(item)
+        ids = torch.tensor(row["raw_prompt_ids"], dtype=torch.int64)
+        start = self.config.max_prompt_length - len(ids)
+        padding: Any = self.tokenizer.pad_token_id
+        if start and padding is None:
+            raise DataError("The tokenizer has no pad_token, which fills short prompts. Set tokenizer.pad_token.")
+        mask = torch.arange(self.config.max_prompt_length) >= start
+        input_ids = torch.full((len(mask),), padding or 0).masked_scatter_(mask, ids)
+        position_ids = (mask.cumsum(0) - 1).clamp_(min=0)
+        return {"input_ids": input_ids, "attention_mask": mask.long(), "position_ids": position_ids, **row}
+
+
+def _section(config: DataConfig | Mapping[str, Any]) -> DataConfig:
+    if isinstance(config, DataConfig):
+        return config
+    section = DataConfig()
+    for path, value in flatten(config, DataConfig).items():
+        owner, name = owner_of(section, path)
+        setattr(owner, name, value)
+    return section
