@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from verl.utils.column_dicts import leading_sizes, object_column, union_dict, union_numpy_dict, union_tensor_dict
-from verl.utils.pickling import pack_tensor, unpack_tensor
+from verl.utils.pickling import pack_tensor_dict, unpack_tensor_dict
 
 Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor  # int, or bool of length B
 Keys: TypeAlias = Sequence[str] | None
@@ -75,10 +75,7 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Plain pickle: only the bytes of these rows, as numpy arrays, which protocol 5 hands over without a copy."""
-        batch: Any = self.batch
-        if batch is not None:
-            batch = ({key: pack_tensor(value) for key, value in batch.items()}, tuple(batch.batch_size), batch.device)
-        return _rebuild, (type(self), batch, self.non_tensor_batch, self.meta_info)
+        return _rebuild, (type(self), pack_tensor_dict(self.batch), self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
         """Raise ValueError unless all columns have the same number of rows."""
@@ -116,9 +113,8 @@ class DataProto:
         auto_padding: bool = False,
     ) -> "DataProto":
         """Columns by name. Lists become 1-D object arrays; the first `num_batch_dims` sizes of tensors must agree."""
-        batch: Any = None
-        if tensors:
-            batch = TensorDict(dict(tensors), batch_size=leading_sizes(tensors, num_batch_dims))  # pyright: ignore
+        columns: Any = dict(tensors or {})
+        batch: Any = TensorDict(columns, leading_sizes(columns, num_batch_dims)) if columns else None
         objects = {k: v if isinstance(v, np.ndarray) else object_column(v) for k, v in (non_tensors or {}).items()}
         meta = dict(meta_info or {}) | ({DataProtoConfig.auto_padding_key: True} if auto_padding else {})
         return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)
@@ -134,9 +130,7 @@ class DataProto:
     ) -> "DataProto":
         """The named columns and meta entries, None meaning all. Tensors are shared unless `deepcopy`."""
         self._require(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        batch: Any = self.batch
-        if batch is not None:
-            batch = batch.select(*(batch.keys() if batch_keys is None else batch_keys))
+        batch: Any = None if self.batch is None else self.batch.select(*_pick(self._tensors(), batch_keys))
         objects = _pick(self.non_tensor_batch, non_tensor_batch_keys)
         selected = type(self)(batch=batch, non_tensor_batch=objects, meta_info=_pick(self.meta_info, meta_info_keys))
         return copy.deepcopy(selected) if deepcopy else selected
@@ -321,8 +315,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Print rows and MiB; of objects only their own size, not what they point to."""
-        tensors: Any = () if self.batch is None else self.batch.values()
-        tensor_mib = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
+        tensor_mib = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values()) / 2**20
         object_mib = sum(sys.getsizeof(x) for column in self.non_tensor_batch.values() for x in column.flat) / 2**20
         print(f"{prefix}{len(self)} rows, {tensor_mib:.3f} MiB of tensors, {object_mib:.3f} MiB of objects", flush=True)
 
@@ -400,18 +393,8 @@ def _pick(mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
 
 
 def _rebuild(kind: type[DataProto], packed: Any, objects: Any, meta: Any) -> DataProto:
-    batch: Any = None
-    if packed is not None:
-        columns, sizes, device = packed
-        batch = TensorDict(
-            {key: unpack_tensor(column) for key, column in columns.items()}, batch_size=sizes, device=device
-        )
-    return kind(batch=batch, non_tensor_batch=objects, meta_info=meta)
-
-
-def _share(data: DataProto) -> tuple[Any, ...]:
-    return type(data), (data.batch, data.non_tensor_batch, data.meta_info)
+    return kind(unpack_tensor_dict(packed), objects, meta)
 
 
 # Queues and pipes of torch.multiprocessing keep torch's own reductions: tensors in shared memory travel as a handle.
-ForkingPickler.register(DataProto, _share)
+ForkingPickler.register(DataProto, lambda data: (type(data), (data.batch, data.non_tensor_batch, data.meta_info)))

@@ -3,7 +3,7 @@
 Padded (B, R) tensors in, aggregated numbers out. Each is one call into this room.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,10 @@ from verl.algorithms.group_advantages import (
     opo,
     passk_advantages,
     reinforce_plus_plus_baseline,
-    rloo_advantages,
+    rloo,
 )
-from verl.algorithms.kl import AdaptiveKLController as AdaptiveKLController
-from verl.algorithms.kl import FixedKLController as FixedKLController
-from verl.algorithms.kl import get_kl_controller as get_kl_controller
-from verl.algorithms.kl import kl_penalty as kl_penalty
-from verl.algorithms.masked import agg_loss as agg_loss
-from verl.algorithms.masked import aggregation_weights, masked_mean
-from verl.algorithms.padded import Scalar, padded_loss, padded_signature
+from verl.algorithms.masked import agg_loss, aggregation_weights
+from verl.algorithms.padded import Scalar, mean_of, padded_loss, padded_signature
 from verl.algorithms.reinforce import reinforce_plus_plus, remax
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.utils.errors import ConfigError
@@ -77,29 +72,26 @@ def compute_grpo_passk_outcome_advantage(
     return _on_tokens(advantages, response_mask)
 
 
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """(advantages, returns) of `group_advantages.rloo`; nothing is divided by, so `epsilon` is not read."""
-    return _on_tokens(rloo_advantages(*_scores_and_group(token_level_rewards, index)), response_mask)
+def _by_index(estimator: Callable[[AdvantageInputs], Advantages]) -> Callable[..., Advantages]:
+    def compute(
+        token_level_rewards: Float[Tensor, "B R"],
+        response_mask: Shaped[Tensor, "B R"],
+        index: Index,
+        epsilon: float = 1e-6,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Advantages:
+        _, group = _scores_and_group(token_level_rewards, index)
+        return estimator(AdvantageInputs(token_level_rewards, response_mask, group=group))
+
+    compute.__name__ = compute.__qualname__ = f"compute_{estimator.__name__}_outcome_advantage"
+    compute.__doc__ = f"(advantages, returns) of `{estimator.__name__}`; `epsilon` is not read.\n\n{estimator.__doc__}"
+    return compute
 
 
-def compute_opo_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """(advantages, returns) of `group_advantages.opo`; `epsilon` is not read."""
-    _, group = _scores_and_group(token_level_rewards, index)
-    return opo(AdvantageInputs(token_level_rewards, response_mask, group=group))
+compute_rloo_outcome_advantage = _by_index(rloo)
+compute_opo_outcome_advantage = _by_index(opo)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _by_index(reinforce_plus_plus_baseline)
 
 
 def compute_gpg_outcome_advantage(
@@ -115,19 +107,6 @@ def compute_gpg_outcome_advantage(
     """(advantages, returns) of `group_advantages.gpg`; `epsilon` is not read."""
     scores, group = _scores_and_group(token_level_rewards, index)
     return _on_tokens(gpg_advantages(scores, group, f_norm=f_norm, alpha=alpha), response_mask)
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"],
-    response_mask: Shaped[Tensor, "B R"],
-    index: Index,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
-    """(advantages, returns) of `group_advantages.reinforce_plus_plus_baseline`; `epsilon` is not read."""
-    _, group = _scores_and_group(token_level_rewards, index)
-    return reinforce_plus_plus_baseline(AdvantageInputs(token_level_rewards, response_mask, group=group))
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
@@ -189,7 +168,7 @@ def compute_value_loss(
     output = clipped_value_loss(
         vpreds[keep], values[keep], returns[keep], weights[keep], cliprange_value=cliprange_value
     )
-    return output.loss, _mean(output.means["vf_clipfrac"])
+    return output.loss, mean_of(output.means["vf_clipfrac"])
 
 
 def compute_entropy_loss(
@@ -209,7 +188,3 @@ def _scores_and_group(
 def _on_tokens(advantages: Float[Tensor, " B"], response_mask: Shaped[Tensor, "B R"]) -> Advantages:
     tokens = torch.where(response_mask.bool(), advantages[:, None], 0.0)
     return tokens, tokens.clone()
-
-
-def _mean(values: Float[Tensor, " N"]) -> Scalar:
-    return masked_mean(values, torch.ones_like(values))

@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from verl.algorithms.advantages import AdvantageInputs
-from verl.algorithms.masked import aggregation_weights, masked_mean
+from verl.algorithms.masked import aggregation_weights
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
     PolicyLossOutput,
@@ -166,12 +166,15 @@ def padded_loss(
     inputs = PolicyLossInputs(new, old, gains, weights[keep], rows[keep], selected=selected)
     output = policy_losses.get(name)(inputs, loss_agg_mode=loss_agg_mode, **settings)
     clipfrac, kl, lower = (
-        masked_mean(output.means[mean], torch.ones_like(output.means[mean]))
-        if mean in output.means
-        else torch.zeros_like(output.loss)
+        mean_of(output.means[mean]) if mean in output.means else torch.zeros_like(output.loss)
         for mean in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
     )
     return output.loss, clipfrac, kl, lower
+
+
+def mean_of(values: Float[Tensor, " N"]) -> Scalar:
+    """Of no values 0."""
+    return values.sum() / max(len(values), 1)
 
 
 class PaddedEstimator:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 
 def pack_tensor(value: Any) -> Any:
@@ -25,3 +26,18 @@ def unpack_tensor(packed: Any) -> Any:
     raw, dtype, shape = packed
     # A buffer that stays the sender's (Ray's object store) is read-only: writing to it would crash, so it is copied.
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype).reshape(shape)
+
+
+def pack_tensor_dict(batch: TensorDict | None) -> Any:
+    """`pack_tensor` of every column, with batch sizes and device."""
+    if batch is None:
+        return None
+    return {key: pack_tensor(value) for key, value in batch.items()}, tuple(batch.batch_size), batch.device
+
+
+def unpack_tensor_dict(packed: Any) -> Any:
+    """Undo `pack_tensor_dict`."""
+    if packed is None:
+        return None
+    columns, sizes, device = packed
+    return TensorDict({key: unpack_tensor(column) for key, column in columns.items()}, sizes, device=device)
