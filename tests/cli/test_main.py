@@ -87,8 +87,8 @@ def test_a_dry_run_is_the_plan(called, argv):
 
 
 def test_a_yaml_file_is_hydras_two_options(called):
-    cli.main(["plan", "runs/small.yaml", "a=1"])
-    assert called == [("verl.diagnostics.plan", ["--config-path", "runs", "--config-name", "small", "a=1"])]
+    cli.main(["plan", "--json", "runs/small.yaml", "a=1"])
+    assert called == [("verl.diagnostics.plan", ["--json", "--config-path", "runs", "--config-name", "small", "a=1"])]
 
 
 def test_merge_needs_no_backend(called):

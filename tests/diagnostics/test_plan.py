@@ -1,6 +1,7 @@
 """Plans of runs that users make: plausible for known models, quick, without a weight, and with advice that is true."""
 
 import copy
+import json
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ GIB = 2**30
 OFFLOADED = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
 LORA = "actor_rollout_ref.model.lora_rank=32"
 ONE = ("trainer.n_gpus_per_node=1", "data.train_batch_size=64")
+TWO_UPDATES = "actor_rollout_ref.actor.ppo_epochs=2"
 TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
 
 
@@ -70,21 +72,27 @@ def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: 
 @pytest.mark.parametrize(
     ("model", "overrides", "device_gib"),
     [
-        (LLAMA_70B, (), 80),
+        (LLAMA_70B, (), "H100"),
+        (LLAMA_70B, ("algorithm.adv_estimator=gae",), 48),
+        (LLAMA_70B, (LORA, "actor_rollout_ref.actor.use_kl_loss=True"), 48),
         (QWEN_7B, (*ONE, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536"), "H200"),
         (QWEN_7B, (*ONE, LORA, "actor_rollout_ref.model.enable_gradient_checkpointing=False", TOKENS), 80),
         (QWEN_7B, ("actor_rollout_ref.rollout.num_pages=200000",), 80),
+        (QWEN_7B, ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1000000", TWO_UPDATES), 48),
+        (QWEN_7B, ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=256",
+                   "actor_rollout_ref.actor.use_kl_loss=True"), 48),
+        (QWEN_7B, ("actor_rollout_ref.rollout.name=hf",), 80),
     ],
-    ids=["70B", "passes too large", "not checkpointed", "too many pages"],
-)
+    ids=["70B", "70B, critic", "70B, LoRA", "passes too large", "not checkpointed",
+         "too many pages", "log-probs", "rows of the reference", "hf"],
+)  # fmt: skip
 def test_advice_makes_it_fit(tmp_path: Path, model: PreTrainedConfig, overrides: tuple[str, ...], device_gib):
     profile = profile_memory(make_config(tmp_path, model, *overrides), device_gib=device_gib)
     assert not profile.fits
     assert profile.advice
-    for advice in profile.advice[:1]:
-        changed = [change.replace("=None", "=null") for change in advice.changes]
-        again = profile_memory(make_config(tmp_path, model, *overrides, *changed), device_gib=device_gib)
-        assert again.fits, changed
+    for advice in profile.advice:
+        again = profile_memory(make_config(tmp_path, model, *overrides, *advice.changes), device_gib=device_gib)
+        assert again.fits, advice.changes
         assert again.plan.worst.device_bytes == advice.plan.worst.device_bytes
         assert " ".join(advice.changes) in str(profile)
 
@@ -236,7 +244,16 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
     model = f"actor_rollout_ref.model.path={tmp_path}"
     assert command.main(["--device-gib", "H100", *words, model]) == 0
     assert "It fits" in capsys.readouterr().out
-    assert command.main(["--device-gib", "12", *words, model]) == 2
+    assert command.main(["--device-gib", "12", "--json", *words, model]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"]
+    assert told["device_size"] == 12 * GIB
+    assert told["device"] == max(phase["device"] for phase in told["phases"]) == max(
+        sum(phase["parts"].values()) for phase in told["phases"]
+    )  # fmt: skip
+    assert told["ranks"] == {"actor": list(range(8))}
+    assert told["advice"][0]["device"] <= 12 * GIB
+    assert command.main(["--device-gib", "12", *words, model, *told["advice"][0]["changes"]]) == 0
     assert command.main(["--device-gib", "H1000", *words, model]) == 1
     assert "Nearest known: H100" in capsys.readouterr().err
     with pytest.raises(ModelError):

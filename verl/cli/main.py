@@ -65,10 +65,10 @@ def _unknown(argv: list[str]) -> str:
 
 
 def _with_files(argv: list[str]) -> list[str]:
-    """`folder/name.yaml` as Hydra's two options."""
+    """`folder/name.yaml` as Hydra's two options, unless it follows one of them."""
     arguments = []
     for before, argument in zip(["", *argv], argv):
-        path, is_value = Path(argument), before.startswith("-") and "=" not in before
+        path, is_value = Path(argument), before in ("--config-name", "-cn")
         if path.suffix in (".yaml", ".yml") and "=" not in argument and not is_value:
             arguments += ["--config-path", str(path.parent), "--config-name", path.stem]
         else:

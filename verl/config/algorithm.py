@@ -54,6 +54,11 @@ class RolloutCorrectionConfig:
         False, "old log-probs are the rollout's own: the policy loss's ratio corrects, and no pass recomputes them"
     )
 
+    @property
+    def changes_update(self) -> bool:
+        """Whether the update weighs or rejects what the rollout drew, which takes the trainer's own old log-probs."""
+        return any(asked is not None for asked in (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold))
+
 
 @dataclass(kw_only=True, slots=True)
 class FilterGroupsConfig:

@@ -24,21 +24,27 @@ def validate(
     not available in this version is a line of the log as well: nothing will run.
     """
     keys = keys_of(type(config))
-    missing: list[str] = []
-    problems = [problem for key in keys.values() for problem in _problems_of_value(config, key)]
-    if not problems:  # rules take it that every single value is in its range
-        missing = [problem for key in keys.values() for problem in _not_available(config, key)]
-        problems = [*([] if only_to_plan else missing), *(problem for rule in rules for problem in rule(config))]
+    problems = contradictions(config, rules, only_to_plan=only_to_plan)
     if problems:
         raise ConfigError(
             problems[0]
             if len(problems) == 1
             else f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {problem}" for problem in problems)
         )
-    for told in missing:
-        logger.warning("%s The plan takes it so; a run would end here.", told)
+    if only_to_plan:
+        for told in _not_available(config):
+            logger.warning("%s The plan takes it so; a run would end here.", told)
     for warning in (*_without_effect(config, keys), *doubts(config)):
         logger.warning(warning)
+
+
+def contradictions(config: Any, rules: Iterable[Rule] = RULES, *, only_to_plan: bool = False) -> list[str]:
+    """What cannot be honoured, one message each; see `validate`."""
+    problems = [problem for key in keys_of(type(config)).values() for problem in _problems_of_value(config, key)]
+    if not problems:  # rules take it that every single value is in its range
+        problems = [] if only_to_plan else list(_not_available(config))
+        problems += [problem for rule in rules for problem in rule(config)]
+    return problems
 
 
 def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
@@ -59,15 +65,15 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
         yield f"{key.path} must be {bounds}, got {value}."
 
 
-def _not_available(config: TrainConfig, key: Key) -> Iterator[str]:
+def _not_available(config: Any) -> Iterator[str]:
     """What is asked for and not built yet, in the sections that are read at all."""
-    value, reason, values = value_at(config, key.path), key.setting.planned, key.setting.planned_values
-    if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
-        return
-    if values and value not in values:
-        return
-    if not key.path.startswith(inactive_sections(config) if isinstance(config, TrainConfig) else ()):
-        yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={_written(key.default)}."
+    unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
+    for key in keys_of(type(config)).values():
+        value, reason, values = value_at(config, key.path), key.setting.planned, key.setting.planned_values
+        if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
+            continue
+        if (not values or value in values) and not key.path.startswith(unread):
+            yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={_written(key.default)}."
 
 
 def _violated_bounds(key: Key, value: Any) -> str | None:

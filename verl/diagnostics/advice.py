@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from verl.config import TrainConfig
-from verl.config.keys import owner_of, value_at
+from verl.config.keys import keys_of, owner_of, value_at
+from verl.config.validate import contradictions
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
+from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError
 
 # Changes made together at most, and answers given.
@@ -29,33 +31,43 @@ class Advice:
 
     def __str__(self) -> str:
         worst = self.plan.worst
-        return f"{' '.join(self.changes)}  (peak {worst.device_bytes / 2**30:.1f} GiB, {worst.role}, {worst.phase})"
+        peaks = f"peak {worst.device_bytes / GIB:.1f} GiB, {worst.role}, {worst.phase}"
+        peaks += f"; host {self.plan.host_bytes / GIB:.0f} GiB"
+        return f"{' '.join(self.changes)}  ({peaks})"
 
 
 def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[Advice]:
     """The fewest changes after which every phase fits, those that cost least first; none where none is needed, or
     where nothing helps."""
-    usable = plan.placement.usable_bytes
-    if usable is None or plan.fits:
+    if plan.placement.usable_bytes is None or plan.fits:
         return []
     assert plan.placement.device_bytes is not None
-    device_gib = plan.placement.device_bytes / 2**30
-    moves = list(_moves(config, plan))
+    device_gib = plan.placement.device_bytes / GIB
+
+    def changed(pairs: Change) -> Advice | None:
+        """The plan with these values, unless they contradict each other or the rest."""
+        again = copy.deepcopy(config)
+        for key, value in pairs:
+            _set(again, key, value)
+        if contradictions(again, only_to_plan=True):
+            return None
+        try:
+            planned = plan_memory(again, device_gib, shapes)
+        except ConfigError:  # ranks that do not divide rows or heads
+            return None
+        written = tuple(f"{key}={'null' if value is None else value}" for key, value in pairs)
+        return Advice(changes=written, plan=planned)
+
+    moves = [move for move in _moves(config, plan) if changed(move) is not None]
     for count in range(1, MOST_CHANGES + 1):
         found: list[Advice] = []
         for chosen in combinations(moves, count):
-            pairs = [pair for change in chosen for pair in change]
+            pairs = tuple(pair for change in chosen for pair in change)
             if len({key for key, _ in pairs}) < len(pairs):
                 continue
-            changed = copy.deepcopy(config)
-            for key, value in pairs:
-                setattr(*owner_of(changed, key), value)
-            try:
-                again = plan_memory(changed, device_gib, shapes)
-            except ConfigError:  # ranks and rows that do not divide
-                continue
-            if again.fits:
-                found.append(Advice(changes=tuple(f"{key}={value}" for key, value in pairs), plan=again))
+            advice = changed(pairs)
+            if advice is not None and advice.plan.fits:
+                found.append(advice)
                 if len(found) == MOST_ADVICE:
                     return found
         if found:
@@ -63,36 +75,46 @@ def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[A
     return []
 
 
+def _set(config: TrainConfig, key: str, value: object) -> None:
+    """Set a key, and those that follow it, as if the configuration were loaded with it."""
+    before = value_at(config, key)
+    setattr(*owner_of(config, key), value)
+    for other in keys_of(TrainConfig).values():
+        if other.followed == key and value_at(config, other.path) == before:
+            _set(config, other.path, value)
+
+
 def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Single changes that save memory, those that cost least first."""
-    roles = config.actor_rollout_ref
-    critic = "critic" in plan.roles
-    switches = [("actor_rollout_ref.rollout.free_cache_engine", True)]
-    models = ["actor_rollout_ref.model", *(["critic.model"] if critic else [])]
-    switches += [(f"{model}.enable_gradient_checkpointing", True) for model in models]
-    for section in ("actor_rollout_ref.actor.fsdp_config", *(["critic.model.fsdp_config"] if critic else [])):
-        switches += [(f"{section}.optimizer_offload", True)]
-    if "reference" in plan.roles:
-        switches += [("actor_rollout_ref.ref.fsdp_config.param_offload", True)]
-    for section in ("actor_rollout_ref.actor.fsdp_config", *(["critic.model.fsdp_config"] if critic else [])):
-        switches += [(f"{section}.param_offload", True)]
-    for key, value in switches:
-        if value_at(config, key) != value:
-            yield ((key, value),)
+    roles, rollout = config.actor_rollout_ref, "actor_rollout_ref.rollout"
+    models = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
+    models = {role: section for role, section in models.items() if role in plan.roles}
+    trained = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
+    trained = {role: section for role, section in trained.items() if role in plan.roles}
+    frozen = {"reference": "actor_rollout_ref.ref.fsdp_config", "reward_model": "reward_model.model.fsdp_config"}
+    frozen = {role: section for role, section in frozen.items() if role in plan.roles}
+    switches = [f"{rollout}.free_cache_engine"]
+    switches += [f"{model}.enable_gradient_checkpointing" for model in models.values()]
+    switches += [f"{section}.optimizer_offload" for section in trained.values()]
+    switches += [f"{section}.param_offload" for section in (*frozen.values(), *trained.values())]
+    for key in switches:
+        if not value_at(config, key):
+            yield ((key, True),)
     yield from _smaller_passes(config, plan)
     if roles.rollout.gpu_memory_utilization > 0.3:
-        yield (("actor_rollout_ref.rollout.gpu_memory_utilization", 0.3),)
+        yield ((f"{rollout}.gpu_memory_utilization", 0.3),)
     if roles.rollout.num_pages is not None:
-        yield (("actor_rollout_ref.rollout.num_pages", None),)
-    for model in models:
+        yield ((f"{rollout}.num_pages", None),)
+    for most in (256, 64, 16):
+        if roles.rollout.max_num_seqs > most:
+            yield ((f"{rollout}.max_num_seqs", most),)
+    for model in models.values():
         if not value_at(config, f"{model}.enable_activation_offload"):
             keys = (f"{model}.enable_gradient_checkpointing", f"{model}.enable_activation_offload")
             yield tuple((key, True) for key in keys if not value_at(config, key))
     parts = roles.rollout.tensor_model_parallel_size
-    heads = plan.roles["actor"].footprint.shape.heads
     for size in (2 * parts, 4 * parts, 8 * parts):
-        if plan.placement.ranks % size == 0 and heads % size == 0:
-            yield (("actor_rollout_ref.rollout.tensor_model_parallel_size", size),)
+        yield ((f"{rollout}.tensor_model_parallel_size", size),)
     if plan.placement.ranks == 1 and roles.actor.optim.optimizer == "AdamW" and roles.model.lora_rank == 0:
         yield (("actor_rollout_ref.actor.optim.optimizer", "AdamW8bit"),)
     if config.trainer.n_gpus_per_node is not None:
@@ -102,7 +124,7 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         for factor in MORE_RANKS:
             yield (("trainer.n_gpus_per_node", factor),)
     # The optimizer steps on the host then, which takes longest of all.
-    for section in ("actor_rollout_ref.actor.fsdp_config", *(["critic.model.fsdp_config"] if critic else [])):
+    for section in trained.values():
         if not value_at(config, f"{section}.offload_policy"):
             yield ((f"{section}.offload_policy", True),)
 
@@ -110,13 +132,11 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
 def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Half, a quarter, an eighth of the tokens that the user gave, down to a single row."""
     for phase in plan.phases:
-        if phase.passes is None or phase.passes.chosen or not phase.phase.endswith("update"):
+        if phase.passes is None or phase.passes.chosen:
             continue
-        section = "critic" if phase.role == "critic" else "actor_rollout_ref.actor"
-        role = plan.roles[phase.role]
-        least = -(-plan.batch.longest // role.sequence_ranks)
-        sizes = {max(least, phase.passes.tokens // divisor) for divisor in (2, 4, 8)}
-        for size in sorted(sizes - {phase.passes.tokens}, reverse=True):
-            key = f"{section}.ppo_max_token_len_per_gpu"
-            rows = value_at(config, f"{section}.ppo_micro_batch_size_per_gpu") is not None
-            yield ((key, size), *([(f"{section}.ppo_micro_batch_size_per_gpu", None)] if rows else []))
+        passes, work = phase.passes, phase.passes.work
+        sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)} - {passes.tokens}
+        for size in sorted(sizes, reverse=True):
+            by_rows = value_at(config, f"{work.section}.{work.rows_key}") is not None
+            rows = ((f"{work.section}.{work.rows_key}", None),) if by_rows else ()
+            yield ((f"{work.section}.{work.tokens_key}", size), *rows)

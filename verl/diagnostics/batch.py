@@ -8,7 +8,8 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """One training step. Rows are responses; `rows_a_rank` those of a mini-batch on one data-parallel rank."""
+    """One training step. Rows are responses, ranks the actor's; `rows_a_rank` are those of a mini-batch on one
+    data-parallel rank."""
 
     prompts: int
     samples: int  # of each prompt

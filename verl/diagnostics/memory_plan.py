@@ -1,20 +1,23 @@
 """The memory of a run before it starts: the peak of every phase on a device and on a host, from shapes alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from verl.checkpoint.hf import MAX_FILE_BYTES
 from verl.config import TrainConfig
 from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.placement import Placement
-from verl.diagnostics.roles import Passes, Role, micro_batch_of, roles_of
+from verl.diagnostics.roles import Passes, Role, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, plan_rollout
+from verl.engine.model_shape import ModelShape
+from verl.utils.devices import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """The worst moment of one phase. `device`: bytes by what they are for, all roles together; `host`: bytes of one
-    host beside what every process needs anyway."""
+    """The worst moment of one phase. `device`: bytes by what they are for, of all roles on the devices of `role`;
+    `host`: bytes of the fullest host beside what every process needs anyway."""
 
     role: str
     phase: str
@@ -43,6 +46,11 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
+    def host_bytes(self) -> int:
+        """The most that a host takes, beside the processes themselves."""
+        return max(phase.host for phase in self.phases)
+
+    @property
     def problems(self) -> list[str]:
         """What does not fit on a device, in words."""
         usable = self.placement.usable_bytes
@@ -52,7 +60,7 @@ class MemoryPlan:
         for phase in self.phases if usable is not None else ():
             if usable is not None and phase.device_bytes > usable:
                 found.append(
-                    f"{phase.role}, {phase.phase}: {phase.device_bytes / 2**30:.1f} GiB of {usable / 2**30:.1f} usable"
+                    f"{phase.role}, {phase.phase}: {phase.device_bytes / GIB:.1f} GiB of {usable / GIB:.1f} usable"
                 )
         return found
 
@@ -68,7 +76,7 @@ def plan_memory(
     """Plan a validated configuration for cards of `device_gib` (a size, a card's name; None: the visible device).
 
     Reads the models' config.json, and no weight. Give the same `shapes` to several plans to make modules once.
-    Raises ModelError where a model is not there, ConfigError where ranks and rows do not divide.
+    Raises ModelError where a model is not there, ConfigError where ranks do not divide rows or a model's heads.
     """
     return _Planner(config, Placement.of(config, device_gib), shapes or ModelShapes()).plan()
 
@@ -77,10 +85,11 @@ class _Planner:
     def __init__(self, config: TrainConfig, placement: Placement, shapes: ModelShapes) -> None:
         self.config = config
         self.placement = placement
-        self.batch = BatchPlan.of(config, placement.ranks)
+        self.batch = BatchPlan.of(config, len(placement.roles["actor"]))
         self.roles = roles_of(config, placement, shapes)
-        self.plain = shapes.policy(config.actor_rollout_ref.model, placement.device, is_trained=False)
-        self.rollout = self._rollout()
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+        shapes.check_tensor_parallel(model, rollout.tensor_model_parallel_size)
+        self.rollout = self._rollout(shapes.policy(model, placement.device, is_trained=False))
 
     def plan(self) -> MemoryPlan:
         return MemoryPlan(
@@ -95,95 +104,112 @@ class _Planner:
         """In the order of a run."""
         config, rollout = self.config, self.rollout
         yield from self._loading()
-        yield self._phase("actor", "rollout", rollout.parts, {})
-        rows = self.batch.rows // self.batch.data_ranks
+        yield self._phase("actor", "rollout", rollout.parts)
+        if "reward_model" in self.roles:
+            yield self._passes("reward_model", "scores")
         if reads_old_log_probs(config):
-            yield self._passes("actor", "old log-probs", rows)
+            yield self._passes("actor", "old log-probs")
         if config.needs_reference:
-            yield self._passes("reference" if "reference" in self.roles else "actor", "reference log-probs", rows)
+            yield self._passes("reference" if "reference" in self.roles else "actor", "reference log-probs")
         if config.needs_critic:
-            yield self._passes("critic", "values", rows)
-            yield self._passes("critic", "critic update", self.batch.rows_a_rank)
-        yield self._passes("actor", "actor update", self.batch.rows_a_rank)
-        actor = self.roles["actor"].footprint
-        # Shards are gathered a bucket at a time; sums with an adapter are made in fp32, one parameter after the other.
-        gathered = 0
-        if config.actor_rollout_ref.model.lora_rank > 0:
-            gathered = 2 * actor.largest_whole
-        elif self.placement.ranks > 1:
-            bucket = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
-            gathered = max(bucket, actor.largest_whole)
-        yield self._phase(
-            "actor", "weights to the rollout", {"rollout weights": rollout.weights, "gathered": gathered}, {},
-            brings_parameters=True,
-        )  # fmt: skip
+            yield self._passes("critic", "values")
+            yield self._passes("critic", "critic update")
+        yield self._passes("actor", "actor update")
+        parts = {**self._handed_over("actor"), "gathered": self._gathered()}
+        yield self._phase("actor", "weights to the rollout", parts, brings_parameters=True)
         if config.trainer.save_freq > 0:
-            for name in ("actor", "critic"):
-                if name in self.roles:
-                    yield self._checkpoint(self.roles[name])
+            yield from self._checkpoints()
 
     # ---------------------------------------------------------------- phases
 
     def _loading(self) -> Iterator[PhasePlan]:
         """Every process reads the whole model of a role on its host, then keeps its shards on the device."""
-        before: dict[str, int] = {}
+        there: dict[str, dict[str, int]] = {}  # what the roles before have on their devices
+        on_host = dict.fromkeys(self.roles, 0)
         for name, role in self.roles.items():
-            footprint = role.footprint
-            parts = {**before, f"{name} parameters": footprint.load()}
+            footprint, on_cuda = role.footprint, self.placement.on_cuda
             kept = footprint.setup.param_offload or footprint.setup.offload_policy
-            before[f"{name} parameters"] = 0 if kept else footprint.parameters
+            beside = [there[other] for other in self.placement.beside(name) if other in there]
+            parts = {part: count for each in beside for part, count in each.items()}
+            parts[f"{name} parameters"] = footprint.load()
+            there[name] = {f"{name} parameters": 0 if kept else footprint.parameters}
             if name == "actor":
-                before["rollout weights"] = self.rollout.weights
-                if not kept:
-                    parts["rollout weights"] = self.rollout.weights
-            whole = role.full_bytes if self.placement.on_cuda or footprint.setup.shards else 0
-            beside = 0 if self.placement.on_cuda else sum(parts.values())
-            host = self.placement.ranks_a_host * (whole + beside)
-            yield PhasePlan(role=name, phase="load", device=_present(parts), host=host)
+                there[name]["rollout weights"] = self.rollout.weights
+                parts["rollout weights"] = 0 if kept else self.rollout.weights
+            held = dict(on_host)
+            held[name] += role.full_bytes if on_cuda or footprint.setup.shards else 0
+            yield PhasePlan(role=name, phase="load", device=_present(parts), host=self._host(name, parts, held, there))
+            on_host[name] = footprint.parameters if kept else 0
 
-    def _passes(self, name: str, phase: str, rows: int) -> PhasePlan:
+    def _passes(self, name: str, phase: str) -> PhasePlan:
         role = self.roles[name]
         trains = phase.endswith("update")
         predict = role.footprint.update if trains else role.footprint.forward
+        awake = self._awake() if name in self.placement.beside("actor") else 0
         beside = self._beside(name, brings_parameters=True, brings_moments=trains)
         usable = self.placement.usable_bytes
-        room = None if usable is None else usable - sum(beside.values()) - self._awake()
-        passes = Passes.of(micro_batch_of(self.config, phase), role, self.batch, predict, room, rows)
-        parts = predict(passes.tokens, passes.predictions)
-        return self._phase(
-            name, phase, {**parts, "rollout, awake": self._awake()}, {}, brings_parameters=True, brings_moments=trains,
-            passes=passes,
-        )  # fmt: skip
+        room = None if usable is None else usable - sum(beside.values()) - awake
+        passes = Passes.of(work_of(self.config, self.batch, phase), role, predict, room)
+        parts = {**predict(passes.tokens, passes.predictions), "rollout, awake": awake}
+        return self._phase(name, phase, parts, brings_parameters=True, brings_moments=trains, passes=passes)
 
-    def _checkpoint(self, role: Role) -> PhasePlan:
-        """Shards with their moments on the device, one parameter whole after the other; copies of them on the host."""
-        footprint = role.footprint
-        copies = footprint.parameters + footprint.moments
-        return self._phase(
-            role.name, "checkpoint", {"one parameter": footprint.largest_whole}, {"copies": copies},
-            brings_parameters=True, brings_moments=True,
-        )  # fmt: skip
+    def _checkpoints(self) -> Iterator[PhasePlan]:
+        """Shards with their moments come to the device, and to the host one after the other; or copies of all of them,
+        which stay until they are written (`trainer.async_save`)."""
+        actor, critic = self.config.actor_rollout_ref, self.config.critic
+        saved = [("actor", actor.model.lora_rank, actor.actor.checkpoint)]
+        if self.config.needs_critic:
+            saved.append(("critic", critic.model.lora_rank, critic.checkpoint))
+        held = dict.fromkeys(self.roles, 0)
+        for name, lora_rank, checkpoint in saved:
+            footprint, contents = self.roles[name].footprint, checkpoint.save_contents
+            moments = footprint.moments if "optimizer" in contents else 0
+            # Adapters are written at once.
+            copies = moments + (0 if lora_rank > 0 else footprint.parameters)
+            largest = footprint.largest_whole // footprint.setup.shard_ranks
+            held[name] = copies if self.config.trainer.async_save else largest
+            parts, once = self._handed_over(name), 0
+            if "hf_model" in contents:  # one parameter whole after the other; the first rank writes files of them
+                parts["one parameter"] = footprint.largest_whole
+                once = 2 * min(MAX_FILE_BYTES, 4 * footprint.shape.numel)
+            yield self._phase(name, "checkpoint", parts, held, once, brings_parameters=True, brings_moments=True)
+            if not self.config.trainer.async_save:
+                held[name] = 0
 
     # ---------------------------------------------------------------- terms
 
     def _phase(
-        self, role: str, phase: str, parts: dict[str, int], host: dict[str, int], *, brings_parameters: bool = False,
-        brings_moments: bool = False, passes: Passes | None = None,
+        self, role: str, phase: str, parts: dict[str, int], on_host: Mapping[str, int] | None = None,
+        once_on_host: int = 0, *, brings_parameters: bool = False, brings_moments: bool = False,
+        passes: Passes | None = None,
     ) -> PhasePlan:  # fmt: skip
+        """`parts`: on each device of the role beside what lies there; `on_host`: of each process of a role, beside what
+        is off-loaded."""
         beside = self._beside(role, brings_parameters=brings_parameters, brings_moments=brings_moments)
         device = _present({**beside, **parts})
-        on_host = sum(each.footprint.on_host for each in self.roles.values()) + sum(host.values())
+        held = {name: each.footprint.on_host + (on_host or {}).get(name, 0) for name, each in self.roles.items()}
+        others = {name: {"": each.footprint.resident} for name, each in self.roles.items()}
+        others["actor"]["rollout"] = self._awake()
+        host = self._host(role, device, held, others) + once_on_host
+        return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
+
+    def _host(
+        self, role: str, device: Mapping[str, int], held: Mapping[str, int], there: Mapping[str, Mapping[str, int]]
+    ) -> int:
+        """Of the fullest host. A CPU's devices are its hosts: also what the roles on other ranks have `there`."""
+        total = dict(held)
         if not self.placement.on_cuda:
-            on_host += sum(device.values())
-        return PhasePlan(
-            role=role, phase=phase, device=device, host=self.placement.ranks_a_host * on_host, passes=passes
-        )
+            total[role] += sum(device.values())
+            for name in there.keys() - self.placement.beside(role):
+                total[name] += sum(there[name].values())
+        return self.placement.fullest_host(total)
 
     def _beside(self, role: str, *, brings_parameters: bool, brings_moments: bool) -> dict[str, int]:
-        """Parameters and moments of all roles that lie on the device in a phase of `role`."""
+        """Parameters and moments of all roles that lie on the devices of `role` in one of its phases."""
         parts: dict[str, int] = {}
-        for name, each in self.roles.items():
-            footprint, setup, own = each.footprint, each.footprint.setup, name == role
+        for name in self.placement.beside(role):
+            footprint, own = self.roles[name].footprint, name == role
+            setup = footprint.setup
             if not setup.offload_policy:
                 if not setup.param_offload or (own and brings_parameters):
                     parts[f"{name} parameters"] = footprint.parameters
@@ -191,34 +217,54 @@ class _Planner:
                     parts[f"{name} moments"] = footprint.moments
         return parts
 
-    def _awake(self) -> int:
-        """Of the rollout engine while others compute."""
-        if self.config.actor_rollout_ref.rollout.free_cache_engine:
+    def _gathered(self) -> int:
+        """Two buckets of whole tensors, see `verl.weight_sync.shards`: in the engine's dtype from shards, in fp32 where
+        adapters are merged in."""
+        model, rollout = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.rollout
+        footprint, merges = self.roles["actor"].footprint, model.lora_rank > 0
+        if footprint.setup.shard_ranks == 1 and not merges:
             return 0
+        width = 4 if merges else self.rollout.itemsize
+        weights = [weight for weight in footprint.shape.weights if weight.in_layer or not merges]
+        largest = width * max(weight.numel() for weight in weights)
+        # A bucket counts what its tensors will be.
+        bucket = (rollout.update_weights_bucket_megabytes << 20) * width // self.rollout.itemsize
+        return 2 * min(max(bucket, largest), width * footprint.shape.numel)
+
+    def _awake(self) -> int:
+        """Of the rollout engine while others compute. Asleep, it keeps its weights on a CPU alone."""
+        if self.config.actor_rollout_ref.rollout.free_cache_engine:
+            return 0 if self.placement.on_cuda else self.rollout.weights
         return self.rollout.weights + self.rollout.page_memory
 
-    def _rollout(self) -> RolloutPlan:
+    def _handed_over(self, role: str) -> dict[str, int]:
+        """Of the rollout engine beside a phase of `role` from the hand-over to the next generation."""
+        if role not in self.placement.beside("actor"):
+            return {}
+        pages = 0 if self.config.actor_rollout_ref.rollout.free_cache_engine else self.rollout.page_memory
+        return {"rollout weights": self.rollout.weights, "pages": pages}
+
+    def _rollout(self, plain: ModelShape) -> RolloutPlan:
         setup = self.roles["actor"].footprint.setup
         beside = self._beside("actor", brings_parameters=False, brings_moments=False)
         usable = self.placement.usable_bytes
-        rollout = self.config.actor_rollout_ref.rollout
+        model, rollout = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.rollout
         return plan_rollout(
             rollout,
-            self.plain,
+            plain,
             self.batch,
             on_cuda=self.placement.on_cuda,
-            aliases=not self.placement.on_cuda
-            and not setup.shards
-            and self.config.actor_rollout_ref.model.lora_rank == 0,
+            aliases=not self.placement.on_cuda and not setup.shards and model.lora_rank == 0,
             room=None if usable is None else usable - sum(beside.values()),
         )
 
 
 def reads_old_log_probs(config: TrainConfig) -> bool:
     """As `PPOTrainer.needs_old_log_probs`, for a trainer that nobody has changed."""
-    actor = config.actor_rollout_ref.actor
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
-    return config.algorithm.use_kl_in_reward or not one_update
+    reads_before = config.algorithm.use_kl_in_reward or correction.changes_update
+    return not correction.bypass_mode and (reads_before or not one_update)
 
 
 def _present(parts: dict[str, int]) -> dict[str, int]:

@@ -1,16 +1,21 @@
 """The shapes of a run's models, from their config.json alone: modules on the meta device, no weight is read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from verl.config import CriticModelConfig, ModelConfig
+from verl.config import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
 from verl.models.load import _torch_dtype, load_model_config
-from verl.workers.trained import add_adapters, parameter_dtype
+from verl.models.reward_model import load_reward_config
+from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
+from verl.utils.imports import import_user_code
+from verl.workers.trained import add_adapters, frozen_dtype, parameter_dtype
 
 
 class ModelShapes:
@@ -18,6 +23,7 @@ class ModelShapes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], ModelShape] = {}
+        self._cut: set[tuple[str | None, int]] = set()
         self._footprints: dict[tuple[int, EngineSetup], EngineFootprint] = {}
 
     def footprint(self, shape: ModelShape, setup: EngineSetup) -> EngineFootprint:
@@ -26,37 +32,62 @@ class ModelShapes:
 
     def policy(self, model: ModelConfig, device: torch.device, *, is_trained: bool = True) -> ModelShape:
         """Of the actor, or with `is_trained` False of the reference. Raises ModelError for a model that is missing."""
-        return self._shape(model, device, "actor_rollout_ref.model", is_trained)
+        dtype = parameter_dtype(model, device, is_trained=is_trained)
+
+        def make() -> PreTrainedModel:
+            module = AutoModelForCausalLM.from_config(_config(model), dtype=_torch_dtype(dtype))
+            if is_trained:
+                add_adapters(module, model, "actor_rollout_ref.model")
+            return module if is_trained else module.requires_grad_(False)
+
+        return self._shape(("policy", is_trained, *_key(model, device)), make)
 
     def critic(self, model: CriticModelConfig, device: torch.device) -> ModelShape:
-        return self._shape(model, device, "critic.model", True)
+        def make() -> CriticModel:
+            body = AutoModel.from_config(_config(model), dtype=_torch_dtype(parameter_dtype(model, device)))
+            module = CriticModel(body)
+            add_adapters(body, model, "critic.model")
+            if model.lora_rank > 0 and device.type == "cuda":
+                module.value_head.float()
+            return module
 
-    def config(self, model: ModelConfig | CriticModelConfig) -> Any:
-        """The model's configuration of text."""
-        assert model.path is not None, "the configuration was checked"
-        return load_model_config(
-            model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
-        )
+        return self._shape(("critic", *_key(model, device)), make)
 
-    def _shape(
-        self, model: ModelConfig | CriticModelConfig, device: torch.device, section: str, is_trained: bool
-    ) -> ModelShape:
-        dtype = _torch_dtype(parameter_dtype(model, device, is_trained=is_trained))
-        name = (
-            section, is_trained, device.type, dtype, model.path, repr(model.override_config), model.lora_rank,
-            repr(model.target_modules), repr(model.exclude_modules),
-        )  # fmt: skip
+    def reward_model(self, model: RewardModelModelConfig, device: torch.device) -> ModelShape:
+        """Raises ModelError for what is no classifier with one label."""
+
+        def make() -> PreTrainedModel:
+            assert model.path is not None, "the configuration was checked"
+            import_user_code(model.external_lib)
+            config = load_reward_config(model.path, trust_remote_code=model.trust_remote_code)
+            module = AutoModelForSequenceClassification.from_config(config, dtype=frozen_dtype(device))
+            return module.requires_grad_(False)
+
+        return self._shape(("reward model", device.type, model.path), make)
+
+    def check_tensor_parallel(self, model: ModelConfig, size: int) -> None:
+        """Raises ConfigError where so many ranks cannot share an engine of the model."""
+        if size > 1 and (model.path, size) not in self._cut:
+            check_tensor_parallel(_config(model), size)
+            self._cut.add((model.path, size))
+
+    def _shape(self, name: tuple[Any, ...], make: Callable[[], nn.Module]) -> ModelShape:
         if name not in self._known:
-            is_critic = isinstance(model, CriticModelConfig)
-            maker: Any = AutoModel if is_critic else AutoModelForCausalLM
             with torch.device("meta"):
-                body = maker.from_config(self.config(model), dtype=dtype)
-            module = CriticModel(body) if is_critic else body
-            if is_trained:
-                add_adapters(body, model, section)
-                if is_critic and model.lora_rank > 0 and device.type == "cuda":
-                    module.value_head.float()
-            else:
-                module.requires_grad_(False)
+                module = make()
             self._known[name] = ModelShape.from_module(module)
         return self._known[name]
+
+
+def _key(model: ModelConfig | CriticModelConfig, device: torch.device) -> tuple[Any, ...]:
+    """What the shape depends on. Plans that differ in anything else share it."""
+    adapters = (model.lora_rank, repr(model.target_modules), repr(model.exclude_modules))
+    return device.type, model.path, model.dtype, repr(model.override_config), *adapters
+
+
+def _config(model: ModelConfig | CriticModelConfig) -> Any:
+    assert model.path is not None, "the configuration was checked"
+    import_user_code(model.external_lib)
+    return load_model_config(
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+    )

@@ -1,11 +1,14 @@
 """Where a run takes place: ranks, hosts, and how much memory each device has."""
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from verl.config import TrainConfig
+from verl.config.placement import ROLES, number_of_ranks, ranks_of_roles
 from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError
 from verl.utils.registry import nearest_names
@@ -23,6 +26,7 @@ FILLED_SHARE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
+    roles: Mapping[str, tuple[int, ...]]  # the ranks of every role
     ranks: int
     ranks_a_host: int
     device: torch.device  # its kind alone
@@ -41,13 +45,25 @@ class Placement:
     def hosts(self) -> int:
         return -(-self.ranks // self.ranks_a_host)
 
+    def beside(self, role: str) -> list[str]:
+        """The roles on the devices of `role`, itself included: two share all their ranks or none."""
+        return [name for name, ranks in self.roles.items() if ranks == self.roles[role]]
+
+    def fullest_host(self, held: Mapping[str, int]) -> int:
+        """Bytes of the host with most, where every process of a role holds `held[role]`."""
+        totals = Counter[int]()
+        for role, num_bytes in held.items():
+            for rank in self.roles[role]:
+                totals[rank // self.ranks_a_host] += num_bytes
+        return max(totals.values())
+
     @classmethod
     def of(cls, config: TrainConfig, device_gib: float | str | None) -> "Placement":
         """`device_gib` as `profile_memory` takes it: a size, the name of a card, or None for the visible device."""
         trainer = config.trainer
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        ranks_a_host = trainer.n_gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(launched)))
-        ranks = trainer.nnodes * trainer.n_gpus_per_node if trainer.n_gpus_per_node else launched
+        ranks = number_of_ranks(config)
+        ranks_a_host = trainer.n_gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+        known_as = {started_as: name for name, started_as in ROLES.items()}
         visible = torch.cuda.is_available() and trainer.device != "cpu"
         on_cuda = trainer.device != "cpu" and (visible or device_gib is not None or trainer.device == "cuda")
         num_bytes = None
@@ -56,6 +72,7 @@ class Placement:
         elif visible:
             num_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return cls(
+            roles={known_as[role]: tuple(numbers) for role, numbers in ranks_of_roles(config).items()},
             ranks=ranks,
             ranks_a_host=ranks_a_host,
             device=torch.device("cuda" if on_cuda else "cpu"),

@@ -1,4 +1,4 @@
-"""`python -m verl.diagnostics.plan [--device-gib GIB|CARD] key=value ...`: the memory of a run before it starts."""
+"""`python -m verl.diagnostics.plan [--device-gib GIB|CARD] [--json] key=value ...`: a run's memory before it starts."""
 
 import argparse
 import sys
@@ -12,13 +12,14 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan. 0 where it fits or the device is not known, 2 where it does not fit, 1 for what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ...")
+    parser.add_argument("--json", action="store_true", help="for programs; sizes are bytes")
     arguments, rest = parser.parse_known_args(argv)
     try:
         profile = profile_memory(load_config(rest, only_to_plan=True), device_gib=arguments.device_gib)
     except VerlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    print(profile)
+    print(profile.to_json() if arguments.json else profile)
     return 2 if profile.fits is False else 0
 
 

@@ -6,13 +6,14 @@ from verl.config import TrainConfig
 from verl.diagnostics.advice import Advice, advise
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
-from verl.diagnostics.report import render
+from verl.diagnostics.report import as_json, render
 from verl.utils.errors import ConfigError
 from verl.utils.peaks import Peak, phase_peaks
 
 # The phases of a plan by the names under which engines and workers tell their peaks.
 _TOLD_AS = {
     "actor, rollout": "generation",
+    "reward_model, scores": "the reward model",
     "actor, old log-probs": "the pass for old log-probs",
     "actor, reference log-probs": "the pass for reference log-probs",
     "reference, reference log-probs": "the pass for reference log-probs",
@@ -42,6 +43,9 @@ class MemoryProfile:
 
     def __str__(self) -> str:
         return render(self.plan, self.advice, self.measured)
+
+    def to_json(self) -> str:
+        return as_json(self.plan, self.advice, self.measured)
 
 
 def watch(config: TrainConfig) -> None:

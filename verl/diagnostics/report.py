@@ -1,12 +1,14 @@
-"""A memory plan as a table that one can read."""
+"""A memory plan as a table that one can read, and as JSON."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from verl.diagnostics.advice import Advice
 from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan
+from verl.utils.devices import GIB
 from verl.utils.peaks import Peak
 
-GIB = 2**30
 _BAR = 40  # characters of a full device
 
 
@@ -31,6 +33,39 @@ def render(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak]
             "for a bound by analogy with Llama's layer."
         )
     return "\n".join(lines)
+
+
+def as_json(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None) -> str:
+    """The same for programs; sizes are bytes."""
+    placement = plan.placement
+    phases = []
+    for phase in plan.phases:
+        passes = phase.passes and {"tokens": phase.passes.tokens, "chosen": phase.passes.chosen}
+        told = {"role": phase.role, "phase": phase.phase, "device": phase.device_bytes, "parts": phase.device}
+        phases.append({**told, "host": phase.host, "passes": passes})
+        if (peak := (measured or {}).get(f"{phase.role}, {phase.phase}")) is not None:
+            phases[-1]["measured"] = peak._asdict()
+    proposals = [
+        {"changes": each.changes, "device": each.plan.worst.device_bytes, "host": each.plan.host_bytes}
+        for each in advice
+    ]
+    return json.dumps(
+        {
+            "fits": plan.fits,
+            "problems": plan.problems,
+            "device": plan.worst.device_bytes,
+            "device_size": placement.device_bytes,
+            "host": plan.host_bytes,
+            "hosts": placement.hosts,
+            "ranks_a_host": placement.ranks_a_host,
+            "ranks": placement.roles,
+            "batch": asdict(plan.batch),
+            "rollout": asdict(plan.rollout) | {"at_once": plan.rollout.at_once},
+            "phases": phases,
+            "advice": proposals,
+        },
+        indent=2,
+    )
 
 
 def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
@@ -77,13 +112,15 @@ def _drawing(plan: MemoryPlan) -> list[str]:
     for role in plan.roles.values():
         setup = role.footprint.setup
         cut = f"in {setup.shard_ranks} part(s)" if setup.shards else "whole"
-        copies = placement.ranks // setup.shard_ranks if setup.shards else placement.ranks
+        copies = role.ranks // setup.shard_ranks if setup.shards else role.ranks
+        apart = len(placement.beside(role.name)) < len(plan.roles)
         away = [name for name, is_away in (
             ("parameters", setup.param_offload), ("moments", setup.optimizer_offload),
             ("parameters, gradients and moments", setup.offload_policy),
         ) if is_away]  # fmt: skip
         lines.append(
-            f"  {role.name:<10} weights {cut}, {copies} copy(ies)"
+            f"  {role.name:<12} weights {cut}, {copies} copy(ies)"
+            + (f", on the ranks {_spans(placement.roles[role.name])}" if apart else "")
             + (f", {role.sequence_ranks} ranks share a row's tokens" if role.sequence_ranks > 1 else "")
             + (f"; on the host between phases: {' and '.join(away)}" if away else "")
         )
@@ -121,3 +158,10 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f}"
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """0-5 rather than 0, 1, 2, 3, 4, 5."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from verl.config import (
     CriticModelConfig,
@@ -11,6 +12,7 @@ from verl.config import (
     OptimConfig,
     TrainConfig,
     log_prob_micro_batch,
+    reward_micro_batch,
     update_micro_batch,
     value_micro_batch,
 )
@@ -32,7 +34,13 @@ class Role:
 
     name: str
     footprint: EngineFootprint
+    ranks: int
     sequence_ranks: int  # that share the tokens of the same rows
+
+    @property
+    def data_ranks(self) -> int:
+        """With rows of their own."""
+        return self.ranks // self.sequence_ranks
 
     @property
     def full_bytes(self) -> int:
@@ -41,7 +49,8 @@ class Role:
 
 
 def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> dict[str, Role]:
-    """Actor, and critic and reference where the run has them; with LoRA the actor is the reference."""
+    """Actor, and critic, reference and reward model where the run has them, in the order in which they are loaded. With
+    LoRA the actor is the reference."""
     roles, device = config.actor_rollout_ref, placement.device
     actor, model = roles.actor, roles.model
     found = {
@@ -50,16 +59,22 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             compiled=actor.use_torch_compile, sequence_ranks=actor.ulysses_sequence_parallel_size,
         )
     }  # fmt: skip
-    if config.needs_reference and model.lora_rank == 0:
-        found["reference"] = _role(
-            "reference", shapes, shapes.policy(model, device, is_trained=False), placement, roles.ref.fsdp_config, None,
-            None, compiled=roles.ref.use_torch_compile, sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
-        )  # fmt: skip
     if config.needs_critic:
         critic = config.critic
         found["critic"] = _role(
             "critic", shapes, shapes.critic(critic.model, device), placement, critic.model.fsdp_config, critic.optim,
             critic.model, compiled=False, sequence_ranks=critic.ulysses_sequence_parallel_size,
+        )  # fmt: skip
+    if config.needs_reference and model.lora_rank == 0:
+        found["reference"] = _role(
+            "reference", shapes, shapes.policy(model, device, is_trained=False), placement, roles.ref.fsdp_config, None,
+            None, compiled=roles.ref.use_torch_compile, sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
+        )  # fmt: skip
+    if config.reward_model.enable:
+        scorer = config.reward_model.model
+        found["reward_model"] = _role(
+            "reward_model", shapes, shapes.reward_model(scorer, device), placement, scorer.fsdp_config, None, None,
+            compiled=False, sequence_ranks=1,
         )  # fmt: skip
     return found
 
@@ -70,7 +85,7 @@ def _role(
     sequence_ranks: int,
 ) -> Role:  # fmt: skip
     """`model` says what recomputes; None: nothing does."""
-    ranks = placement.ranks
+    ranks = len(placement.roles[name])
     copies = ranks // fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else 1
     recomputes = model is not None and model.enable_gradient_checkpointing
     setup = engine_setup(
@@ -86,51 +101,76 @@ def _role(
     return Role(
         name=name,
         footprint=shapes.footprint(shape, gathers_once(shape, setup, fsdp, placement.device_bytes)),
+        ranks=ranks,
         sequence_ranks=sequence_ranks,
     )
+
+
+class Work(NamedTuple):
+    """What the passes of a phase go through, and the keys that say how much of it at a time."""
+
+    section: str  # of the configuration
+    tokens_key: str  # in it
+    rows_key: str
+    micro_batch: MicroBatch
+    rows: int  # of all ranks together
+    longest: int  # tokens of a row
+    predictions: int  # of them
+
+
+def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
+    """Of an update the rows are those of a mini-batch."""
+    roles, critic = config.actor_rollout_ref, config.critic
+    if phase == "scores":
+        # Its own tokenizer and chat template may make a little more or less of a row.
+        longest = min(batch.longest, config.reward_model.max_length or batch.longest)
+        keys = ("reward_model", "forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")
+        return Work(*keys, reward_micro_batch(config.reward_model), batch.rows, longest, 1)
+    section, use, micro_batch, mini_prompts = {
+        "old log-probs": ("actor_rollout_ref.rollout", "log_prob", log_prob_micro_batch(roles.rollout), None),
+        "reference log-probs": ("actor_rollout_ref.ref", "log_prob", log_prob_micro_batch(roles.ref), None),
+        "values": ("critic", "forward", value_micro_batch(critic), None),
+        "actor update": ("actor_rollout_ref.actor", "ppo", update_micro_batch(roles.actor),
+                         roles.actor.ppo_mini_batch_size),
+        "critic update": ("critic", "ppo", update_micro_batch(critic), critic.ppo_mini_batch_size),
+    }[phase]  # fmt: skip
+    keys = (section, f"{use}_max_token_len_per_gpu", f"{use}_micro_batch_size_per_gpu")
+    rows = (mini_prompts or batch.prompts) * batch.samples
+    return Work(*keys, micro_batch, rows, batch.longest, round(batch.longest * (1 - batch.prompt_share)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
     """The largest pass of a phase on one rank. `chosen`: the engine sizes it, the user gave nothing."""
 
+    work: Work
     tokens: int
     predictions: int
     chosen: bool
+    least: int  # tokens of the longest row, or of this rank's part of it
 
     @classmethod
-    def of(
-        cls, micro_batch: MicroBatch, role: Role, batch: BatchPlan, predict: Predict, room: float | None, rows: int
-    ) -> "Passes":
-        """Of `rows` rows of full length, in passes as the configuration sizes them; or as `room` bytes allow."""
-        longest = -(-batch.longest // role.sequence_ranks)
-        most = rows * longest
+    def of(cls, work: Work, role: Role, predict: Predict, room: float | None) -> "Passes":
+        """Of rows of full length, in passes as the configuration sizes them; or as `room` bytes allow."""
+        longest = -(-work.longest // role.sequence_ranks)
+        most = -(-work.rows // role.data_ranks) * longest
         if not role.footprint.setup.on_cuda:
             most = min(most, max(CPU_PASS_TOKENS, longest))
-        chosen = micro_batch.max_tokens is None and micro_batch.rows is None
+        max_tokens, rows = work.micro_batch
 
         def sized(tokens: int) -> "Passes":
             tokens = min(most, max(longest, tokens))
-            return cls(tokens=tokens, predictions=round(tokens * (1 - batch.prompt_share)), chosen=chosen)
+            predictions = round(tokens * work.predictions / work.longest)
+            chosen = max_tokens is None and rows is None
+            return cls(work=work, tokens=tokens, predictions=predictions, chosen=chosen, least=longest)
 
-        if micro_batch.rows is not None:
-            return sized(micro_batch.rows * longest)
-        if micro_batch.max_tokens is not None:
-            return sized(micro_batch.max_tokens)
+        if rows is not None:
+            return sized(rows * longest)
+        if max_tokens is not None:
+            return sized(max_tokens)
 
         def taken(tokens: int) -> int:
             passes = sized(tokens)
             return sum(predict(passes.tokens, passes.predictions).values())
 
         return sized(MOST_TOKENS if room is None else largest_that_fits(taken, room))
-
-
-def micro_batch_of(config: TrainConfig, phase: str) -> MicroBatch:
-    roles = config.actor_rollout_ref
-    return {
-        "old log-probs": lambda: log_prob_micro_batch(roles.rollout),
-        "reference log-probs": lambda: log_prob_micro_batch(roles.ref),
-        "values": lambda: value_micro_batch(config.critic),
-        "actor update": lambda: update_micro_batch(roles.actor),
-        "critic update": lambda: update_micro_batch(config.critic),
-    }[phase]()

@@ -16,6 +16,7 @@ _LOGITS = 3
 class RolloutPlan:
     """Bytes of one device, and what they are good for."""
 
+    itemsize: int  # of weights and pages
     weights: int
     page_bytes: int
     pages: int
@@ -55,26 +56,35 @@ def plan_rollout(
     # Matrices of the layers are cut; embeddings, norms and head are whole on every rank.
     numel = sum(w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights)
     weights = 0 if aliases else numel * itemsize
-    page_bytes = shape.layers * 2 * shape.key // parts * config.page_size * itemsize
-    prefill = itemsize * config.max_num_batched_tokens * (3 * shape.intermediate // parts + 5 * shape.hidden)
-    logits = (_LOGITS if on_cuda else 1) * config.max_num_seqs * shape.vocabulary * 4
+    token_bytes = shape.layers * 2 * shape.key // parts * itemsize
     longest = config.max_model_len or batch.longest
-    a_sample = -(-(longest - 1) // config.page_size)  # the last token is never fed back
     engines = max(1, batch.ranks // parts)
-    samples = -(-batch.prompts // engines) * batch.samples
-    useful = a_sample * min(samples, config.max_num_seqs) + -(-batch.prompts // engines)
-    if config.num_pages is not None:
-        pages = config.num_pages
-    elif room is None:
-        pages = useful
+    prompts = -(-batch.prompts // engines)
+    samples = prompts * batch.samples
+    logits = (_LOGITS if on_cuda else 1) * config.max_num_seqs * shape.vocabulary * 4
+    if config.name == "hf":
+        # Rows of full length side by side, and eager attention: the scores of all prompts, also in fp32 and as a mask.
+        page_tokens, a_sample, useful = longest, 1, min(samples, config.max_num_seqs)
+        prompt = round(longest * batch.prompt_share)
+        prefill = useful * shape.heads * prompt**2 * (2 * itemsize + 4)
     else:
+        page_tokens = config.page_size
+        a_sample = -(-(longest - 1) // page_tokens)  # the last token is never fed back
+        useful = a_sample * min(samples, config.max_num_seqs) + prompts
+        prefill = itemsize * config.max_num_batched_tokens * (3 * shape.intermediate // parts + 5 * shape.hidden)
+    page_bytes = token_bytes * page_tokens
+    pages = useful
+    if config.name != "hf" and config.num_pages is not None:
+        pages = config.num_pages
+    elif config.name != "hf" and room is not None:
         # As the engine does: prompts computed so far count as free, graphs' logits do not.
         pages = min(useful, max(0, int(config.gpu_memory_utilization * (room - weights - logits)) // page_bytes))
     return RolloutPlan(
+        itemsize=itemsize,
         weights=weights,
         page_bytes=page_bytes,
         pages=pages,
-        page_tokens=config.page_size,
+        page_tokens=page_tokens,
         pages_a_sample=a_sample,
         samples=samples,
         most_at_once=config.max_num_seqs,

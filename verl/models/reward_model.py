@@ -46,23 +46,10 @@ class RewardModel(nn.Module):
     ) -> "RewardModel":
         """A reward model in eval mode, from a checkpoint of transformers' AutoModelForSequenceClassification.
 
-        The arguments are those of `load_causal_lm`. Raises ModelError with the way out: for a causal LM, which has no
-        head for scores; for several labels; for a family that cannot be run packed.
+        The arguments are those of `load_causal_lm`. Raises ModelError with the way out: as `load_reward_config`, and
+        for a family that cannot be run packed.
         """
-        config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-        architectures: list[str] = getattr(config, "architectures", None) or []
-        if any("CausalLM" in name or "LMHead" in name for name in architectures):
-            raise ModelError(
-                f"'{path}' is a language model ({', '.join(architectures)}) without a head for scores. A reward model "
-                "is a sequence classifier with one label: give the folder of one (AutoModelForSequenceClassification, "
-                "num_labels=1), or let the language model judge over HTTP (reward_model.judge.url)."
-            )
-        if config.num_labels != 1:
-            raise ModelError(
-                f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. Give a checkpoint "
-                "with num_labels=1; or keep the row of one label: model.score.weight.data = "
-                "model.score.weight.data[i : i + 1], model.config.num_labels = 1, and save it."
-            )
+        load_reward_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         model = load_transformer(
             AutoModelForSequenceClassification, path, dtype, device, trust_remote_code, override_config, max_length
         )
@@ -137,6 +124,31 @@ class RewardModel(nn.Module):
             return torch.ones_like(input_ids, dtype=torch.bool)
         token = (input_ids != pad).int()
         return (token.cumsum(1) > 0) & (token.flip(1).cumsum(1).flip(1) > 0)
+
+
+def load_reward_config(
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+) -> Any:
+    """The configuration of a reward model, without its weights. Raises ModelError for a causal LM, which has no head
+    for scores, and for several labels."""
+    config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    architectures: list[str] = getattr(config, "architectures", None) or []
+    if any("CausalLM" in name or "LMHead" in name for name in architectures):
+        raise ModelError(
+            f"'{path}' is a language model ({', '.join(architectures)}) without a head for scores. A reward model "
+            "is a sequence classifier with one label: give the folder of one (AutoModelForSequenceClassification, "
+            "num_labels=1), or let the language model judge over HTTP (reward_model.judge.url)."
+        )
+    if config.num_labels != 1:
+        raise ModelError(
+            f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. Give a checkpoint "
+            "with num_labels=1; or keep the row of one label: model.score.weight.data = "
+            "model.score.weight.data[i : i + 1], model.config.num_labels = 1, and save it."
+        )
+    return config
 
 
 def check_scores(scores: Tensor, describe: Callable[[int], str]) -> None:

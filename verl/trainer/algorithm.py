@@ -105,11 +105,8 @@ def _seed(config: TrainConfig, step: int) -> int:
 
 
 def is_corrected(config: TrainConfig) -> bool:
-    """Whether the update weighs or rejects what the rollout drew, which takes the trainer's own old log-probs."""
-    options = config.algorithm.rollout_correction
-    return any(
-        asked is not None for asked in (options.rollout_is, options.rollout_rs, options.rollout_token_veto_threshold)
-    )
+    """Whether the update weighs or rejects what the rollout drew."""
+    return config.algorithm.rollout_correction.changes_update
 
 
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:

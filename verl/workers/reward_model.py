@@ -16,7 +16,7 @@ from verl.utils.errors import RewardError
 from verl.utils.imports import import_user_code
 from verl.utils.logging import say_once
 from verl.workers.reward_inputs import Describe, RewardReader, conversations_of
-from verl.workers.trained import EngineWorker
+from verl.workers.trained import EngineWorker, frozen_dtype
 
 
 class RewardModelWorker(EngineWorker):
@@ -43,7 +43,7 @@ class RewardModelWorker(EngineWorker):
             )
         reward_model = RewardModel.from_pretrained(
             model.path,
-            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            dtype=frozen_dtype(device),
             trust_remote_code=model.trust_remote_code,
             max_length=config.max_length,
         )

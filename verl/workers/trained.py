@@ -70,8 +70,12 @@ def parameter_dtype(
     """What weights are loaded in: fp32 if they are trained; frozen ones, also under LoRA, in what CUDA computes in."""
     if config.dtype is not None:
         return config.dtype
-    is_frozen = not is_trained or config.lora_rank > 0
-    return torch.bfloat16 if is_frozen and device.type == "cuda" else torch.float32
+    return frozen_dtype(device) if not is_trained or config.lora_rank > 0 else torch.float32
+
+
+def frozen_dtype(device: torch.device) -> torch.dtype:
+    """Of weights that are not trained: what CUDA computes in."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def add_adapters(model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str) -> None:
