@@ -19,6 +19,7 @@ REQUIREMENTS = (
     "transformers<6,>=5",
     "numpy>=2",
     'vllm>=0.20; extra == "vllm"',
+    'sglang>=0.5; extra == "sglang"',
     'ray>=2.40; extra == "ray"',
     'ray>=2.40; extra == "dev"',
     'pytest>=9; extra == "dev"',
@@ -90,6 +91,7 @@ FULL_DISK = {
     "temporary files": ("/", 9 * GIB),
 }
 V100 = Gpu(name="V100", capability=(7, 0), total=32 * GIB, free=31 * GIB)
+NO_PEERMEM = {"network": replace(HEALTHY.network, has_peermem=False)}
 NO_RDMA = {"network": replace(HEALTHY.network, rdma_devices=(), has_peermem=False)}
 
 # (what is wrong, finding, verdict, in its evidence, in its fix)
@@ -104,6 +106,11 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "conda's torch, pip's wheels": (
         {"conda_packages": {"pytorch": "2.5.1"}} | installed(vllm="0.20.0"),
         "conda and pip", "broken", "torch, vllm", "conda remove -y --force pytorch",
+    ),
+    "conda's torch alone has metadata": (
+        {"packages": {name: Package(version=version, installer="conda" if name == "torch" else "pip")
+                      for name, version in (VERSIONS | {"vllm": "0.20.0"}).items()}},
+        "conda and pip", "broken", "another: vllm", "conda remove -y --force pytorch",
     ),
     "torch has a missing symbol": (
         probed(torch=None, torch_error="ImportError: libtorch_cuda.so: undefined symbol: ncclGroupSimulateEnd"),
@@ -179,6 +186,7 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "old numpy": (installed(numpy="1.26.4"), "numpy", "broken", "1.26.4", "pip install 'numpy>=2'"),
     "no transformers": (installed(transformers=None), "transformers", "broken", "not installed", "pip install"),
     "old vLLM": (installed(vllm="0.8.4"), "vllm", "warn", "0.8.4, tested with vllm>=0.20", "pip install 'vllm>=0.20'"),
+    "old SGLang": (installed(sglang="0.4.6"), "sglang", "warn", "0.4.6, tested with", "pip install 'sglang>=0.5'"),
     "old Ray": (installed(ray="2.10.0"), "ray", "warn", "2.10.0", "'ray>=2.40'"),
     "flash-attn of another torch": (
         FLASH2, "import flash-attn", "broken", "2.8.0 compiled for", "uninstall -y flash-attn"
@@ -224,6 +232,15 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "GPU Direct, RDMA off": (
         environment(NCCL_NET_GDR_LEVEL="5", NCCL_IB_DISABLE="1"), "NCCL_NET_GDR_LEVEL", "warn",
         "NCCL_IB_DISABLE=1", "unset"
+    ),
+    "GPU Direct without its module": (
+        environment(NCCL_NET_GDR_LEVEL="PHB") | NO_PEERMEM, "NCCL_NET_GDR_LEVEL", "warn", "nvidia-peermem", "unset"
+    ),
+    "a level of peer access that is off": (
+        environment(NCCL_P2P_LEVEL="NVL", NCCL_P2P_DISABLE="1"), "NCCL_P2P_LEVEL", "warn", "NCCL_P2P_DISABLE=1", "unset"
+    ),
+    "what to log, and no log": (
+        environment(NCCL_DEBUG_SUBSYS="NET"), "NCCL_DEBUG_SUBSYS", "warn", "NCCL_DEBUG is not set", "unset"
     ),
     "RDMA off": (environment(NCCL_IB_DISABLE="1"), "NCCL_IB_DISABLE", "warn", "mlx5_0", "unset NCCL_IB_DISABLE"),
     "a typing error": (environment(NCCL_IB_DISABEL="1"), "NCCL_IB_DISABEL", "warn", "NCCL_IB_DISABLE perhaps", "unset"),
@@ -282,9 +299,10 @@ def test_the_fix_of_what_is_first_stands_first():
     [
         ({}, "NCCL_SOCKET_IFNAME=eth0 NCCL_DEBUG=WARN NCCL_IB_DISABLE=0 NCCL_NET_GDR_LEVEL=PHB", "mlx5_0"),
         (NO_RDMA, "NCCL_SOCKET_IFNAME=eth0 NCCL_DEBUG=WARN NCCL_IB_DISABLE=1", "NCCL_NET_GDR_LEVEL has no effect"),
+        (NO_PEERMEM, "NCCL_SOCKET_IFNAME=eth0 NCCL_DEBUG=WARN NCCL_IB_DISABLE=0", "sudo modprobe nvidia-peermem"),
         (environment(NCCL_SOCKET_IFNAME="ib"), "NCCL_SOCKET_IFNAME=ib NCCL_DEBUG=WARN", "mlx5_0"),
     ],
-    ids=["RDMA", "Ethernet", "as given"],
+    ids=["RDMA", "Ethernet", "no peermem", "as given"],
 )
 def test_the_variables_for_several_nodes(changes, line, why):
     (found,) = (finding for finding in findings_of(changes) if finding.name == "several nodes")

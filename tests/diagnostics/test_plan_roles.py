@@ -26,7 +26,7 @@ GIB = 2**30
 PPO = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
 SCORER = Qwen2Config(
     vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-    num_key_value_heads=4, architectures=["Qwen2ForSequenceClassification"], **{"num_labels": 1},
+    num_key_value_heads=4, num_labels=1, architectures=["Qwen2ForSequenceClassification"],  # pyright: ignore[reportCallIssue]
 )  # fmt: skip
 
 

@@ -164,19 +164,21 @@ def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path)
     model, batch, steps = SHARED / "models" / "stories260K", 4, 8
     lines = (SHARED / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["question"] + row["answer"]))
-    rows = rows[: batch * steps]
+    rows, held_out = rows[: batch * steps], rows[batch * steps : batch * (steps + 4)]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     examples = []
     for row in rows:
         prompt = tokenizer.encode(row["question"])
         answer = [*tokenizer.encode(row["answer"], add_special_tokens=False), tokenizer.eos_token_id]
         examples.append((prompt + answer, [-100] * len(prompt) + answer))
-    expected = plain_loop(model, in_batches(examples[: 3 * batch], batch))
+    expected = plain_loop(model, in_batches(examples, batch))
     file = write_lines(tmp_path / "gsm8k.jsonl", rows)
-    more = [f"data.train_batch_size={batch}", f"trainer.max_steps={steps}"]
-    assert main(command_line(tmp_path, file, *more, model=model)) == 0
-    assert losses(tmp_path)[:3] == pytest.approx(expected, abs=1e-4)
-    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
+    validation = [f"data.val_files={write_lines(tmp_path / 'held_out.jsonl', held_out)}", f"trainer.test_freq={steps}"]
+    more = [f"data.train_batch_size={batch}", f"trainer.max_steps={steps}", "trainer.val_before_train=True"]
+    assert main(command_line(tmp_path, file, *more, *validation, model=model)) == 0
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
+    before, after = losses(tmp_path, "val/loss")
+    assert after < before - 1, "of answers that it never saw"
 
 
 def test_the_loss_falls_and_passes_do_not_matter(tmp_path, rows_file, undisturbed, capfd):
