@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl.config.generation import PLACE_AND_SPEED, GenerationConfig, as_train_config
+from verl.config.evaluation import EvaluationConfig
+from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of
 from verl.config.load import config_from_dict, config_to_dict, load_config
 from verl.config.train import TrainConfig
@@ -24,7 +25,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
         "actor.fsdp_config.fsdp_size=-1", "ray_init.num_cpus=null",
     )  # fmt: skip
     assert not caplog.records, "nothing is without effect"
-    train = as_train_config(config)
+    train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     assert (rollout.temperature, rollout.top_k, rollout.top_p) == (0.6, 50, 0.95)
     assert (rollout.prompt_length, rollout.response_length, rollout.n) == (2048, 1024, 8)

@@ -10,9 +10,10 @@ import pytest
 from verl.diagnostics import doctor
 from verl.diagnostics.doctor import check_env
 from verl.diagnostics.findings import Finding
-from verl.diagnostics.probing import GIB, Gpu, Probed, Torch
+from verl.diagnostics.probing import Gpu, Probed, Torch
 from verl.diagnostics.world import Host, Network, Package, World
 from verl.utils.errors import MissingDependencyError
+from verl.utils.units import GIB
 
 REQUIREMENTS = (
     "torch>=2.11",

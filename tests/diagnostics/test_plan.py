@@ -20,8 +20,8 @@ from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.profile import _TOLD_AS, profile_memory, watch
 from verl.utils.errors import ConfigError, ModelError
 from verl.utils.peaks import Peak, phase_peaks
+from verl.utils.units import GIB
 
-GIB = 2**30
 OFFLOADED = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
 LORA = "actor_rollout_ref.model.lora_rank=32"
 ONE = ("trainer.n_gpus_per_node=1", "data.train_batch_size=64")

@@ -20,9 +20,9 @@ from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.models.packed import PackedRewardModel
 from verl.utils.errors import ConfigError, ModelError
+from verl.utils.units import GIB
 from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
-GIB = 2**30
 PPO = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
 SCORER = Qwen2Config(
     vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.generation import as_in, as_rule_here
 from verl.config.reward import (
     CustomRewardFunctionConfig,
     JudgeConfig,
@@ -16,6 +15,7 @@ from verl.config.reward import (
 )
 from verl.config.reward_rules import reward_has_what_it_needs
 from verl.config.setting import setting
+from verl.config.shared_keys import SharedKeys, as_in
 
 _NO_RAY = "rewards are called without Ray; reward_model.reward_manager=prime calls them in processes"
 
@@ -83,4 +83,5 @@ def responses_are_named(config: EvaluationConfig) -> Iterator[str]:
         yield f"metrics.k must be numbers of at least 1, got {config.metrics.k}."
 
 
-RULES = (responses_are_named, as_rule_here(reward_has_what_it_needs))
+SHARED = SharedKeys()
+RULES = (responses_are_named, SHARED.rule_here(reward_has_what_it_needs))

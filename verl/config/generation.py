@@ -1,30 +1,20 @@
 """The configuration tree of `verl.trainer.main_generation`."""
 # ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.data import DataConfig
-from verl.config.keys import keys_of, owner_of, value_at
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.rules import engine_can_be_shared, is_greedy, ranks_can_be_divided, sequences_fit
 from verl.config.setting import setting
-from verl.config.train import TrainConfig
+from verl.config.shared_keys import SharedKeys, as_in
 from verl.config.trainer import RayInitConfig, TrainerConfig
 
 _NO_TRAINING = "nothing is trained here"
 _NO_PASS = "log-probs come with the tokens; no pass computes them again"
-
-
-def as_in(section: type, name: str) -> Any:
-    """A field declared as the key `name` of another section is."""
-    original = next(each for each in dataclasses.fields(section) if each.name == name)
-    if original.default_factory is not dataclasses.MISSING:
-        return field(default_factory=original.default_factory, metadata=original.metadata)
-    return field(default=original.default, metadata=original.metadata)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,26 +144,7 @@ PLACE_AND_SPEED = (
 )  # fmt: skip
 
 
-def as_train_config(config: Any) -> TrainConfig:
-    """The keys that a root shares with training, in a TrainConfig: for the parts that both are made of."""
-    train, known = TrainConfig(), keys_of(TrainConfig)
-    train.algorithm.adv_estimator = "grpo"  # no critic
-    for path in keys_of(type(config)):
-        place = f"actor_rollout_ref.{path}" if path.startswith(("model.", "rollout.")) else path
-        if place in known:
-            owner, name = owner_of(train, place)
-            setattr(owner, name, value_at(config, path))
-    return train
-
-
-def without_training_prefix(message: str) -> str:
-    """A message of a part that training has too, with the names that keys have here."""
-    return message.replace("actor_rollout_ref.", "")
-
-
-def as_rule_here(rule: Callable[[TrainConfig], Iterator[str]]) -> Callable[[Any], Iterator[str]]:
-    """A rule of training for a root that shares the keys which it reads."""
-    return lambda config: map(without_training_prefix, rule(as_train_config(config)))
+SHARED = SharedKeys((("model.", "actor_rollout_ref.model."), ("rollout.", "actor_rollout_ref.rollout.")))
 
 
 def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
@@ -188,7 +159,7 @@ def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
         yield f"data.output_path='{output}' is also read as data.path. Give the output a name of its own."
 
 
-RULES = (files_and_model_are_named, *map(as_rule_here, (engine_can_be_shared, ranks_can_be_divided, sequences_fit)))
+RULES = (files_and_model_are_named, *map(SHARED.rule_here, (engine_can_be_shared, ranks_can_be_divided, sequences_fit)))
 
 
 def doubtful(config: GenerationConfig) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The configuration tree of `verl.trainer.main_sft`: names of verl 0.5's sft_trainer, read by the parts of training."""
 # ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,10 @@ from verl.config.actor import ActorConfig
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.data import DataConfig
 from verl.config.fsdp import FSDPConfig
-from verl.config.generation import as_in
-from verl.config.keys import keys_of, owner_of, value_at
 from verl.config.model import ModelConfig
 from verl.config.optim import OptimConfig
 from verl.config.setting import setting
-from verl.config.train import TrainConfig
+from verl.config.shared_keys import SharedKeys, as_in
 from verl.config.trainer import RayInitConfig, TrainerConfig
 
 
@@ -31,7 +29,9 @@ class SFTMultiTurnConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SFTCustomClassConfig:
-    path: str | None = setting(None, "file of your own dataset class: not available in this version")
+    path: str | None = setting(
+        None, "file of your own dataset class", planned="from Python, SFTTrainer(train_dataset=...) takes yours"
+    )
     name: str | None = setting(None, "its name", no_effect="read together with data.custom_cls.path only")
 
 
@@ -119,7 +119,7 @@ class SFTTrainerConfig:
     save_freq: int = as_in(TrainerConfig, "save_freq")
     async_save: bool = as_in(TrainerConfig, "async_save")
     default_local_dir: str = as_in(TrainerConfig, "default_local_dir")
-    default_hdfs_dir: str | None = setting(None, "remote copy of checkpoints: not available in this version")
+    default_hdfs_dir: str | None = as_in(TrainerConfig, "default_hdfs_dir")
     max_ckpt_to_keep: int | None = as_in(TrainerConfig, "max_actor_ckpt_to_keep")
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume_mode: str = as_in(TrainerConfig, "resume_mode")
@@ -139,8 +139,7 @@ class SFTConfig:
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
 
-# Beginnings of keys: here, and in training. The first that fits says where a key is read.
-_PLACES = (
+SHARED = SharedKeys((
     ("model.fsdp_config.", "actor_rollout_ref.actor.fsdp_config."),
     ("model.strategy", "actor_rollout_ref.actor.strategy"),
     ("model.use_torch_compile", "actor_rollout_ref.actor.use_torch_compile"),
@@ -154,30 +153,11 @@ _PLACES = (
     ("trainer.checkpoint.", "actor_rollout_ref.actor.checkpoint."),
     ("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
     ("ulysses_sequence_parallel_size", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"),
-)
+))  # fmt: skip
 
 
-def as_train_config(config: SFTConfig) -> TrainConfig:
-    """The same run for the parts of training: an actor without rollout."""
-    train, known = TrainConfig(), keys_of(TrainConfig)
-    train.algorithm.adv_estimator = "grpo"  # no critic
-    for path in keys_of(SFTConfig):
-        here, there = next((pair for pair in _PLACES if path.startswith(pair[0])), ("", ""))
-        place = there + path.removeprefix(here)
-        if place in known:
-            setattr(*owner_of(train, place), value_at(config, path))
-    return train
-
-
-def with_names_here(message: str) -> str:
-    """A message of a part that training has too, with the names that keys have here."""
-    for here, there in _PLACES:
-        message = message.replace(there, here)
-    return message
-
-
-def _as_rule_here(rule: rules.Rule) -> Callable[[Any], Iterator[str]]:
-    return lambda config: map(with_names_here, rule(as_train_config(config)))
+# The same run for the parts of training: an actor without rollout.
+as_train_config = SHARED.as_train_config
 
 
 def data_and_model_are_named(config: SFTConfig) -> Iterator[str]:
@@ -196,21 +176,11 @@ def a_row_fits(config: SFTConfig) -> Iterator[str]:
         )
 
 
-def nothing_is_asked_for_that_is_not_built(config: SFTConfig) -> Iterator[str]:
-    for key, value, instead in (
-        ("data.custom_cls.path", config.data.custom_cls.path, "From Python, SFTTrainer(train_dataset=...) takes yours"),
-        ("trainer.default_hdfs_dir", config.trainer.default_hdfs_dir, "A mounted folder may be default_local_dir"),
-    ):
-        if value is not None:
-            yield f"{key}={value} is not available in this version. Set it to null. {instead}."
-
-
 RULES = (
     data_and_model_are_named,
     a_row_fits,
-    nothing_is_asked_for_that_is_not_built,
     *map(
-        _as_rule_here,
+        SHARED.rule_here,
         (
             rules.ranks_can_be_divided,
             rules.activations_are_checkpointed,
@@ -227,4 +197,4 @@ RULES = (
 
 def doubtful(config: SFTConfig) -> Iterator[str]:
     """Combinations that run, but are seldom meant."""
-    yield from map(with_names_here, rules.doubtful(as_train_config(config)))
+    yield from SHARED.rule_here(rules.doubtful)(config)

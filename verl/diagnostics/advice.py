@@ -10,8 +10,8 @@ from verl.config.keys import keys_of, owner_of, value_at
 from verl.config.validate import contradictions
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
-from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError
+from verl.utils.units import GIB
 
 # Changes made together at most, and answers given.
 MOST_CHANGES = 3

@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 
 from verl.diagnostics.findings import Finding
-from verl.diagnostics.probing import GIB
 from verl.diagnostics.world import Network, World
+from verl.utils.units import GIB
 
 SHM = 1 * GIB  # for NCCL's buffers between the GPUs of a host; Docker gives 64 MiB
 OPEN_FILES, FEWEST_OPEN_FILES = 8192, 1024  # Ray opens several a worker and connection

@@ -11,7 +11,7 @@ from verl.diagnostics.placement import Placement
 from verl.diagnostics.roles import Passes, Role, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, plan_rollout
 from verl.engine.model_shape import ModelShape
-from verl.utils.devices import GIB
+from verl.utils.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

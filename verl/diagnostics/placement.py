@@ -9,9 +9,9 @@ import torch
 
 from verl.config import TrainConfig
 from verl.config.placement import ROLES, number_of_ranks, ranks_of_roles
-from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError
 from verl.utils.registry import nearest_names
+from verl.utils.units import GIB
 
 # What torch sees of a card's memory, in GiB.
 CARDS = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-GIB = 2**30
 DEADLINE_S = 240.0
 # Packages with compiled parts that must match torch, Python or NumPy, with the modules to import. Parts after the first
 # are passed over where a version does not have them.

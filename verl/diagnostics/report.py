@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from verl.diagnostics.advice import Advice
 from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan
-from verl.utils.devices import GIB
 from verl.utils.peaks import Peak
+from verl.utils.units import GIB
 
 _BAR = 40  # characters of a full device
 

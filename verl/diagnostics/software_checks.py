@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from packaging.requirements import Requirement
 
 from verl.diagnostics.findings import Finding
-from verl.diagnostics.probing import GIB, SUSPECTS, Gpu, Torch
+from verl.diagnostics.probing import SUSPECTS, Gpu, Torch
 from verl.diagnostics.world import World, canonical
+from verl.utils.units import GIB
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)  # that verl is tested with
 # A build for a major version of CUDA runs on every driver of that version. Oldest CUDA first: (its major version, the

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.evaluation import EvaluationConfig, EvaluationDataConfig
-from verl.config.generation import as_train_config
+from verl.config.evaluation import SHARED, EvaluationConfig, EvaluationDataConfig
 from verl.data.files import as_file_list, open_rows
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
@@ -105,7 +104,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
 
 def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, int]:
     """Let the reward manager of training score every response; gives how many rewards failed, by kind."""
-    train = as_train_config(config)
+    train = SHARED.as_train_config(config)
     train.data.reward_fn_key = "data_source"
     tokenizer = TextTokenizer()
     manager = build_reward(train, tokenizer, num_examine=0)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from verl.config.generation import PLACE_AND_SPEED, GenerationConfig, as_train_config
+from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
 from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
@@ -61,7 +61,7 @@ class Prompts(RLDataset):
 
 def generate(config: GenerationConfig) -> None:
     """The whole job: `data.output_path` has all columns of the input, and the responses."""
-    data, train = config.data, as_train_config(config)
+    data, train = config.data, SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)

@@ -13,13 +13,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def job(argv: list[str]) -> None:
     """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
-    from verl.config.generation import without_training_prefix
+    from verl.config.generation import SHARED
     from verl.config.load import load_config
 
     config = load_config(argv, root="generation")
     from verl.trainer.generation import generate
 
-    with retold(without_training_prefix):
+    with retold(SHARED.names_here):
         generate(config)
 
 

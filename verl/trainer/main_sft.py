@@ -14,12 +14,12 @@ def main(argv: list[str] | None = None) -> int:
 def job(argv: list[str]) -> None:
     """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
     from verl.config.load import load_config
-    from verl.config.sft import with_names_here
+    from verl.config.sft import SHARED
 
     config = load_config(argv, root="sft_trainer")
     from verl.trainer.sft_trainer import SFTTrainer
 
-    with retold(with_names_here):
+    with retold(SHARED.names_here):
         trainer = SFTTrainer(config)
         trainer.init_workers()
         trainer.fit()

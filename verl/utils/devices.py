@@ -4,8 +4,7 @@ import torch
 
 from verl.utils.errors import ConfigError
 from verl.utils.peaks import phase_peaks
-
-GIB = 1024**3
+from verl.utils.units import GIB as GIB
 
 
 def visible_device(requested: str | None = None) -> torch.device:

@@ -1,0 +1,51 @@
+"""Keys that a root shares with training: declared once, read by the parts of training, told under the root's names."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.keys import keys_of, owner_of, value_at
+from verl.config.rules import Rule
+from verl.config.train import TrainConfig
+
+
+def as_in(section: type, name: str) -> Any:
+    """A field declared as the key `name` of another section is."""
+    original = next(each for each in dataclasses.fields(section) if each.name == name)
+    if original.default_factory is not dataclasses.MISSING:
+        return field(default_factory=original.default_factory, metadata=original.metadata)
+    return field(default=original.default, metadata=original.metadata)
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Where training has the keys of a root. `places`: beginnings of keys, here and there, of which the first that fits
+    counts; a key that none fits has the same name there, if it is there at all."""
+
+    places: tuple[tuple[str, str], ...] = ()
+
+    def as_train_config(self, config: Any) -> TrainConfig:
+        """The same values for the parts that both are made of."""
+        train, known = TrainConfig(), keys_of(TrainConfig)
+        train.algorithm.adv_estimator = "grpo"  # no critic
+        for path in keys_of(type(config)):
+            here, there = next((pair for pair in self.places if path.startswith(pair[0])), ("", ""))
+            place = there + path.removeprefix(here)
+            if place in known:
+                setattr(*owner_of(train, place), value_at(config, path))
+        return train
+
+    def names_here(self, message: str) -> str:
+        """A message of a part that training has too, with the names that keys have here."""
+        for here, there in self.places:
+            message = message.replace(there, here)
+        return message
+
+    def rule_here(self, rule: Rule) -> Any:
+        """A rule of training for this root."""
+
+        def asked(config: Any) -> Iterator[str]:
+            return map(self.names_here, rule(self.as_train_config(config)))
+
+        return asked
