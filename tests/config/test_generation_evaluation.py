@@ -2,7 +2,6 @@
 
 import pytest
 
-from verl.config.evaluation import EvaluationConfig
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of
 from verl.config.load import config_from_dict, config_to_dict, load_config

@@ -73,7 +73,8 @@ def _not_available(config: Any) -> Iterator[str]:
         if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
             continue
         if (not values or value in values) and not key.path.startswith(unread):
-            yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={_written(key.default)}."
+            default = _written(key.default)
+            yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={default}."
 
 
 def _violated_bounds(key: Key, value: Any) -> str | None:
