@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from verl.config.algorithm_rules import RULES as ALGORITHM_RULES
 from verl.config.algorithm_rules import doubts
@@ -14,7 +15,8 @@ from verl.config.rollout import RolloutConfig, SamplingValConfig
 from verl.config.train import TrainConfig
 from verl.utils.registry import nearest_names
 
-Rule = Callable[[TrainConfig], Iterator[str]]
+# Takes the configuration of its root and yields contradictions.
+Rule = Callable[[Any], Iterator[str]]
 
 # Keys that say how many tokens one pass may take; `_micro_batches` goes through them in this order.
 TOKEN_BUDGETS = (
