@@ -8,11 +8,12 @@ import pytest
 
 from tests.rewards.batches import CharTokenizer, make_batch
 from tests.shared_files import SHARED, needs_shared
+from verl.config.reward import SandboxConfig
 from verl.rewards.builtin import choice, code, search_qa
 from verl.rewards.managers import NaiveRewardManager, PrimeRewardManager
 from verl.rewards.registry import answer_extractors
 from verl.rewards.rules import calls_at_once, check_options, default_compute_score, with_options
-from verl.rewards.sandbox.runner import LocalRunner, Run, SandboxSettings
+from verl.rewards.sandbox.runner import LocalRunner, Run
 from verl.utils.errors import ConfigError, RewardError
 
 HUMANEVAL = {
@@ -116,7 +117,7 @@ def test_the_runner_of_the_configuration_reaches_the_rule_and_sets_how_many_run_
 
 
 def test_the_sandbox_works_from_the_processes_of_prime():
-    function = with_options({}, LocalRunner(SandboxSettings(timeout_s=5)))
+    function = with_options({}, LocalRunner(SandboxConfig(timeout_s=5)))
     manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1)
     batch = make_batch(["def f(x):\n    return x + 1", "def f(x):\n    return x"], [MBPP] * 2, ["mbpp"] * 2)
     assert manager(batch).sum(-1).tolist() == [1.0, 0.0]

@@ -11,14 +11,15 @@ import pytest
 
 from tests.rewards.batches import CharTokenizer, make_batch
 from verl.config.load import config_from_dict
+from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
 from verl.rewards.build import build_code_runner, build_reward, build_reward_function
 from verl.rewards.compat_score import default_compute_score
 from verl.rewards.managers import NaiveRewardManager
-from verl.rewards.remote import JsonClient, Judge, JudgeSettings, Requests, SandboxService
+from verl.rewards.remote import JsonClient, Judge, SandboxService
 from verl.rewards.rules import with_options
 from verl.utils.errors import ConfigError, RewardError
 
-FAST = Requests(timeout_s=2.0, max_retries=3, backoff_s=0.01)
+FAST = RequestsConfig(timeout_s=2.0, max_retries=3, backoff_s=0.01)
 
 
 class QuietServer(ThreadingHTTPServer):
@@ -96,12 +97,8 @@ def status(number: int, **headers: str):
     return lambda body: (number, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": "no"})
 
 
-def make_judge(url: str, requests: Requests = FAST, **changes: Any) -> Judge:
-    settings = {
-        "url": url, "model": "judge-7b", "prompt": None, "score_pattern": r"Score:\s*(-?\d+(?:\.\d+)?)",
-        "score_scale": 10.0, "api_key_env": None, "temperature": 0.0, "max_tokens": 64, "max_concurrent": 4,
-    }  # fmt: skip
-    return Judge(JudgeSettings(**{**settings, **changes}), requests)
+def make_judge(url: str, requests: RequestsConfig = FAST, **changes: Any) -> Judge:
+    return Judge(JudgeConfig(**{"url": url, "model": "judge-7b", "max_tokens": 64, **changes}), requests)
 
 
 def test_a_judge_reads_the_response_and_its_last_score_counts(serve, monkeypatch):
@@ -166,7 +163,7 @@ def test_a_retry_after_that_says_nothing_or_too_much(serve):
     for wait in ("0.01", "100000"):
         service = serve(in_turn(status(429, Retry_After=wait), says("Score: 10")))
         began = time.monotonic()
-        requests = Requests(timeout_s=0.3, max_retries=3, backoff_s=0.01)
+        requests = RequestsConfig(timeout_s=0.3, max_retries=3, backoff_s=0.01)
         client = JsonClient(service.url, key="reward_model.judge.url", max_concurrent=1, requests=requests)
         assert client.post("/", {}) is not None
         assert time.monotonic() - began < 3
@@ -211,7 +208,7 @@ def test_a_service_that_never_answers_is_given_up_and_one_that_is_slow_is_not_fl
     assert slow.most_at_once == 4
     assert time.monotonic() - began < 16 * 0.15
     slow.delay_s = 2.0
-    impatient = make_judge(slow.url, Requests(timeout_s=0.2, max_retries=1, backoff_s=0.01))
+    impatient = make_judge(slow.url, RequestsConfig(timeout_s=0.2, max_retries=1, backoff_s=0.01))
     with pytest.raises(RewardError, match="gave no answer"):
         impatient("s", "x", None)
 
@@ -252,7 +249,7 @@ def run_code(body: dict[str, Any]):
 
 
 def make_service(url: str) -> SandboxService:
-    return SandboxService(url, max_concurrent=3, memory_limit_mb=256, timeout_s=4.0, requests=FAST)
+    return SandboxService(SandboxFusionConfig(url=url, memory_limit_mb=256), 4.0, FAST)
 
 
 MBPP = {"test_list": ["assert f(1) == 2", "assert f(2) == 3"], "test_setup_code": ""}

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.reward import SandboxConfig
 from verl.rewards.helper import HelperTimeout
 from verl.rewards.sandbox import runner as runner_module
 from verl.rewards.sandbox import seccomp
-from verl.rewards.sandbox.runner import LocalRunner, SandboxSettings, choose_isolation
+from verl.rewards.sandbox.runner import LocalRunner, choose_isolation
 from verl.utils.errors import ConfigError, RewardError
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux on x86-64 or AArch64")
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux 
 
 @pytest.fixture(scope="module", params=["namespaces", "seccomp"])
 def sandbox(request):
-    runner = LocalRunner(SandboxSettings(isolation=request.param, timeout_s=2.0, memory_limit_mb=512))
+    runner = LocalRunner(SandboxConfig(isolation=request.param, timeout_s=2.0, memory_limit_mb=512))
     try:
         runner.run("", [])
     except ConfigError as error:
@@ -143,7 +144,7 @@ def short(sandbox: LocalRunner) -> LocalRunner:
     """The same sandbox with a limit of a third of a second."""
     isolation = sandbox.settings.isolation
     if isolation not in _short:
-        _short[isolation] = LocalRunner(SandboxSettings(isolation=isolation, timeout_s=0.3))
+        _short[isolation] = LocalRunner(SandboxConfig(isolation=isolation, timeout_s=0.3))
     return _short[isolation]
 
 
@@ -197,8 +198,9 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
     code = textwrap.dedent(
         f"""
         import threading, time
-        from verl.rewards.sandbox.runner import LocalRunner, SandboxSettings
-        runner = LocalRunner(SandboxSettings(isolation={sandbox.settings.isolation!r}, timeout_s=600))
+        from verl.config.reward import SandboxConfig
+        from verl.rewards.sandbox.runner import LocalRunner
+        runner = LocalRunner(SandboxConfig(isolation={sandbox.settings.isolation!r}, timeout_s=600))
         runner.run("", [])
         threading.Thread(target=runner.run, args=("while True: pass", []), daemon=True).start()
         time.sleep(0.3)
@@ -249,7 +251,7 @@ def test_a_server_that_dies_is_replaced(sandbox):
 
 
 def test_a_server_that_never_answers_is_an_error(monkeypatch):
-    runner = LocalRunner(SandboxSettings())
+    runner = LocalRunner(SandboxConfig())
     runner._isolation = "seccomp"
 
     def late(message, timeout_s):
@@ -288,18 +290,18 @@ def test_a_thousand_programs_a_minute_on_two_cores(sandbox):
 def test_without_isolation_nothing_runs_unless_asked(monkeypatch):
     monkeypatch.setattr(seccomp, "is_supported", lambda: False)
     with pytest.raises(ConfigError, match=r"(?s)cannot be isolated.*isolation=none"):
-        choose_isolation(SandboxSettings())
-    assert choose_isolation(SandboxSettings(isolation="none")) == "none"
+        choose_isolation(SandboxConfig())
+    assert choose_isolation(SandboxConfig(isolation="none")) == "none"
 
 
 def test_an_isolation_that_does_not_hold_is_not_used(monkeypatch):
     monkeypatch.setitem(runner_module._BREAK_OUTS, "arithmetic", "raise SystemExit")
     with pytest.raises(ConfigError, match="does not hold against arithmetic"):
-        choose_isolation(SandboxSettings(isolation="seccomp"))
+        choose_isolation(SandboxConfig(isolation="seccomp"))
 
 
 def test_what_holds_is_said_once(caplog):
-    runner = LocalRunner(SandboxSettings(isolation="seccomp"))
+    runner = LocalRunner(SandboxConfig(isolation="seccomp"))
     with caplog.at_level("INFO", logger="verl"):
         runner.run("", [])
         runner.run("", [])
@@ -310,7 +312,7 @@ def test_what_holds_is_said_once(caplog):
 
 
 def test_unprotected_runs_are_still_limited():
-    runner = LocalRunner(SandboxSettings(isolation="none", timeout_s=0.5, memory_limit_mb=256))
+    runner = LocalRunner(SandboxConfig(isolation="none", timeout_s=0.5, memory_limit_mb=256))
     assert runner.run("", ["assert True"]).passed == [True]
     assert runner.run("while True: pass", []).status == "timeout"
     assert "MemoryError" in runner.run("bytearray(2**30)", []).error

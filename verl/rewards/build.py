@@ -1,16 +1,16 @@
 """From configuration to the function that scores and the manager that calls it."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from verl.config.reward import RewardModelConfig
+from verl.config.reward import RewardModelConfig, SandboxConfig
 from verl.config.train import TrainConfig
 from verl.rewards.custom import load_reward_function
 from verl.rewards.managers import reward_managers
+from verl.rewards.remote import Judge, SandboxService
 from verl.rewards.rules import with_options
-from verl.rewards.sandbox.runner import CodeRunner, LocalRunner, SandboxSettings
+from verl.rewards.sandbox.runner import CodeRunner, LocalRunner
 from verl.utils.errors import ConfigError
 
 
@@ -64,37 +64,16 @@ def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
     if custom is not None:
         return custom
     if section.judge.url is not None:
-        return _build_judge(section)
+        judge = Judge(section.judge, section.requests)
+        judge.client.check_reachable()
+        return judge
     return with_options(section.rule_kwargs, build_code_runner(section))
 
 
 def build_code_runner(section: RewardModelConfig) -> CodeRunner | None:
     """Where rules run code: the service, this machine's sandbox with other limits, or None for its defaults."""
-    service = section.sandbox_fusion
-    if service.url is None:
-        settings = SandboxSettings(**dataclasses.asdict(section.sandbox))
-        return LocalRunner(settings) if settings != SandboxSettings() else None
-    from verl.rewards.remote import Requests, SandboxService
-
-    runner = SandboxService(
-        service.url,
-        max_concurrent=service.max_concurrent,
-        memory_limit_mb=service.memory_limit_mb,
-        timeout_s=section.sandbox.timeout_s,
-        requests=Requests(**dataclasses.asdict(section.requests)),
-    )
+    if section.sandbox_fusion.url is None:
+        return LocalRunner(section.sandbox) if section.sandbox != SandboxConfig() else None
+    runner = SandboxService(section.sandbox_fusion, section.sandbox.timeout_s, section.requests)
     runner.client.check_reachable()
     return runner
-
-
-def _build_judge(section: RewardModelConfig) -> Callable[..., Any]:
-    from verl.rewards.remote import Judge, JudgeSettings, Requests
-
-    settings = dataclasses.asdict(section.judge)
-    if settings["model"] is None:
-        raise ConfigError(
-            f"reward_model.judge.url={settings['url']} needs reward_model.judge.model, the model's name there."
-        )
-    judge = Judge(JudgeSettings(**settings), Requests(**dataclasses.asdict(section.requests)))
-    judge.client.check_reachable()
-    return judge

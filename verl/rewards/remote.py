@@ -10,12 +10,12 @@ import os
 import re
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import urllib3
 from urllib3.util import parse_url
 
+from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
 from verl.rewards.sandbox.runner import Run
 from verl.utils.errors import ConfigError, RewardError
 
@@ -34,16 +34,7 @@ Response to judge:
 Rate the response from 0 (wrong) to 10 (fully correct). Explain briefly, then end with: Score: <number>"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Requests:
-    """How a service is asked: seconds to wait for an answer, further tries, and the wait before the second of them."""
-
-    timeout_s: float = 60.0
-    max_retries: int = 5
-    backoff_s: float = 0.5
-
-
-def _retries(requests: Requests) -> urllib3.Retry:
+def _retries(requests: RequestsConfig) -> urllib3.Retry:
     class Retry(urllib3.Retry):
         """Retry-After is obeyed up to the time-out of a request; one that is no number of seconds or date is none."""
 
@@ -73,7 +64,13 @@ class JsonClient:
     """
 
     def __init__(
-        self, url: str, *, key: str, max_concurrent: int, requests: Requests, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        *,
+        key: str,
+        max_concurrent: int,
+        requests: RequestsConfig,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         parsed = parse_url(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -124,24 +121,20 @@ class SandboxService:
     start is its fault and an error, not the program's.
     """
 
-    def __init__(
-        self, url: str, *, max_concurrent: int, memory_limit_mb: int, timeout_s: float, requests: Requests
-    ) -> None:
-        self._settings = {
-            "url": url, "max_concurrent": max_concurrent, "memory_limit_mb": memory_limit_mb, "timeout_s": timeout_s,
-            "requests": requests,
-        }  # fmt: skip
-        self.max_concurrent = max_concurrent
-        self.memory_limit_mb = memory_limit_mb
-        self.timeout_s = timeout_s
-        # Users write the address with and without the path.
-        base = url.rstrip("/").removesuffix("/run_code")
+    def __init__(self, config: SandboxFusionConfig, timeout_s: float, requests: RequestsConfig) -> None:
+        """`timeout_s`: the longest run of one program."""
+        assert config.url is not None
+        self.config, self.timeout_s, self.requests = config, timeout_s, requests
+        self.max_concurrent = config.max_concurrent
         self.client = JsonClient(
-            base, key="reward_model.sandbox_fusion.url", max_concurrent=max_concurrent, requests=requests
+            config.url.rstrip("/").removesuffix("/run_code"),  # users write the address with and without the path
+            key="reward_model.sandbox_fusion.url",
+            max_concurrent=config.max_concurrent,
+            requests=requests,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _sandbox_service, (self._settings,)
+        return SandboxService, (self.config, self.timeout_s, self.requests)
 
     def run(self, code: str, tests: list[str], *, stdin: str | None = None) -> Run:
         token = os.urandom(8).hex()
@@ -154,7 +147,7 @@ class SandboxService:
                 "language": "python",
                 "compile_timeout": self.timeout_s,
                 "run_timeout": self.timeout_s,
-                "memory_limit_MB": self.memory_limit_mb,
+                "memory_limit_MB": self.config.memory_limit_mb,
                 "files": {},
                 "fetch_files": [],
             },
@@ -173,10 +166,6 @@ class SandboxService:
         return Run(status=status, passed=passed, output=output, error=error, seconds=seconds)
 
 
-def _sandbox_service(settings: dict[str, Any]) -> SandboxService:
-    return SandboxService(**settings)
-
-
 def _script(code: str, tests: list[str], token: str) -> str:
     """One script that runs the program and reports on its tests, as the sandbox of this machine does."""
     return (
@@ -193,21 +182,6 @@ def _script(code: str, tests: list[str], token: str) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgeSettings:
-    """What `reward_model.judge` says; see the keys there."""
-
-    url: str
-    model: str
-    prompt: str | None  # None: DEFAULT_PROMPT
-    score_pattern: str
-    score_scale: float
-    api_key_env: str | None
-    temperature: float
-    max_tokens: int
-    max_concurrent: int
-
-
 class Judge:
     """A reward function: a model behind an OpenAI-style `chat/completions` reads the response and gives the score.
 
@@ -217,30 +191,31 @@ class Judge:
         ConfigError: the template, the pattern or the address is wrong, or the key is not in the environment.
     """
 
-    def __init__(self, settings: JudgeSettings, requests: Requests) -> None:
-        self.settings, self.requests = settings, requests
-        self.max_concurrent = settings.max_concurrent
-        self._pattern = _compile(settings.score_pattern)
-        self._template = settings.prompt or DEFAULT_PROMPT
+    def __init__(self, config: JudgeConfig, requests: RequestsConfig) -> None:
+        assert config.url is not None
+        self.config, self.requests = config, requests
+        self.max_concurrent = config.max_concurrent
+        self._pattern = _compile(config.score_pattern)
+        self._template = config.prompt or DEFAULT_PROMPT
         _check_template(self._template)
         headers = {}
-        if settings.api_key_env is not None:
-            if settings.api_key_env not in os.environ:
+        if config.api_key_env is not None:
+            if config.api_key_env not in os.environ:
                 raise ConfigError(
-                    f"reward_model.judge.api_key_env={settings.api_key_env}: no such environment variable. Export "
+                    f"reward_model.judge.api_key_env={config.api_key_env}: no such environment variable. Export "
                     "the key, or unset api_key_env for a service without one."
                 )
-            headers["Authorization"] = f"Bearer {os.environ[settings.api_key_env]}"
+            headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self.client = JsonClient(
-            settings.url.rstrip("/").removesuffix("/chat/completions"),
+            config.url.rstrip("/").removesuffix("/chat/completions"),
             key="reward_model.judge.url",
-            max_concurrent=settings.max_concurrent,
+            max_concurrent=config.max_concurrent,
             requests=requests,
             headers=headers,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Judge, (self.settings, self.requests)
+        return Judge, (self.config, self.requests)
 
     def __call__(
         self, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None
@@ -250,10 +225,10 @@ class Judge:
         answer = self.client.post(
             "/chat/completions",
             {
-                "model": self.settings.model,
+                "model": self.config.model,
                 "messages": [{"role": "user", "content": prompt}],
-                "temperature": self.settings.temperature,
-                "max_tokens": self.settings.max_tokens,
+                "temperature": self.config.temperature,
+                "max_tokens": self.config.max_tokens,
             },
         )
         try:
@@ -263,7 +238,7 @@ class Judge:
         found = self._pattern.findall(text)
         if not found:
             raise RewardError(f"The judge gave no score (reward_model.judge.score_pattern) in: {text[-300:]!r}")
-        return {"score": float(found[-1]) / self.settings.score_scale, "judge_answer": text}
+        return {"score": float(found[-1]) / self.config.score_scale, "judge_answer": text}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

@@ -9,6 +9,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from verl.config.reward import SandboxConfig
 from verl.rewards.helper import PACKAGE_ROOT, Helper, HelperDied, HelperPool, HelperTimeout
 from verl.rewards.sandbox import seccomp
 from verl.utils.errors import ConfigError, RewardError
@@ -26,16 +27,6 @@ _PROTECTIONS = {
         "be read"
     ),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SandboxSettings:
-    """Limits of one run. `isolation`: auto (the strongest that this machine allows), namespaces, seccomp or none."""
-
-    timeout_s: float = 10.0
-    memory_limit_mb: int = 1024
-    isolation: str = "auto"
-    max_concurrent: int | None = None  # runs at once; None: one a core
 
 
 @dataclass(slots=True)
@@ -75,8 +66,8 @@ class LocalRunner:
     Raises ConfigError at the first run when this machine cannot isolate a program as `isolation` asks.
     """
 
-    def __init__(self, settings: SandboxSettings | None = None) -> None:
-        self.settings = settings or SandboxSettings()
+    def __init__(self, settings: SandboxConfig | None = None) -> None:
+        self.settings = settings or SandboxConfig()
         self.max_concurrent = self.settings.max_concurrent or count_cores()
         self._isolation: str | None = None  # what was found to work
         self._probing = threading.Lock()
@@ -120,7 +111,7 @@ def default_runner() -> LocalRunner:
     return LocalRunner()
 
 
-def start_server(settings: SandboxSettings, isolation: str) -> Helper:
+def start_server(settings: SandboxConfig, isolation: str) -> Helper:
     """One server process. It gets neither our environment, which may hold keys, nor our search path."""
     start = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from verl.rewards.sandbox.server import main; main()"
     limits = json.dumps({**asdict(settings), "isolation": isolation})
@@ -130,7 +121,7 @@ def start_server(settings: SandboxSettings, isolation: str) -> Helper:
     return Helper([sys.executable, "-I", "-c", start, limits], environment, name="the sandbox")
 
 
-def choose_isolation(settings: SandboxSettings) -> str:
+def choose_isolation(settings: SandboxConfig) -> str:
     """The strongest isolation that works here and that the settings allow, proved by a program that tries to break out.
 
     Raises:
@@ -167,7 +158,7 @@ _BREAK_OUTS = {
 }
 
 
-def _try(settings: SandboxSettings, isolation: str) -> str | None:
+def _try(settings: SandboxConfig, isolation: str) -> str | None:
     """None if this isolation holds, else why it does not."""
     if not seccomp.is_supported():
         return "it needs Linux on x86-64 or AArch64"
