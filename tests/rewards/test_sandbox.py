@@ -245,7 +245,7 @@ def is_running(pid: int) -> bool:
 
 def test_a_server_that_dies_is_replaced(sandbox):
     helper = sandbox._pool._borrow()
-    sandbox._pool._idle.put(helper)
+    sandbox._pool._idle.append(helper)
     helper._process.kill()
     assert sandbox.run("", ["pass"]).passed == [True]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.config.reward import RewardModelConfig, SandboxConfig
 from verl.config.train import TrainConfig
-from verl.rewards.custom import load_reward_function
+from verl.rewards.custom import load_custom_reward
 from verl.rewards.managers import reward_managers
 from verl.rewards.remote import Judge, SandboxService
 from verl.rewards.rules import with_options
@@ -59,8 +59,9 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
 
 def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
     """The user's function, else the judge, else the rules with their options and where code runs."""
-    section = config.reward_model
-    custom = load_reward_function(config.custom_reward_function, for_batches=section.reward_manager == "batch")
+    section, own = config.reward_model, config.custom_reward_function
+    for_batches = section.reward_manager == "batch"
+    custom = load_custom_reward(own.path, own.name, own.reward_kwargs, for_batches=for_batches)
     if custom is not None:
         return custom
     if section.judge.url is not None:

@@ -5,17 +5,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.config.reward import CustomRewardFunctionConfig
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH_ARGUMENTS = tuple(f"{name}s" for name in _ARGUMENTS)
-
-
-def load_reward_function(config: CustomRewardFunctionConfig, *, for_batches: bool = False) -> Callable[..., Any] | None:
-    """What the section `custom_reward_function` names, or None when it names nothing."""
-    return load_custom_reward(config.path, config.name, config.reward_kwargs, for_batches=for_batches)
 
 
 def load_custom_reward(

@@ -5,7 +5,6 @@ manager's functions), code that nobody has read (the sandbox). A child is starte
 trainer, whose threads and CUDA context no fork survives.
 """
 
-import atexit
 import json
 import math
 import os
@@ -14,9 +13,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import Empty, LifoQueue
 from typing import Any
 
 from verl.utils.errors import RewardError
@@ -59,6 +58,7 @@ class Helper:
             errors="backslashreplace",
             start_new_session=True,  # Ctrl-C is for the trainer; the child ends when its pipe closes
         )
+        self._owner = os.getpid()
         self._timed_out = False
         try:
             if first is not None:
@@ -71,8 +71,9 @@ class Helper:
             ) from error
 
     @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def is_ours(self) -> bool:
+        """Whether it lives, and belongs to this process: after a fork the pipes are the parent's."""
+        return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """The answer. After HelperTimeout or HelperDied the helper is closed."""
@@ -84,7 +85,9 @@ class Helper:
             raise
 
     def close(self) -> None:
-        """Kill the child and what it has started in its own session."""
+        """Kill the child and what it has started in its own session; nothing in a fork of its owner."""
+        if self._owner != os.getpid():
+            return
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -139,55 +142,37 @@ class HelperPool:
 
     def __init__(self, start: Callable[[], Helper]) -> None:
         self._start = start
-        self._idle: LifoQueue[Helper] = LifoQueue()
-        _pools.add(self)
+        self._idle: deque[Helper] = deque()
+        weakref.finalize(self, _close_all, self._idle)  # at exit too
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """The answer of a helper that has nothing else to do. HelperTimeout, HelperDied: the next call has another."""
         helper = self._borrow()
         answer = helper.ask(message, timeout_s)
-        self._idle.put(helper)
+        self._idle.append(helper)
         return answer
 
     def close(self) -> None:
         """Idle helpers end here; one at work ends when its pipe closes with our process."""
-        while (helper := self._take()) is not None:
-            helper.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def forget(self) -> None:
-        """After a fork: the pipes belong to the parent."""
-        self._idle = LifoQueue()
+        _close_all(self._idle)
 
     def _borrow(self) -> Helper:
-        while (helper := self._take()) is not None:
-            if helper.is_alive:
+        for helper in _taken(self._idle):
+            if helper.is_ours:
                 return helper
             helper.close()
         return self._start()
 
-    def _take(self) -> Helper | None:
+
+def _close_all(helpers: deque[Helper]) -> None:
+    for helper in _taken(helpers):
+        helper.close()
+
+
+def _taken(helpers: deque[Helper]) -> Iterator[Helper]:
+    """All that wait there, one after the other; other threads take some too."""
+    while True:
         try:
-            return self._idle.get_nowait()
-        except Empty:
-            return None
-
-
-_pools: "weakref.WeakSet[HelperPool]" = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for pool in list(_pools):
-        pool.close()
-
-
-def _forget_all() -> None:
-    for pool in list(_pools):
-        pool.forget()
-
-
-atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+            yield helpers.pop()
+        except IndexError:
+            return

@@ -9,15 +9,26 @@ A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` an
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.utils.registry import Registry, RegistryDict, T
 
 Rule = Callable[..., "float | dict[str, Any]"]
+F = TypeVar("F")  # a function stays of its own type
 
 
 class RuleRegistry(Registry[T]):
     """Entries by data source: an exact name wins over a prefix, a longer prefix over a shorter one."""
+
+    def register(self, name: str, *more: str) -> Callable[[F], F]:
+        """Decorator, for all the names that a set goes by."""
+
+        def add(entry: Any) -> Any:
+            for source in (name, *more):
+                super(RuleRegistry, self).register(source)(entry)
+            return entry
+
+        return add
 
     def get(self, name: str) -> T:
         return super().get(self._entry_for(name) or name)

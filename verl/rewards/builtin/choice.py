@@ -19,8 +19,13 @@ _MARKED = (
 )
 _ALONE = re.compile(r"(?<![A-Za-z'])[\(\[]?([A-Z])[\)\].:,]?(?![A-Za-z'])")
 _WHOLE = re.compile(rf"\s*{_LETTER}\s*[.:]?\s*")
+_SOURCES = (
+    "multiple_choice*", "cais/mmlu", "mmlu*", "TIGER-Lab/MMLU-Pro", "allenai/ai2_arc", "ai2_arc*", "Idavidrein/gpqa",
+    "gpqa*", "Rowan/hellaswag", "hellaswag",
+)  # fmt: skip
 
 
+@answer_extractors.register(*_SOURCES)
 def extract_choice(text: str, method: Method = "strict") -> str | None:
     """The letter that a response answers, or None.
 
@@ -53,14 +58,7 @@ def gold_letter(ground_truth: Any) -> str:
     return match.group(1)
 
 
+@reward_rules.register(*_SOURCES)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None, *, method: Method = "strict") -> float:
     """1 when the response names the right option, else 0."""
     return float(extract_choice(solution_str, method) == gold_letter(ground_truth))
-
-
-for _source in (
-    "multiple_choice*", "cais/mmlu", "mmlu*", "TIGER-Lab/MMLU-Pro", "allenai/ai2_arc", "ai2_arc*", "Idavidrein/gpqa",
-    "gpqa*", "Rowan/hellaswag", "hellaswag",
-):  # fmt: skip
-    reward_rules.register(_source)(score)
-    answer_extractors.register(_source)(extract_choice)

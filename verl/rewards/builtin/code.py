@@ -34,6 +34,10 @@ def runs_code(rule: Any) -> Any:
     return rule
 
 
+@reward_rules.register(
+    "openai/openai_humaneval", "humaneval*", "evalplus/humanevalplus", "mbpp*", "google-research-datasets/mbpp",
+    "evalplus/mbppplus", "code*", "apps", "taco", "livecodebench*",
+)  # fmt: skip
 @runs_code
 def score(
     solution_str: str,
@@ -132,10 +136,3 @@ def _same_output(printed: str, expected: str) -> bool:
     """Line by line, blanks at the ends of lines and of the text aside."""
     one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
     return one == other
-
-
-for _source in (
-    "openai/openai_humaneval", "humaneval*", "evalplus/humanevalplus", "mbpp*", "google-research-datasets/mbpp",
-    "evalplus/mbppplus", "code*", "apps", "taco", "livecodebench*",
-):  # fmt: skip
-    reward_rules.register(_source)(score)

@@ -2,30 +2,27 @@
 
 import ast
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from verl.rewards.builtin.search_qa import extract_answer
 from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
 # No task has equations as long as this; the bound keeps hostile input from costing time or stack.
 MAX_EQUATION_CHARACTERS = 500
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SOURCES = ("countdown*", "Jiayi-Pan/Countdown-Tasks-*")
 _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
 
 
-@answer_extractors.register("countdown*")
-@answer_extractors.register("Jiayi-Pan/Countdown-Tasks-*")
+@answer_extractors.register(*_SOURCES)
 def extract_equation(text: str) -> str | None:
     """What stands between the last `<answer>` tags, without a right-hand side such as "= 24"; None without tags."""
-    answers = _ANSWER.findall(text)
-    if not answers:
-        return None
-    return answers[-1].strip().translate(_SPELLINGS).split("=")[0].strip()
+    answer = extract_answer(text)
+    return None if answer is None else answer.translate(_SPELLINGS).split("=")[0].strip()
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]] | None:
@@ -74,8 +71,7 @@ def _task(ground_truth: Any) -> tuple[Fraction, list[int]]:
     return Fraction(str(task["target"])), [int(number) for number in numbers]
 
 
-@reward_rules.register("countdown*")
-@reward_rules.register("Jiayi-Pan/Countdown-Tasks-*")
+@reward_rules.register(*_SOURCES)
 def score(
     solution_str: str,
     ground_truth: Any,

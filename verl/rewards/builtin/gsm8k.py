@@ -9,6 +9,7 @@ from verl.utils.errors import ConfigError
 
 Method = Literal["strict", "flexible"]
 
+_SOURCES = ("openai/gsm8k", "gsm8k")
 # A sign may stand before or behind the currency mark. Digits come plain or grouped by commas; a comma or full stop that
 # ends the sentence is not part of the number.
 _NUMBER = r"[-+]?\$?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -16,6 +17,7 @@ _ANYWHERE = re.compile(_NUMBER)
 _AFTER_MARK = re.compile(rf"\s*({_NUMBER})")
 
 
+@answer_extractors.register(*_SOURCES)
 def extract_answer(text: str, method: Method = "strict") -> str | None:
     """The number a text ends in, without commas and currency marks, or None.
 
@@ -34,10 +36,6 @@ def extract_answer(text: str, method: Method = "strict") -> str | None:
     return number.replace(",", "").replace("$", "") if number is not None else None
 
 
-for _source in ("openai/gsm8k", "gsm8k"):
-    answer_extractors.register(_source)(extract_answer)
-
-
 def _same_number(one: str, other: str) -> bool:
     try:
         return Decimal(one) == Decimal(other)
@@ -45,8 +43,7 @@ def _same_number(one: str, other: str) -> bool:
         return False
 
 
-@reward_rules.register("openai/gsm8k")
-@reward_rules.register("gsm8k")
+@reward_rules.register(*_SOURCES)
 def score(
     solution_str: str,
     ground_truth: Any,

@@ -1,37 +1,22 @@
 """MATH (Hendrycks et al. 2021, arXiv:2103.03874): the last boxed answer, compared by math-verify."""
 
-from collections.abc import Callable
 from typing import Any
 
 from verl.rewards.helper import HelperDied, HelperPool, HelperTimeout, start_module
-from verl.rewards.registry import RuleRegistry, answer_extractors, reward_rules
+from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
-from verl.utils.registry import T
 
 # Above the worker's own limits (two parses, one comparison).
 ANSWER_TIMEOUT_S = 15.0
 # Where a response boxes nothing, its answer is looked for at the end alone.
 TAIL_CHARACTERS = 500
-
-
 _SOURCES = (
     "math", "MATH", "math500", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
     "EleutherAI/hendrycks_math",
 )  # fmt: skip
 
 
-def _register(registry: RuleRegistry[T]) -> Callable[[T], T]:
-    """Under all names that MATH goes by."""
-
-    def add(entry: T) -> T:
-        for source in _SOURCES:
-            registry.register(source)(entry)
-        return entry
-
-    return add
-
-
-@_register(answer_extractors)
+@answer_extractors.register(*_SOURCES)
 def last_boxed(text: str) -> str | None:
     """What stands in the last `\\boxed{...}` or `\\fbox{...}`, brackets balanced; None without one."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
@@ -55,7 +40,7 @@ def _plain(answer: str) -> str:
     return answer.strip().strip("$").rstrip(".")
 
 
-@_register(reward_rules)
+@reward_rules.register(*_SOURCES)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """1 when the answer means the same as the ground truth, else 0; what cannot be parsed, or not in time, scores 0.
 

@@ -11,6 +11,9 @@ from typing import Any
 from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
+_SOURCES = (
+    "searchR1_*", "search_qa*", "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle",
+)  # fmt: skip
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -21,6 +24,7 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
+@answer_extractors.register(*_SOURCES)
 def extract_answer(text: str) -> str | None:
     """What stands between the last `<answer>` tags; None without them."""
     answers = _ANSWER.findall(text)
@@ -40,6 +44,7 @@ def _golds(ground_truth: Any) -> list[str]:
     return [str(answer) for answer in target]
 
 
+@reward_rules.register(*_SOURCES)
 def score(
     solution_str: str,
     ground_truth: Any,
@@ -61,18 +66,3 @@ def score(
     given = normalize_answer(answer)
     right = given in golds or (method == "substring" and any(gold and gold in given for gold in golds))
     return 1.0 if right else format_score
-
-
-for _source in (
-    "searchR1_*",
-    "search_qa*",
-    "nq",
-    "triviaqa",
-    "popqa",
-    "hotpotqa",
-    "2wikimultihopqa",
-    "musique",
-    "bamboogle",
-):
-    reward_rules.register(_source)(score)
-    answer_extractors.register(_source)(extract_answer)
