@@ -1,6 +1,7 @@
 """From chat messages to prompt token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -92,11 +93,18 @@ def apply_chat_template(
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool) -> str:
-    try:
+    with refusals_told(messages, "data.custom_chat_template"):
         text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return text
+
+
+@contextmanager
+def refusals_told(messages: Messages, key: str) -> Iterator[None]:
+    """DataError where the chat template refuses the messages; `key` sets another one."""
+    try:
+        yield
     except TemplateError as error:
         raise DataError(
             f"the tokenizer's chat template refuses these messages ({error}): {str(messages)[:120]}. Change the "
-            "messages, or set data.custom_chat_template"
+            f"messages, or set {key}"
         ) from error
-    return text

@@ -6,12 +6,13 @@ Whatever the format, a row comes as plain Python dicts, lists and scalars.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import DatasetDict, load_from_disk
 
 from verl.utils.errors import DataError
 
@@ -34,20 +35,21 @@ class Rows(Protocol):
 
 
 class ArrowRows:
-    """Rows of an Arrow table in memory."""
+    """Rows of an Arrow table, in memory or mapped from disk."""
 
     def __init__(self, table: pa.Table) -> None:
-        self._table = table
+        self.table = table
         self.columns: list[str] = table.column_names
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self.table.num_rows
 
     def row(self, number: int) -> dict[str, Any]:
-        return self._table.slice(number, 1).to_pylist()[0]
+        return self.table.slice(number, 1).to_pylist()[0]
 
-    def column(self, name: str) -> list[Any]:
-        return self._table.column(name).to_pylist()
+    def column(self, name: str) -> Iterator[Any]:
+        for chunk in self.table.column(name).chunks:
+            yield from chunk.to_pylist()
 
 
 class ListRows:
@@ -65,25 +67,6 @@ class ListRows:
 
     def column(self, name: str) -> Iterator[Any]:
         return (row.get(name) for row in self._rows)
-
-
-class FolderRows:
-    """Rows of a `save_to_disk` folder, mapped from disk."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset.with_format(None)
-        self.columns = list(dataset.column_names)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def row(self, number: int) -> dict[str, Any]:
-        rows: Any = self._dataset
-        return rows[number]
-
-    def column(self, name: str) -> Iterator[Any]:
-        rows: Any = self._dataset.select_columns([name])
-        return (row[name] for row in rows)
 
 
 def as_file_list(files: Any) -> list[str]:
@@ -119,6 +102,24 @@ def has_split(file: str | Path, split: str) -> bool:
     """Whether `file` is a `save_to_disk` folder of several splits with one for `split`."""
     marker = Path(file).expanduser() / "dataset_dict.json"
     return marker.is_file() and any(name in SPLITS[split] for name in json.loads(marker.read_text())["splits"])
+
+
+def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
+    """DataError where the rows lack the column that the configuration names in `key`."""
+    if column not in rows.columns:
+        raise DataError(
+            f"{file}: the column '{column}' is missing; columns found: {', '.join(rows.columns) or 'none'}. Rename "
+            f"yours, or name it in {key}."
+        )
+
+
+@contextmanager
+def told_of(place: str) -> Iterator[None]:
+    """Errors within say where."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{place}: {error}.") from error
 
 
 def content_fingerprint(file: str | Path) -> str:
@@ -191,11 +192,11 @@ def _open_folder(path: Path, split: str) -> Rows:
         )
     loaded = load_from_disk(str(path))
     if not isinstance(loaded, DatasetDict):
-        return FolderRows(loaded)
+        return ArrowRows(loaded.data.table)
     splits = {str(name): part for name, part in loaded.items()}
     for name in SPLITS[split]:
         if name in splits:
-            return FolderRows(splits[name])
+            return ArrowRows(splits[name].data.table)
     raise DataError(
         f"Folder '{path}' has the splits {', '.join(splits)}, but none for {split}: expected "
         f"{' or '.join(SPLITS[split])}. Save it again under such a name."

@@ -2,7 +2,7 @@
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 
 from verl.columns import COLUMNS
 from verl.config import DataConfig
-from verl.data.chat import Messages, apply_chat_template, as_messages
-from verl.data.files import Rows, as_file_list, content_fingerprint, open_rows
+from verl.data.chat import apply_chat_template, as_messages
+from verl.data.files import Rows, as_file_list, content_fingerprint, open_rows, require_column, told_of
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.utils.errors import DataError
 from verl.utils.logging import logger, say_once
@@ -45,7 +45,7 @@ class RLDataset(Dataset):
         self.config = config
         self._sources = [open_rows(file, split) for file in self.files]
         for file, rows in zip(self.files, self._sources):
-            check_columns(file, rows.columns, config)
+            check_columns(file, rows, config)
             check_rows(file, rows, config)
         self.columns = _kept_columns(self._sources, config.prompt_key)
         # The split too: a folder may hold several.
@@ -107,13 +107,8 @@ class RLDataset(Dataset):
         )  # fmt: skip
         key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
         rows = self._sources[source]
-        return prompt_lengths(
-            self.tokenizer, self._conversations(source), count=len(rows), key=key, name=self.files[source]
-        )
-
-    def _conversations(self, source: int) -> Iterator[Messages]:
-        for value in self._sources[source].column(self.config.prompt_key):
-            yield as_messages(value)
+        conversations = map(as_messages, rows.column(self.config.prompt_key))
+        return prompt_lengths(self.tokenizer, conversations, count=len(rows), key=key, name=self.files[source])
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
@@ -130,31 +125,25 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     raise DataError(f"data.truncation must be left, right or middle to cut a prompt, got '{side}'.")
 
 
-def check_columns(file: str, columns: list[str], config: DataConfig) -> None:
+def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
     """DataError if the prompt column is missing, or a column looks like a misspelt one that is missing."""
     known = [config.prompt_key, config.reward_fn_key, *_DICT_COLUMNS, "ability"]
-    missing = [name for name in known if name not in columns]
-    for column in columns:
+    missing = [name for name in known if name not in rows.columns]
+    for column in rows.columns:
         meant = difflib.get_close_matches(column, missing, n=1, cutoff=0.8) if column not in known else []
         if meant:
             raise DataError(
                 f"{file}: unknown column '{column}'; did you mean '{meant[0]}', which is missing? Rename it."
             )
-    if config.prompt_key in missing:
-        raise DataError(
-            f"{file}: the column '{config.prompt_key}' is missing; columns found: {', '.join(columns) or 'none'}. "
-            "Rename yours, or name it in data.prompt_key."
-        )
+    require_column(file, rows, config.prompt_key, "data.prompt_key")
 
 
 def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
     """DataError for the first row whose prompt, data source, reward_model or extra_info has the wrong type."""
     key = config.prompt_key
     for number, value in enumerate(rows.column(key)):
-        try:
+        with told_of(f"{file}, row {number}, column '{key}'"):
             as_messages(value)
-        except DataError as error:
-            raise DataError(f"{file}, row {number}, column '{key}': {error}.") from error
     if config.reward_fn_key in rows.columns:
         _check_type(file, config.reward_fn_key, rows.column(config.reward_fn_key), str, "a text such as 'openai/gsm8k'")
     for name in _DICT_COLUMNS:

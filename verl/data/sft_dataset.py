@@ -4,19 +4,17 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl.config.sft import SFTDataConfig
-from verl.data.chat import Messages, as_messages, encode_conversations
-from verl.data.files import Rows, as_file_list, open_rows
+from verl.data.chat import Messages, as_messages, encode_conversations, refusals_told
+from verl.data.files import Rows, as_file_list, open_rows, require_column, told_of
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -60,16 +58,11 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
     """
     messages, first, arguments = conversation
     turns = [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
-    try:
+    with refusals_told(messages, "data.chat_template"):
         if _MARKER.search(template := str(tokenizer.get_chat_template(tools=arguments.get("tools")))):
             return _render_marked(tokenizer, template, conversation, len(turns))
         text = _text(tokenizer, messages, arguments)
         return Rendered(text, [_span(tokenizer, text, messages, turn, arguments) for turn in turns])
-    except TemplateError as error:
-        raise DataError(
-            f"the tokenizer's chat template refuses these messages ({error}): {str(messages)[:120]}. Change the "
-            "messages, or set data.chat_template"
-        ) from error
 
 
 def _text(
@@ -223,33 +216,28 @@ class SFTDataset(Dataset):
         return digest.hexdigest()
 
     def _examples(self, file: str, rows: Rows) -> Iterator[Example]:
-        conversations = self._conversations(file, rows)
+        conversations = (self._dialogues if self.config.multiturn.enable else self._pairs)(file, rows)
         start = 0
         while chunk := list(islice(conversations, _CHUNK)):
             try:
                 examples = encode(self.tokenizer, chunk)
             except DataError:
                 for number, conversation in enumerate(chunk, start):
-                    with _told_of(f"{file}, row {number}"):  # it fails alone too
+                    with told_of(f"{file}, row {number}"):  # it fails alone too
                         encode(self.tokenizer, [conversation])
                 raise
             yield from examples
             start += len(chunk)
 
-    def _conversations(self, file: str, rows: Rows) -> Iterator[Conversation]:
-        if self.config.multiturn.enable:
-            return self._dialogues(file, rows)
-        return self._pairs(file, rows)
-
     def _pairs(self, file: str, rows: Rows) -> Iterator[Conversation]:
         config = self.config
-        _check_column(file, rows, config.prompt_key, "data.prompt_key")
-        _check_column(file, rows, config.response_key, "data.response_key")
+        require_column(file, rows, config.prompt_key, "data.prompt_key")
+        require_column(file, rows, config.response_key, "data.response_key")
         columns = rows.column(config.prompt_key), rows.column(config.response_key)
         for number, (prompt, answer) in enumerate(zip(*columns)):
-            with _told_of(f"{file}, row {number}, column '{config.prompt_key}'"):
+            with told_of(f"{file}, row {number}, column '{config.prompt_key}'"):
                 messages = as_messages(_inner(prompt, config.prompt_dict_keys))
-            with _told_of(f"{file}, row {number}, column '{config.response_key}'"):
+            with told_of(f"{file}, row {number}, column '{config.response_key}'"):
                 answer = _inner(answer, config.response_dict_keys)
                 if not isinstance(answer, str) or not answer:
                     raise DataError(f"must be a text that is not empty, got {str(answer)[:80]!r}")
@@ -257,12 +245,12 @@ class SFTDataset(Dataset):
 
     def _dialogues(self, file: str, rows: Rows) -> Iterator[Conversation]:
         keys = self.config.multiturn
-        _check_column(file, rows, keys.messages_key, "data.multiturn.messages_key")
+        require_column(file, rows, keys.messages_key, "data.multiturn.messages_key")
         given = {"tools": keys.tools_key, "enable_thinking": keys.enable_thinking_key}
         given = {name: column for name, column in given.items() if column in rows.columns}
         columns = [rows.column(column) for column in (keys.messages_key, *given.values())]
         for number, (messages, *values) in enumerate(zip(*columns)):
-            with _told_of(f"{file}, row {number}, column '{keys.messages_key}'"):
+            with told_of(f"{file}, row {number}, column '{keys.messages_key}'"):
                 if isinstance(messages, str):
                     raise DataError(f"must be a list of messages, got a text: {messages[:80]!r}")
                 messages = as_messages(messages)
@@ -303,23 +291,6 @@ def pad_examples(batch: DataProto) -> DataProto:
         learnt[row, width : own.stop] = torch.tensor(mask, dtype=torch.int64)
     tensors = {"input_ids": ids, "attention_mask": attention, "response_mask": learnt[:, width:]}
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": columns["uid"]})
-
-
-@contextmanager
-def _told_of(place: str) -> Iterator[None]:
-    """Errors within say where."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{place}: {error}.") from error
-
-
-def _check_column(file: str, rows: Rows, column: str, key: str) -> None:
-    if column not in rows.columns:
-        raise DataError(
-            f"{file}: the column '{column}' is missing; columns found: {', '.join(rows.columns) or 'none'}. Rename "
-            f"yours, or name it in {key}."
-        )
 
 
 def _inner(value: Any, keys: Sequence[str] | None) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.config.evaluation import SHARED, EvaluationConfig, EvaluationDataConfig
-from verl.data.files import as_file_list, open_rows
+from verl.data.files import as_file_list, open_rows, require_column
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.manager import Scores
@@ -77,11 +77,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
     prompts: list[ScoredPrompt] = []
     for file in as_file_list(data.path):
         rows = open_rows(file)
-        if data.response_key not in rows.columns:
-            raise DataError(
-                f"{file}: the column '{data.response_key}' is missing; columns found: {', '.join(rows.columns)}. Name "
-                "yours in data.response_key."
-            )
+        require_column(file, rows, data.response_key, "data.response_key")
         for number in range(len(rows)):
             row = rows.row(number)
             responses = row[data.response_key]

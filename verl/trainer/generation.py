@@ -41,7 +41,7 @@ class Prompts(RLDataset):
             kept = self._kept[self._kept[:, 0] == number, 1]
             try:
                 if isinstance(rows, ArrowRows):
-                    parts.append(pq.read_table(file).take(kept))
+                    parts.append(rows.table.take(kept))
                 else:
                     parts.append(pa.Table.from_pylist([rows.row(int(row)) for row in kept]))
             except pa.ArrowException as error:
