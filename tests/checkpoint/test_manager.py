@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from verl.checkpoint import manager as module
 from verl.checkpoint import sharded
 from verl.checkpoint.manager import CheckpointManager, step_of
-from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.errors import CheckpointError
 
 
 def write(content: bytes):
@@ -127,10 +127,6 @@ def test_resume_modes(tmp_path):
     assert manager.resolve("auto") == second
     assert manager.resolve("disable") is None
     assert manager.resolve("resume_path", str(first)) == first
-    with pytest.raises(ConfigError, match="resume_from_path"):
-        manager.resolve("resume_path")
-    with pytest.raises(ConfigError, match="resume_mode"):
-        manager.resolve("yes")
     with pytest.raises(CheckpointError, match="found none"):
         manager.resolve("resume_path", tmp_path / "global_step_9")
     with pytest.raises(CheckpointError, match="global_step_N"):
@@ -142,8 +138,6 @@ def test_old_checkpoints_go_and_the_newest_stay(tmp_path):
     for step in (1, 2, 3, 10):
         save(manager, step)
     assert names(tmp_path) == {"global_step_3", "global_step_10", "latest_checkpointed_iteration.txt"}
-    with pytest.raises(ConfigError, match="at least 1"):
-        CheckpointManager(tmp_path, max_to_keep=0)
 
 
 def test_a_run_started_again_in_the_folder_keeps_its_own_checkpoints_and_resumes_from_them(tmp_path):
@@ -370,11 +364,3 @@ def test_looking_for_a_checkpoint_does_not_disturb_one_that_is_being_written(tmp
         assert reader.latest() == tmp_path / "global_step_2"
 
     assert step_of(manager.save(4, {"actor": writer})) == 4
-
-
-def test_tensors_come_back_bit_for_bit(tmp_path):
-    state = {"weight": torch.randn(10), "step": 3}
-    folder = CheckpointManager(tmp_path).save(1, {"actor": lambda folder: torch.save(state, folder / "s.pt")})
-    back = torch.load(folder / "actor" / "s.pt")
-    assert torch.equal(back["weight"], state["weight"])
-    assert back["step"] == 3

@@ -20,7 +20,7 @@ def write_all_formats(folder: Path, parquet) -> list[str]:
     (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "lines.json").write_text("\n\n".join(json.dumps(row) for row in ROWS))
     (folder / "array.json").write_text(json.dumps(ROWS, indent=2))
-    Dataset.from_list(ROWS).with_format("numpy").save_to_disk(str(folder / "saved"))
+    Dataset.from_list(ROWS[::-1]).select([2, 1, 0]).with_format("numpy").save_to_disk(str(folder / "saved"))
     return [parquet(ROWS), *(str(folder / name) for name in ("lines.jsonl", "lines.json", "array.json", "saved"))]
 
 

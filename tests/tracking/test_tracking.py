@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.tracking import Tracker, TrackerBackend, tracker_backends, write_samples
+from verl.tracking import Tracker, TrackerBackend, TrackerSettings, tracker_backends, write_samples
 from verl.tracking.samples import plain, to_json_line
 from verl.utils.errors import ConfigError, MissingDependencyError
 
@@ -23,7 +23,8 @@ STEP = {"actor/pg_loss": 0.01234, "critic/score/mean": 1 / 3, "actor/ppo_kl": 0.
 
 
 def make_tracker(folder, backends, **settings):
-    return Tracker(backends, project_name="p", experiment_name="e", config={"a": {"b": 1}}, folder=folder, **settings)
+    run = TrackerSettings(project_name="p", experiment_name="e", config={"a": {"b": 1}}, folder=folder, **settings)
+    return Tracker(backends, run)
 
 
 def read_lines(path):
@@ -31,14 +32,17 @@ def read_lines(path):
 
 
 def test_the_console_line(tmp_path, capsys):
-    tracker = make_tracker(tmp_path, "console", total_steps=10)
+    tracker = make_tracker(tmp_path, ["console"], total_steps=10)
     tracker.log(STEP, 1)
     rest = {"critic/vf_loss": 0.5, "response_length/mean": 12.34, "timing_s/step": 1.234}
     tracker.log({**STEP, "actor/kl_loss": 0.2, "critic/rewards/mean": 9, **rest}, 2)
+    speed = {"perf/total_num_tokens": 300, "perf/time_per_step": 1.5}
+    tracker.log({"train/loss": 2.5, "train/lr": 1e-5, "train/grad_norm": 0.25, **speed}, 3)
     assert capsys.readouterr().out.splitlines() == [
         "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012",
         "[Step 2/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.2000 | Critic loss: 0.5000 | "
         "Response length: 12.3 | 1.23 s/step",
+        "[Step 3/10] Loss: 2.5000 | Learning rate: 1e-05 | Gradient norm: 0.250 | 200 tokens/s | 1.50 s/step",
     ]
 
 
@@ -61,7 +65,7 @@ def test_the_console_honours_its_interval_but_always_shows_the_ends_and_validati
 
 
 def test_the_console_prints_a_few_generations(tmp_path, capsys):
-    make_tracker(tmp_path, "console").log_generations([{"input": "q", "output": "x" * 9999}] * 9, 2)
+    make_tracker(tmp_path, ["console"]).log_generations([{"input": "q", "output": "x" * 9999}] * 9, 2)
     out = capsys.readouterr().out
     assert out.count("input: q") == 3
     assert len(out) < 2000
@@ -131,8 +135,9 @@ def test_lines_survive_kill_9(tmp_path):
     code = textwrap.dedent(
         f"""
         import time
-        from verl.tracking import Tracker
-        tracker = Tracker("file", project_name="p", experiment_name="e", config={{}}, folder={str(tmp_path)!r})
+        from pathlib import Path
+        from tests.tracking.test_tracking import make_tracker
+        tracker = make_tracker(Path({str(tmp_path)!r}), ["file"])
         for step in range(3):
             tracker.log({{"x": step / 3}}, step)
         print("written", flush=True)

@@ -17,8 +17,15 @@ class Background:
     def start(self, work: Callable[[], None]) -> None:
         """Begin; what was started before must have been seen done."""
         assert self._future is None, "only one piece of work at a time"
-        self._future = Future()
-        Thread(target=_run, args=(work, self._future), name="checkpoint", daemon=True).start()
+        future = self._future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised again in `is_done`
+                future.set_exception(error)
+
+        Thread(target=run, name="checkpoint", daemon=True).start()
 
     def is_done(self, *, wait: bool) -> bool:
         """Whether nothing is left to do; with `wait` that is waited for. What the work raised is raised here, once."""
@@ -32,12 +39,3 @@ class Background:
         finally:
             self._future = None
         return True
-
-
-def _run(work: Callable[[], None], future: "Future[None]") -> None:
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - raised again in `is_done`
-        future.set_exception(error)
-    else:
-        future.set_result(None)

@@ -25,7 +25,7 @@ from verl.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from verl.utils.errors import CheckpointError, ConfigError
+from verl.utils.errors import CheckpointError
 from verl.utils.logging import logger
 
 Writer = Callable[[Path], object]
@@ -58,15 +58,11 @@ class CheckpointManager:
 
     Args:
         root: the run's folder; created when the first checkpoint is saved.
-        max_to_keep: how many checkpoints stay; None: all. One number for all parts, for a checkpoint without one of
-            them cannot be resumed.
+        max_to_keep: how many checkpoints stay, at least 1; None: all. One number for all parts, since without one of
+            them none can be resumed.
     """
 
     def __init__(self, root: Path | str, max_to_keep: int | None = None) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ConfigError(
-                f"The number of checkpoints to keep must be at least 1, or null for all, got {max_to_keep}."
-            )
         self.root = Path(root).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
         self._cleaned = False
@@ -160,13 +156,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: the named one is missing or damaged; or there are checkpoints and none of them is sound.
         """
-        if resume_mode not in ("auto", "disable", "resume_path"):
-            raise ConfigError(f"trainer.resume_mode must be auto, disable or resume_path, got {resume_mode!r}.")
         if resume_mode == "resume_path":
-            if not resume_from_path:
-                raise ConfigError(
-                    "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder."
-                )
+            assert resume_from_path, "the configuration was checked"
             folder = Path(resume_from_path).expanduser().absolute()
             inner = sorted(step_of(path) for path in folder.glob("global_step_*") if _NAME.fullmatch(path.name))
             if inner:
@@ -178,8 +169,6 @@ class CheckpointManager:
             self.clean()
             self.verify(folder)
             return folder
-        if resume_from_path:
-            logger.warning("trainer.resume_from_path is not read with trainer.resume_mode=%s.", resume_mode)
         self.clean()
         if resume_mode == "disable":
             return None

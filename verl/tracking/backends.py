@@ -1,7 +1,7 @@
 """The trackers that metrics and samples go to, by the names of `trainer.logger`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(kw_only=True, slots=True)
 class TrackerSettings:
-    """What a backend may want to know of the run. `folder` is the run's own; `config` its whole configuration."""
+    """What a backend may want to know of the run."""
 
-    project_name: str
+    project_name: str  # how remote trackers call it
     experiment_name: str
-    folder: Path
-    config: Mapping[str, Any] = field(default_factory=dict)
-    total_steps: int | None = None
-    log_interval: int = 1
+    folder: Path  # where local trackers write
+    config: Mapping[str, Any]  # the whole configuration, stored beside the run
+    total_steps: int | None = None  # for the console's "[Step 1/10]"; None: unknown
+    log_interval: int = 1  # the console prints every so many steps; the other trackers get all of them
 
 
 class TrackerBackend:

@@ -1,18 +1,26 @@
 """One readable line a step."""
 
-import math
-
 from verl.tracking.backends import Metrics, Rows, TrackerBackend, tracker_backends
 
-# What the line shows, and the metrics it is taken from: the first that a step has.
+# What the line of a step shows: form, digits, and the metrics it is taken from, the first that is there.
 # KL is the distance to the reference where there is one, else between the policy before and after the update.
-_ACTOR_LOSS = ("actor/loss", "actor/pg_loss")
-_REWARD = ("critic/score/mean", "critic/rewards/mean")
-_KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
-_CRITIC_LOSS = ("critic/vf_loss",)
-_SUPERVISED_LOSS = ("train/loss",)
-_LENGTH = ("response_length/mean",)
-_SECONDS = ("timing_s/step", "perf/time_per_step")
+_ALWAYS = (
+    ("Actor loss: {}", ".4f", ("actor/loss", "actor/pg_loss")),
+    ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
+    ("KL: {}", ".4f", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")),
+)
+_WHERE_MEASURED = (
+    ("Critic loss: {}", ".4f", ("critic/vf_loss",)),
+    ("Response length: {}", ".1f", ("response_length/mean",)),
+    ("{} s/step", ".2f", ("timing_s/step", "perf/time_per_step")),
+)
+_SUPERVISED = (
+    ("Loss: {}", ".4f", ("train/loss",)),
+    ("Learning rate: {}", ".3g", ("train/lr",)),
+    ("Gradient norm: {}", ".3f", ("train/grad_norm",)),
+    ("{} tokens/s", ".0f", ("tokens/s",)),
+    ("{} s/step", ".2f", ("timing_s/step", "perf/time_per_step")),
+)
 
 # Samples and characters of each that `log_generations` prints; the other trackers hold them all.
 _FEW_ROWS = 3
@@ -29,13 +37,11 @@ class ConsoleBackend(TrackerBackend):
     def log(self, metrics: Metrics, step: int) -> None:
         total = self.settings.total_steps
         head = f"[Step {step}/{total}]" if total is not None else f"[Step {step}]"
-        if self._is_due(step) and any(name in metrics for name in (*_ACTOR_LOSS, *_REWARD, *_SUPERVISED_LOSS)):
+        if self._is_due(step) and any(name.startswith(("actor/", "critic/", "train/")) for name in metrics):
             print(f"{head} {step_line(metrics)}", flush=True)
-        scores = [
-            f"{name.removeprefix('val-core/')}: {value:.4f}" for name, value in metrics.items() if _is_score(name)
-        ]
+        scores = {name.removeprefix("val-core/"): metrics[name] for name in metrics if name.startswith("val-core/")}
         if scores:
-            print(f"Validation after step {step}: {' | '.join(scores)}", flush=True)
+            print(f"Validation after step {step}: {' | '.join(f'{k}: {v:.4f}' for k, v in scores.items())}", flush=True)
 
     def log_generations(self, rows: Rows, step: int) -> None:
         for row in rows[:_FEW_ROWS]:
@@ -50,34 +56,17 @@ class ConsoleBackend(TrackerBackend):
 
 def step_line(metrics: Metrics) -> str:
     """The line of a step, without its number. A loss that the step has not (the actor waits for its critic) is n/a."""
-    if any(name in metrics for name in _SUPERVISED_LOSS):
-        tokens_per_s = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
-        return (
-            f"Loss: {_number(metrics, _SUPERVISED_LOSS)} | Learning rate: {metrics['train/lr']:.3g} | Gradient norm: "
-            f"{metrics['train/grad_norm']:.3f} | {tokens_per_s:.0f} tokens/s | {_number(metrics, _SECONDS, 2)} s/step"
-        )
-    parts = [
-        f"Actor loss: {_number(metrics, _ACTOR_LOSS)}",
-        f"Reward: {_number(metrics, _REWARD)}",
-        f"KL: {_number(metrics, _KL)}",
-    ]
-    if any(name in metrics for name in _CRITIC_LOSS):
-        parts.append(f"Critic loss: {_number(metrics, _CRITIC_LOSS)}")
-    if any(name in metrics for name in _LENGTH):
-        parts.append(f"Response length: {_number(metrics, _LENGTH, 1)}")
-    if any(name in metrics for name in _SECONDS):
-        parts.append(f"{_number(metrics, _SECONDS, 2)} s/step")
-    return " | ".join(parts)
+    if "train/loss" in metrics:
+        rate = metrics["perf/total_num_tokens"] / metrics["perf/time_per_step"]
+        metrics, shown = {**metrics, "tokens/s": rate}, _SUPERVISED
+    else:
+        shown = [*_ALWAYS, *(entry for entry in _WHERE_MEASURED if any(name in metrics for name in entry[2]))]
+    return " | ".join(form.format(_number(metrics, names, digits)) for form, digits, names in shown)
 
 
-def _is_score(name: str) -> bool:
-    return name.startswith("val-core/")
-
-
-def _number(metrics: Metrics, names: tuple[str, ...], digits: int = 4) -> str:
+def _number(metrics: Metrics, names: tuple[str, ...], digits: str) -> str:
     value = next((metrics[name] for name in names if name in metrics), None)
     if value is None:
         return "n/a"
-    text = f"{value:.{digits}f}"
-    # -0.0000 would look like a finding.
-    return text.removeprefix("-") if math.isfinite(value) and float(text) == 0 else text
+    text = format(value, digits)
+    return text.removeprefix("-") if float(text) == 0 else text  # -0.0000 would look like a finding

@@ -2,53 +2,25 @@
 
 import numbers
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import verl.tracking.console  # noqa: F401  (registers itself)
 from verl.tracking.backends import TrackerBackend, TrackerSettings, tracker_backends
-from verl.utils.errors import ConfigError
 
 
 class Tracker:
     """Sends what a run records to every tracker that `trainer.logger` names.
 
     Args:
-        backends: names from `tracker_backends`, a list or one alone.
-        project_name, experiment_name: how remote trackers call the run.
-        config: the whole configuration, stored beside the run.
-        folder: where local trackers write.
-        total_steps: steps of the run, for the console's "[Step 1/10]"; None: unknown.
-        log_interval: the console prints every so many steps; the other trackers get all of them.
+        backends: names from `tracker_backends`.
 
     Raises:
         ConfigError: an unknown name. MissingDependencyError: a tracker's package is not installed.
     """
 
-    def __init__(
-        self,
-        backends: str | Sequence[str],
-        *,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any],
-        folder: Path | str,
-        total_steps: int | None = None,
-        log_interval: int = 1,
-    ) -> None:
-        if log_interval < 1:
-            raise ConfigError(f"trainer.log_interval must be at least 1, got {log_interval}.")
-        settings = TrackerSettings(
-            project_name=project_name,
-            experiment_name=experiment_name,
-            folder=Path(folder).expanduser(),
-            config=config,
-            total_steps=total_steps,
-            log_interval=log_interval,
-        )
-        names = [backends] if isinstance(backends, str) else list(backends)
+    def __init__(self, backends: Sequence[str], settings: TrackerSettings) -> None:
         # All names are looked up before any run is started at a remote tracker.
-        factories = [tracker_backends.get(name) for name in dict.fromkeys(names)]
+        factories = [tracker_backends.get(name) for name in dict.fromkeys(backends)]
         self.backends: list[TrackerBackend] = [factory(settings) for factory in factories]
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:

@@ -17,7 +17,7 @@ from verl.config.sft import SFTConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
 from verl.single_controller import Worker, WorkerGroup
-from verl.tracking import Tracker
+from verl.tracking import Tracker, TrackerSettings
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import NonFiniteError, OutOfMemoryError
 from verl.utils.logging import logger
@@ -69,15 +69,15 @@ class TrainingRun(ABC, Generic[Config]):
         """Before the models, for a missing tracker package is told in seconds."""
         trainer = self.config.trainer
         logger.info("Device: %s", describe_device(self.device))
-        self.tracker = Tracker(
-            trainer.logger,
+        settings = TrackerSettings(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
             config=config_to_dict(self.config),
-            folder=Path(trainer.default_local_dir),
+            folder=Path(trainer.default_local_dir).expanduser(),
             total_steps=self.total_steps,
             log_interval=trainer.log_interval,
         )
+        self.tracker = Tracker(trainer.logger, settings)
 
     # ---------------------------------------------------------------- what a trainer says
 
