@@ -11,6 +11,7 @@ examples are left out. (The file is not called code.py: Python would find it as 
 import argparse
 import gzip
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ MBPP_INSTRUCTION = (
 
 
 def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
-    """All problems, from a folder, or else from the hub. FileNotFoundError if the folder has no such file."""
+    """All problems, from a folder, or else from the hub. Ends the script if the folder has no such file."""
     if folder is None:
         splits: Any = load_dataset(SOURCES[dataset])
         return (row for split in splits.values() for row in split)
@@ -37,7 +38,7 @@ def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
         if path.is_file():
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
-    raise FileNotFoundError(f"'{folder}' must hold {FILES[dataset]} or {FILES[dataset]}.gz, found neither.")
+    sys.exit(f"'{folder}' must hold {FILES[dataset]} or {FILES[dataset]}.gz, found neither.")
 
 
 def make_humaneval_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a li
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ SPLITS = ("train", "test")
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Questions and answers of a split, from a folder, or else from the hub."""
+    """Questions and answers of a split, from a folder, or else from the hub. Ends the script if the folder has none."""
     if folder is None:
         hub: Any = load_dataset(DATA_SOURCE, "main", split=split)
         return hub
-    text = (Path(folder).expanduser() / f"{split}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    path = Path(folder).expanduser() / f"{split}.jsonl"
+    if not path.is_file():
+        sys.exit(f"'{path.parent}' must hold {path.name} for the split {split}, found none.")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ A local folder holds train.json (or train.jsonl) and test.jsonl (or math500.json
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ FILES = {
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Problems of a split, from a folder, or else from the hub. FileNotFoundError if the folder has none."""
+    """Problems of a split, from a folder, or else from the hub. Ends the script if the folder has none."""
     if folder is None:
         hub: Any = load_dataset(HUB_NAME, split=split)
         return hub
@@ -40,7 +41,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
             if text.lstrip().startswith("["):
                 return json.loads(text)
             return [json.loads(line) for line in text.split("\n") if line.strip()]
-    raise FileNotFoundError(f"'{root}' must hold one of {', '.join(FILES[split])} for the split {split}, found none.")
+    sys.exit(f"'{root}' must hold one of {', '.join(FILES[split])} for the split {split}, found none.")
 
 
 def final_answer(raw: dict[str, Any]) -> str | None:

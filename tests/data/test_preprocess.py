@@ -43,6 +43,13 @@ def test_gsm8k_rows(tmp_path, tokenizer):
     assert (row["data_source"], row["ability"]) == ("openai/gsm8k", "math")
 
 
+@pytest.mark.parametrize("script", ["gsm8k", "gsm8k_multiturn_w_tool"])
+def test_a_folder_without_raw_gsm8k_is_told(tmp_path, script):
+    main = load_script(f"data_preprocess/{script}.py").main
+    with pytest.raises(SystemExit, match=r"none' must hold train\.jsonl for the split train, found none"):
+        main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
+
+
 def test_a_gsm8k_answer_without_number_is_named():
     with pytest.raises(ValueError, match="train row 4: the answer must end in '#### number'"):
         load_script("data_preprocess/gsm8k.py").make_row({"question": "?", "answer": "none"}, "train", 4)
@@ -72,7 +79,7 @@ def test_math_rows(tmp_path, tokenizer):
     assert rows[0]["data_source"] == "lighteval/MATH"
     assert "\\boxed{}" in rows[0]["raw_prompt"][0]["content"]
     assert len(load_rows(tmp_path, "test", tokenizer)) == 1
-    with pytest.raises(FileNotFoundError, match="must hold one of train.json"):
+    with pytest.raises(SystemExit, match="must hold one of train.json"):
         main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
 
 

@@ -61,7 +61,7 @@ def test_code_problems_from_small_files(tmp_path, tokenizer):
     assert [len(load_rows(tmp_path, split, tokenizer)) for split in ("test", "train")] == [1, 1], (
         "3 is a few-shot example"
     )
-    with pytest.raises(FileNotFoundError, match="must hold HumanEval.jsonl"):
+    with pytest.raises(SystemExit, match="must hold HumanEval.jsonl"):
         main(["--dataset", "humaneval", "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)])
 
 

@@ -117,6 +117,14 @@ def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
         RewardModel.from_pretrained(tmp_path)
 
 
+def test_ids_that_are_no_rows_are_told() -> None:
+    model, (ids, mask) = RewardModel(tiny_classifier()), rows()
+    with pytest.raises(RewardError, match=r"shape \(B, T\).*got \(42,\) and none.*input_ids\[None\]"):
+        model(ids[0])
+    with pytest.raises(RewardError, match=r"got \(4, 42\) and \(4, 41\)"):
+        model(ids, mask[:, 1:])
+
+
 def test_a_score_that_is_not_finite_and_a_row_without_a_token_are_named() -> None:
     model = RewardModel(tiny_classifier())
     ids, mask = rows()

@@ -190,13 +190,18 @@ def test_answers_that_are_no_score(serve, respond, told):
         make_judge(serve(respond).url)("s", "x", None)
 
 
-def test_failures_follow_the_policy(serve):
-    judge = make_judge(serve(lambda body: says("Score: 10")(body) if "fine" in str(body) else (400, {}, {})).url)
-    result = NaiveRewardManager(CharTokenizer(), 0, judge, on_error="drop")(
-        make_batch(["fine", "bad", "fine"]), return_dict=True
-    )
+@pytest.mark.parametrize(("number", "tries"), [(400, 1), (429, 4), (502, 4)])
+def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
+    service = serve(lambda body: says("Score: 10")(body) if "fine" in str(body) else status(number)(body))
+    judge, batch = make_judge(service.url), make_batch(["fine", "bad", "fine"])
+    result = NaiveRewardManager(CharTokenizer(), 0, judge, on_error="drop")(batch, return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert result["dropped"] == [1]
-    assert result["metrics"]["reward/num_errors"] == 1
+    assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 0}
+    assert len(service.requests) == 2 + tries
+    assert f"answered {number}" in caplog.text
+    with pytest.raises(RewardError, match=rf"row 1(?s:.)*reward_model\.judge\.url\) answered {number}"):
+        NaiveRewardManager(CharTokenizer(), 0, judge)(batch)
 
 
 def test_a_service_that_never_answers_is_given_up_and_one_that_is_slow_is_not_flooded(serve):

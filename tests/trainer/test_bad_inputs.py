@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.trainer.runs import TOY, run, same_bits, step_lines, weights, write_lines
+from tests.trainer.runs import TOY, metric_lines, run, same_bits, step_lines, weights, write_lines
 from verl.data.toy import toy_files
 from verl.models.load import resolve_path
 
@@ -137,10 +137,34 @@ def test_dropped_samples_count_nowhere(tmp_path):
         assert highest < 1e-3 or highest == pytest.approx(1, abs=1e-3), "0, or the plain reward of one left alone"
 
 
-def test_a_step_whose_samples_are_all_dropped(tmp_path, capfd):
+def test_samples_whose_reward_was_dropped_count_in_no_validation(tmp_path):
+    """Short answers raise, the others get 1: what is dropped is neither in the scores nor among the samples."""
+    body = "return {'score': 1, 'pred': solution_str} if len(solution_str) != 2 else {}['odd']"
+    sampled = [f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("n=4", "do_sample=True", "temperature=1.0")]
+    folder = tmp_path / "validation"
+    asked = ["trainer.val_only=True", "trainer.val_before_train=True", f"trainer.validation_data_dir={folder}"]
+    assert run(tmp_path, *reward_file(tmp_path, body), "reward_model.on_error=drop", *sampled, *asked) == 0
+    rows = [json.loads(line) for line in (folder / "0.jsonl").read_text().splitlines()]
+    assert 0 < len(rows) < 40
+    assert all(row["score"] == 1 and len(row["pred"]) != 2 for row in rows)
+    (line,) = metric_lines(tmp_path)
+    scores = {value for name, value in line.items() if name.startswith("val-") and "/mean@" in name}
+    assert scores == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"), [([], "this step"), (["trainer.val_before_train=True"], "the validation")]
+)
+def test_samples_that_are_all_dropped(tmp_path, capfd, settings, what):
     fails = reward_file(tmp_path, "raise KeyError('no such answer')")
-    text = message(capfd, run(tmp_path, *fails, "reward_model.on_error=drop"))
-    assert "All samples of this step were dropped" in text
+    text = message(capfd, run(tmp_path, *fails, "reward_model.on_error=drop", *settings))
+    assert f"All samples of {what} were dropped" in text
+
+
+def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
+    text = message(capfd, run(tmp_path, *reward_file(tmp_path, "return len(solution_str")))
+    assert "reward.py', line 4, is not Python" in text
+    assert len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,14 @@ def test_a_wrong_file_or_name_is_told(tmp_path):
         load_extern_type(str(tmp_path / "mine.py"), "compute_scores")
 
 
-def test_a_users_file_that_fails_is_loaded_anew(tmp_path):
+def test_a_users_file_that_fails_is_loaded_anew(tmp_path, monkeypatch):
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         load_module(str(file))
+    file.write_text("value = 3\ndef compute_score(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^'broken\.py', line 2, is not Python: invalid syntax"):
+        load_module(file.name)
     file.write_text("value = 3\n")
     assert load_module(str(file)).value == 3

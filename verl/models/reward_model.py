@@ -78,8 +78,15 @@ class RewardModel(nn.Module):
         """Score rows (B, T), each at its last real token, packed: padding, on whatever side, is not computed.
 
         Without `attention_mask` (B, T) the pad tokens at both ends of a row are its padding.
-        Raises RewardError, naming the response, for one without a token or with a score that is not finite.
+        Raises RewardError for other shapes and, naming the response, for one without a token or with a score that is
+        not finite.
         """
+        if input_ids.ndim != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
+            mask = "none" if attention_mask is None else tuple(attention_mask.shape)
+            raise RewardError(
+                f"Expected input_ids of shape (B, T) and, if any, an attention_mask of the same, got "
+                f"{tuple(input_ids.shape)} and {mask}. Give a text alone as a batch of one: input_ids[None]."
+            )
         real = self._without_padding(input_ids) if attention_mask is None else attention_mask.bool()
         lengths = real.sum(1).tolist()
         if 0 in lengths:

@@ -8,6 +8,7 @@ calls move to processes, which can be killed.
 
 import ast
 import asyncio
+import concurrent.futures
 import contextvars
 import inspect
 import math
@@ -129,19 +130,18 @@ class Caller:
         logger.warning("%s. From now on it is called in %d processes, which are killed when late.", fact, NUM_PROCESSES)
 
     def _gather(self, arguments: Sequence[dict[str, Any]], timeout_s: float) -> list[Outcome | None]:
-        if self._loop is None:
-            self._loop = _start_loop()
-        pulse = _Pulse()
-        work = asyncio.run_coroutine_threadsafe(_gather(self.function, arguments, timeout_s, pulse), self._loop)
-        done = threading.Event()
-        work.add_done_callback(lambda _: done.set())
-        while not done.wait(0.05 if timeout_s < 1 else 0.5):
+        self._loop = self._loop or _start_loop()
+        calls = _Coroutines(self.function, arguments, timeout_s)
+        work = asyncio.run_coroutine_threadsafe(calls.run(), self._loop)
+        while not concurrent.futures.wait([work], timeout=0.05 if timeout_s < 1 else 0.5).done:
             # A coroutine that blocks without awaiting stops the loop, and the deadline with it.
-            if time.monotonic() - pulse.last > timeout_s + CANCEL_GRACE_S:
+            if time.monotonic() - calls.moved > timeout_s + CANCEL_GRACE_S:
                 self._loop = None
-                self._remember_hanging(pulse.threads)
-                return [outcome or Outcome(timed_out=True) for outcome in pulse.outcomes(len(arguments))]
-        return list(work.result())
+                self._remember_hanging(calls.threads)
+                break
+        else:
+            work.result()
+        return [outcome or Outcome(timed_out=True) for outcome in calls.outcomes]
 
 
 def uses_signals(function: Callable[..., Any]) -> bool:
@@ -277,21 +277,44 @@ class _Batch:
         self._start_threads(min(2 * len(late), waiting, room))
 
 
-class _Pulse:
-    """When the event loop last moved, and the tasks in it."""
+class _Coroutines:
+    """The calls of one batch, all at once in an event loop. `moved`: when the loop last did."""
 
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-        self.tasks: list[asyncio.Task[Outcome]] = []
-        self.threads: list[threading.Thread] = []
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.timeout_s = timeout_s
+        self.outcomes: list[Outcome | None] = [None] * len(arguments)
+        self.moved = time.monotonic()
+        self.threads: list[threading.Thread] = []  # the loop's, once it runs this
+        self._is_over = False
 
-    def outcomes(self, count: int) -> list[Outcome | None]:
-        known = [_outcome(task) if task.done() else None for task in self.tasks]
-        return known + [None] * (count - len(known))
+    async def run(self) -> None:
+        self.threads.append(threading.current_thread())
+        heart = asyncio.ensure_future(self._beat())
+        tasks = [asyncio.ensure_future(self._call(index, sample)) for index, sample in enumerate(self.arguments)]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=self.timeout_s if math.isfinite(self.timeout_s) else None)
+            self._is_over = True
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CANCEL_GRACE_S)
+        heart.cancel()
 
-    async def beat(self) -> None:
+    async def _call(self, index: int, sample: dict[str, Any]) -> None:
+        try:
+            outcome = Outcome(value=await self.function(**sample))
+        except asyncio.CancelledError:  # by the user's own code, or by us when it is over
+            outcome = Outcome(error=RuntimeError("the coroutine was cancelled"))
+        except BaseException as error:  # noqa: BLE001  (a user's code, as in `_call`)
+            outcome = Outcome(error=error)
+        if not self._is_over:
+            self.outcomes[index] = outcome
+
+    async def _beat(self) -> None:
         while True:
-            self.last = time.monotonic()
+            self.moved = time.monotonic()
             await asyncio.sleep(0.02)
 
 
@@ -300,37 +323,3 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verl-reward-loop", daemon=True).start()
     return loop
-
-
-async def _gather(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], timeout_s: float, pulse: _Pulse
-) -> list[Outcome]:
-    pulse.threads.append(threading.current_thread())
-    heart = asyncio.ensure_future(pulse.beat())
-    pulse.tasks = [asyncio.ensure_future(_await(function, sample)) for sample in arguments]
-    try:
-        if pulse.tasks:
-            _, late = await asyncio.wait(pulse.tasks, timeout=timeout_s if math.isfinite(timeout_s) else None)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=CANCEL_GRACE_S)
-            return [Outcome(timed_out=True) if task in late else _outcome(task) for task in pulse.tasks]
-        return []
-    finally:
-        heart.cancel()
-
-
-def _outcome(task: asyncio.Task[Outcome]) -> Outcome:
-    if task.cancelled():  # by the user's own code: ours are not asked
-        return Outcome(error=RuntimeError("the coroutine was cancelled"))
-    return task.result()
-
-
-async def _await(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
-    try:
-        return Outcome(value=await function(**sample))
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # noqa: BLE001  (a user's code, as in `_call`)
-        return Outcome(error=error)

@@ -54,8 +54,12 @@ def load_module(path_or_name: str) -> ModuleType:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[name]
+            if isinstance(error, SyntaxError) and error.filename == spec.origin:
+                raise ConfigError(
+                    f"'{path}', line {error.lineno}, is not Python: {error.msg}. Mend that line."
+                ) from error
             raise
     return sys.modules[name]
 
