@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from verl.checkpoint.hf import save_weights
 from verl.checkpoint.manager import CheckpointManager, step_of
 from verl.utils.errors import CheckpointError
 from verl.weight_sync.base import NamedTensors
@@ -15,7 +15,6 @@ from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.fingerprint import FingerprintLog
 
 _WEIGHTS, _PROOF = "weights", "fingerprints.json"
-_INDEX = "model.safetensors.index.json"
 _KEPT = 2  # the newest, and the one that somebody may be reading
 
 
@@ -37,8 +36,14 @@ class DiskSender:
         """See `WeightSender.send`: returns when the folder is complete."""
         self._number += 1
 
+        # Of their own: what is handed over may be memory that the next tensor is in.
+        owned = (
+            (name, tensor.detach().to(travel_dtype(tensor, self._dtype)).to("cpu", copy=True))
+            for name, tensor in named_tensors
+        )
+
         def write(folder: Path) -> None:
-            _write(folder, named_tensors, self._bucket_bytes, self._dtype)
+            save_weights(folder, None, owned, max_file_bytes=self._bucket_bytes)
             if log is not None:
                 (folder / _PROOF).write_text(json.dumps(log.read()), encoding="utf-8")
 
@@ -60,8 +65,8 @@ class DiskReceiver:
         folder = newest / _WEIGHTS
         proof = folder / _PROOF
         self._proof = proof if proof.exists() else None
-        for file in sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())):
-            with safe_open(folder / file, framework="pt") as tensors:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     yield name, tensors.get_tensor(name)
 
@@ -71,29 +76,3 @@ class DiskReceiver:
 
     def report(self, fault: str | None) -> None:
         """Nobody waits for it."""
-
-
-def _write(folder: Path, named_tensors: NamedTensors, bucket_bytes: int, dtype: torch.dtype | None) -> None:
-    """Files of about `bucket_bytes`, and the index that transformers reads them by."""
-    place: dict[str, str] = {}
-    waiting: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        file = f"model-{len(set(place.values())) + 1:05}.safetensors"
-        save_file(waiting, folder / file, metadata={"format": "pt"})
-        place.update(dict.fromkeys(waiting, file))
-        waiting.clear()
-
-    total = waiting_bytes = 0
-    for name, tensor in named_tensors:
-        tensor = tensor.detach().to(travel_dtype(tensor, dtype))
-        if waiting and waiting_bytes + tensor.nbytes > bucket_bytes:
-            flush()
-            waiting_bytes = 0
-        # Of its own: what is handed over may be memory that the next tensor is in.
-        waiting[name] = tensor.to("cpu", copy=True).contiguous()
-        waiting_bytes += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": place}
-    (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
