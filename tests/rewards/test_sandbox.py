@@ -1,6 +1,5 @@
 """Programs that nobody has read: what they may do, what becomes of those that do more, and how fast they run."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -8,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl.config.reward import SandboxConfig
@@ -185,7 +185,7 @@ def test_nothing_stays_behind(sandbox):
     runner = LocalRunner(sandbox.settings)
     runner.run("", [])
     helper = runner._pool._borrow()
-    processes = descendants(helper._process.pid)
+    processes = family(helper._process.pid)
     assert helper._process.pid in processes
     helper.close()
     deadline = time.monotonic() + 10
@@ -211,7 +211,7 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "busy\n"
-    processes = descendants(trainer.pid)
+    processes = family(trainer.pid)
     assert len(processes) >= 3, "the trainer, the server and the run"
     trainer.kill()
     trainer.wait()
@@ -221,19 +221,9 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
     assert not any(is_running(pid) for pid in processes)
 
 
-def descendants(pid: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(int(entry))
-    found, left = set(), [pid]
-    while left:
-        found.add(left[-1])
-        left += children.get(left.pop(), [])
-    return found
+def family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def is_running(pid: int) -> bool:
