@@ -202,12 +202,13 @@ def test_math_works_in_threads_and_a_symbolic_blow_up_is_a_zero():
 
 def test_a_math_helper_that_is_killed_is_replaced_and_a_slow_one_scores_zero(monkeypatch):
     assert math.score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
-    helper = math._pool._borrow()
-    math._pool._idle.append(helper)
+    pool = math._compare._pool
+    helper = pool._borrow()
+    pool._idle.append(helper)
     helper._process.kill()
     helper._process.wait()
     assert math.score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
-    monkeypatch.setattr(math, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(math._compare, "timeout_s", 0.5)
     assert math.score("\\boxed{9^{9^{9}}}", "3") == 0.0
 
 
@@ -218,10 +219,11 @@ def test_a_fork_leaves_the_helpers_of_its_parent_alone():
         def half():
             return math.score("\\\\boxed{0.5}", "\\\\frac{1}{2}")
         half()
-        (helper,) = math._pool._idle
+        idle = math._compare._pool._idle
+        (helper,) = idle
         if (child := os.fork()) == 0:
-            sys.exit(not (half() and helper not in math._pool._idle))
-        print(os.waitpid(child, 0)[1], half(), math._pool._idle == type(math._pool._idle)([helper]))
+            sys.exit(not (half() and helper not in idle))
+        print(os.waitpid(child, 0)[1], half(), list(idle) == [helper])
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.stdout == "0 1.0 True\n", done.stderr

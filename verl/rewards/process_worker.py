@@ -22,6 +22,8 @@ def main() -> None:
     for file in first["files"]:
         load_module(file)
     function = unpack(first["function"])
+    if warm_up := unpack(first["warm_up"]):
+        function(**warm_up)
     loop = asyncio.new_event_loop()
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:

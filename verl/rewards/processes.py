@@ -26,18 +26,31 @@ class ProcessFunction:
             module, as must the class of a callable object. What it keeps in memory it keeps for each process.
         timeout_s: seconds a call may take; then the process is killed and HelperTimeout raised.
         num_processes: how many calls there may be at once.
+        name: how errors call it.
+        warm_up: arguments of a call that each process makes before it is given any.
+        environment: variables of the processes.
 
     Raises:
         ConfigError: the function cannot be found by its name from another process.
     """
 
-    def __init__(self, function: Callable[..., Any], *, timeout_s: float, num_processes: int) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        timeout_s: float,
+        num_processes: int = 1,
+        name: str = "the reward function",
+        warm_up: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> None:
         self.timeout_s = timeout_s
         self.max_concurrent = num_processes
+        self.name = name
         first = {"path": sys.path, "files": _user_files(function), "function": pack_function(function)}
-        self._pool = HelperPool(
-            lambda: start_module("verl.rewards.process_worker", name="the reward function", first=first)
-        )
+        first["warm_up"] = pack(warm_up)
+        module = "verl.rewards.process_worker"
+        self._pool = HelperPool(lambda: start_module(module, name=name, first=first, **environment))
 
     def __call__(self, **sample: Any) -> Any:
         """What the function returns or raises, with the traceback of the process as the cause."""
@@ -45,17 +58,13 @@ class ProcessFunction:
             kind, answer = self._pool.ask(pack(sample), self.timeout_s)
         except HelperDied as error:
             raise RewardError(
-                f"the process that called the reward function ended with exit code {error.exit_code} (negative: a "
+                f"the process that called {self.name} ended with exit code {error.exit_code} (negative: a "
                 "signal; -9 may be the kernel's, for want of memory)"
             ) from None
         if kind == "error":
             error, text = unpack(answer)
             raise error from RemoteTraceback(text)
         return unpack(answer)
-
-    def close(self) -> None:
-        """End the processes that wait."""
-        self._pool.close()
 
 
 def pack(value: Any) -> str:

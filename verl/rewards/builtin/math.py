@@ -1,13 +1,16 @@
 """MATH (Hendrycks et al. 2021, arXiv:2103.03874): the last boxed answer, compared by math-verify."""
 
+import logging
+import os
 from typing import Any
 
-from verl.rewards.helper import HelperDied, HelperPool, HelperTimeout, start_module
+from verl.rewards.helper import HelperTimeout
+from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
-# Above the worker's own limits (two parses, one comparison).
-ANSWER_TIMEOUT_S = 15.0
+STEP_TIMEOUT_S = 3
+ANSWER_TIMEOUT_S = 15.0  # above that of its steps: two parses, one comparison
 # Where a response boxes nothing, its answer is looked for at the end alone.
 TAIL_CHARACTERS = 500
 _SOURCES = (
@@ -57,18 +60,39 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float
     return float(_equal(f"\\boxed{{{gold}}}", text))
 
 
-_pool = HelperPool(
-    lambda: start_module("verl.rewards.builtin.math_worker", name="the MATH rule", CUDA_VISIBLE_DEVICES="")
+def equal(gold: str, answer: str) -> bool:
+    """Whether two LaTeX or plain expressions mean the same. What cannot be parsed equals nothing.
+
+    For a process of its own: math-verify limits its time by signal.alarm, which works in a main thread alone, and a
+    symbolic computation inside one long C call cannot be stopped from another thread. The parent kills it.
+    """
+    from math_verify import parse, verify  # where it runs alone: sympy takes a second to import
+
+    logging.disable(logging.CRITICAL)
+    # math-verify returns an empty list and False for whatever it cannot read, or not in time.
+    # On Windows its limits would start a process for each expression: the parent's deadline must do there.
+    limit_s = STEP_TIMEOUT_S if os.name == "posix" else 0
+    parsed_gold, parsed_answer = (parse(text, parsing_timeout=limit_s) for text in (gold, answer))
+    return bool(verify(parsed_gold, parsed_answer, timeout_seconds=limit_s))
+
+
+_compare = ProcessFunction(
+    equal,
+    timeout_s=ANSWER_TIMEOUT_S,
+    name="the MATH rule",
+    warm_up={"gold": "\\boxed{1}", "answer": "\\boxed{1}"},  # pays for the imports and the grammar
+    CUDA_VISIBLE_DEVICES="",
 )
 
 
 def _equal(gold: str, answer: str) -> bool:
     """Whether the two mean the same; False when that took too long. A helper that died is replaced once."""
+    reason: RewardError | None = None
     for _ in range(2):
         try:
-            return bool(_pool.ask([gold, answer], ANSWER_TIMEOUT_S))
+            return _compare(gold=gold, answer=answer)
         except HelperTimeout:
             return False
-        except HelperDied as error:
+        except RewardError as error:
             reason = error
-    raise RewardError(f"The helper process of the MATH rule died twice, comparing {answer!r} with {gold!r}: {reason}.")
+    raise RewardError(f"The MATH rule failed twice, comparing {answer!r} with {gold!r}: {reason}.") from reason
