@@ -62,6 +62,12 @@ def colocated():
     return create_colocated_worker_cls({name: RayClassWithInitArgs(cls) for name, cls in entries.items()})
 
 
+def stored_mib() -> float:
+    """What Ray's store holds, some seconds ago at most."""
+    size, free = ray.cluster_resources(), ray.available_resources()
+    return (size["object_store_memory"] - free["object_store_memory"]) / 2**20
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -130,6 +136,12 @@ def test_one_rank_raises_and_the_group_lives_on(pools):
         assert "in only_rank_raises" in text
         assert cause == f"ConfigError('rank {rank} has no such key')"
     assert ranks == [0, 1]
+
+
+def test_neither_memory_nor_stored_objects_grow_over_a_thousand_calls(pools):
+    before = stored_mib()
+    workers.assert_nothing_grew(workers.many_calls(pools["whole"]))
+    assert stored_mib() < before + 16
 
 
 def test_a_killed_rank_is_named_at_once(pools):
