@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="the optional backend is not installed")
 import ray
 
 from tests.single_controller import workers
-from verl.single_controller import calls
+from verl.single_controller import calls, ray_ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.ray import (
     RUNTIME_ENV,
@@ -35,16 +35,15 @@ def pools():
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # where Ray's processes find these workers
     connect(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     names = ("whole", "stopped")
-    pools = {name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=2) for name in names}
-    with ThreadPoolExecutor(3) as threads:
+    pools = {name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3) for name in names}
+    with ThreadPoolExecutor(4) as threads:
         started = threads.map(lambda pool: pool.start("troubled", workers.Troubled), pools.values())
-        while not pools["whole"]._groups:  # the second set takes the room that the first has reserved
+        while not pools["whole"]._groups:  # further sets take the room that the first has reserved
             time.sleep(0.01)
-        in_verls_form = threads.submit(RayWorkerGroup, pools["whole"], colocated())
+        more = {name: threads.submit(RayWorkerGroup, pools["whole"], colocated()) for name in ("spawned", "stuck")}
         list(started)
-    pools["spawned"] = in_verls_form.result()
-    yield pools
-    del pools["spawned"]
+    groups = {name: group.result() for name, group in more.items()}
+    yield pools | groups
     for pool in pools.values():
         pool.shutdown()
     ray.shutdown()
@@ -169,6 +168,29 @@ def test_a_stopped_rank_is_named_at_the_deadline(pools):
         if not ends_within(pid, 30.0):
             os.kill(pid, signal.SIGCONT)  # a failing test leaves nobody stopped
             pytest.fail(f"process {pid} was not ended")
+
+
+def test_a_stopped_rank_is_killed_also_where_its_neighbour_stops_meanwhile(pools, monkeypatch, caplog):
+    troubled = pools["stuck"].spawn({"troubled"})["troubled"]
+    processes, ranks = [pid for _, pid in troubled.fine()], troubled._ranks
+    find_stacks = ranks.stacks
+
+    def then_stop_the_neighbour(timeout_s):
+        found = find_stacks(timeout_s)
+        os.kill(processes[0], signal.SIGSTOP)
+        return found
+
+    monkeypatch.setattr(ray_ranks, "_READ_S", 60.0)
+    monkeypatch.setattr(ranks, "stacks", then_stop_the_neighbour)
+    with pytest.raises(DeadlineError, match="Rank 0 answers"):
+        troubled.one_gets(1, signal.SIGSTOP, deadline_s=1)
+    assert [ends_within(pid, 20.0) for pid in processes] == [True, True]
+    assert "could not be ended" not in caplog.text
+
+    monkeypatch.setattr(ray_ranks, "_READ_S", 0.0)
+    ranks.abort("again")
+    assert f"Rank 1 ({ranks.describe(1)}) could not be ended" in caplog.text
+    assert f"kill -9 {processes[1]} there" in caplog.text
 
 
 def test_a_skipped_collective_is_told_at_the_deadline(pools):

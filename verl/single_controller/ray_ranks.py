@@ -7,10 +7,11 @@ import signal
 import socket
 import tempfile
 import time
+import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -19,10 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
-from verl.single_controller.calls import Lost, Ranks
+from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, Raised
 from verl.utils.errors import WorkerError, WorkerLostError
+from verl.utils.logging import logger
 
 _POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
@@ -40,6 +42,7 @@ class Place(NamedTuple):
     node_id: str
 
 
+Key = TypeVar("Key", int, str)
 Answer = tuple[Raised | None, Any]  # of one call on one rank
 
 
@@ -111,7 +114,7 @@ class RayRanks:
         self.size = len(bundles)
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
-        self._silent: list[int] = []
+        self._silent: set[int] = set()
         make: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"watch": 1})  # pyright: ignore
         lifetime = {"lifetime": "detached"} if detached else {}
         self.actors: list[Any] = [
@@ -199,64 +202,82 @@ class RayRanks:
         return f"{place.machine}, {place.address}, pid {place.pid}"
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        asked = {actor.whereabouts.remote(): rank for rank, actor in enumerate(self.actors)}
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        self._silent = [asked[reference] for reference in silent]
-        stacks: dict[int, str] = {}
-        for reference in answered:
-            if not isinstance(answer := _answer(reference), Raised | Lost):
-                stacks[asked[reference]], notes = answer
-                self._notes |= notes  # of all ranks of that machine, also of those that do not answer
-        return stacks
+        asked = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.actors)}
+        answers = _answered(asked, timeout_s)
+        self._silent = asked.keys() - answers.keys()
+        for _, notes in answers.values():
+            self._notes |= notes  # of all ranks of that machine, also of those that do not answer
+        return {rank: stacks for rank, (stacks, _) in answers.items()}
 
     def breadcrumbs(self) -> dict[int, str]:
-        for node in {place.node_id for rank, place in enumerate(self.places) if rank not in self._notes}:
-            try:
-                self._notes |= ray.get(_on_node(node, read_breadcrumbs, self.folder), timeout=_READ_S)
-            except (RayError, GetTimeoutError) as error:
-                dead = [rank for rank, place in enumerate(self.places) if place.node_id == node]
-                self._notes |= dict.fromkeys(dead, f"cannot be read, the node is gone ({type(error).__name__})")
+        nodes = {place.node_id for rank, place in enumerate(self.places) if rank not in self._notes}
+        for notes in _answered(
+            {node: _on_node(node, read_breadcrumbs, self.folder) for node in nodes}, _READ_S
+        ).values():
+            self._notes |= notes
+        unread = "cannot be read, its machine does not answer"
+        self._notes = {rank: self._notes.get(rank, unread) for rank in range(self.size)}
         return self._notes
 
     def abort(self, reason: str) -> None:
         self._ended = reason
-        ends = [self._kill_from_its_node(rank) for rank in self._silent]
-        if ends:
-            ray.wait(ends, num_returns=len(ends), timeout=_READ_S)
+        self._kill(set(self._silent))
         for actor in self.actors:
             ray.kill(actor)
 
-    def _kill_from_its_node(self, rank: int) -> Any:
-        """A stopped process does not hear what Ray tells it; somebody on its machine must send the signal."""
-        place = self.places[rank]
-        for neighbour, actor in enumerate(self.actors):
-            if neighbour not in self._silent and self.places[neighbour].node_id == place.node_id:
-                return actor.kill_neighbour.remote(place.pid)
-        return _on_node(place.node_id, kill_rank, place.pid)
+    def _kill(self, stopped: set[int]) -> None:
+        """End processes that do not hear what Ray tells them: somebody on their machine must send the signal. A task,
+        for which Ray starts a process, does what a neighbour has not done in time, and ends the neighbour as well."""
+        others = {rank: other for rank in stopped if (other := self._neighbour(rank)) is not None}
+        asked = {
+            rank: self.actors[other].kill_neighbour.remote(self.places[rank].pid) for rank, other in others.items()
+        }
+        killed = _answered(asked, ANSWER_S).keys()
+        left = stopped - killed | {others[rank] for rank in asked.keys() - killed}
+        asked = {rank: _on_node(self.places[rank].node_id, kill_rank, self.places[rank].pid) for rank in left}
+        for rank in sorted(left - _answered(asked, _READ_S).keys()):
+            logger.warning(
+                "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it still runs, it "
+                "keeps its memory: kill -9 %d there.",
+                *(rank, self.describe(rank), _READ_S, self.places[rank].pid),
+            )
+
+    def _neighbour(self, rank: int) -> int | None:
+        """Another rank of its machine, which answered a moment ago."""
+        node = self.places[rank].node_id
+        others = (other for other, place in enumerate(self.places) if place.node_id == node)
+        return next((other for other in others if other != rank and other not in self._silent), None)
 
     def end(self) -> None:
         """Let every rank finish what it was asked, then end; those that do not are killed."""
         if self._ended is None:
             self._ended = "the pool was shut down."
-            leaving = [actor.__ray_terminate__.remote() for actor in self.actors]
-            _, late = ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
+            leaving = {actor.__ray_terminate__.remote(): rank for rank, actor in enumerate(self.actors)}
+            _, late = ray.wait(list(leaving), num_returns=len(leaving), timeout=_LEAVE_S)
             if late:
+                self._silent = {leaving[reference] for reference in late}
                 self.abort(self._ended)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_TITLE = RankProcess.__name__.encode()  # Ray puts it into the command line of the process
 
 
 def kill_rank(pid: int) -> None:
     """End a process of this machine, if it is still the actor that it was."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-        if RankProcess.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if _TITLE in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 
-def _on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
+def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
     """The reference of what a function gives on a node."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    # As code: a process that looked the function up by name would import torch first, which takes seconds.
+    by_value = types.FunctionType(function.__code__, function.__globals__, function.__name__)
+    by_value.__module__ = "__main__"
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # pyright: ignore
-    return task(function).remote(*args)
+    return task(by_value).remote(*args)
 
 
 def _opened(value: Any) -> Any:
@@ -267,6 +288,14 @@ def _opened(value: Any) -> Any:
     if end is not None:
         raise WorkerError(f"An argument was to come from a call that raised: {end.summary}\n{end.traceback}")
     return answer
+
+
+def _answered(asked: Mapping[Key, Any], timeout_s: float) -> dict[Key, Any]:
+    """What came in time, and came well."""
+    of = {reference: key for key, reference in asked.items()}
+    done = ray.wait(list(of), num_returns=len(of), timeout=timeout_s)[0] if of else []
+    answers = {of[reference]: _answer(reference) for reference in done}
+    return {key: answer for key, answer in answers.items() if not isinstance(answer, Raised | Lost)}
 
 
 def _answer(reference: Any) -> Any:
