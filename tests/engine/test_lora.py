@@ -1,6 +1,7 @@
 """The engine with adapters: sharded or not, saved for peft, resumed with the same bits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from tests.diagnostics.live_bytes import taken_by
 from tests.engine.batches import COLUMNS, gradients_of, make_batch, smooth_loss
 from tests.engine.test_state import value_loss
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -18,7 +20,10 @@ from verl.engine.microbatch import TokenBudget
 from verl.models.critic import CriticModel
 from verl.models.lora import adapters_off, apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
+from verl.rollout.twin import ModelTwin
 from verl.utils.errors import CheckpointError
+from verl.weight_sync import FingerprintLog
+from verl.weight_sync.fingerprint import fingerprints
 
 SHAPES = [(5, 9), (2, 3), (12, 10), (7, 1)]
 BUDGET = TokenBudget(rows=2)
@@ -160,3 +165,17 @@ def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path):
     (tmp_path / "critic" / "lora_adapter" / "value_head.safetensors").unlink()
     with pytest.raises(CheckpointError, match="not a critic"):
         make_engine(critic=True, family="llama").load(tmp_path / "critic")
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_hand_over_merges_one_weight_after_the_other(proved: bool):
+    """Of 5,898,240 adapted weights no more than the largest matrix is there in fp32, and again where it is proved."""
+    size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    engine = make_engine(dtype=torch.bfloat16, model_settings=size)
+    model: Any = engine.hf_model
+    twin = ModelTwin(model, attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"))
+    there = [part for module in (model, twin.module) for part in (*module.parameters(), *module.buffers())]
+    log = FingerprintLog() if proved else None
+    fingerprints([torch.ones(1)])  # which keeps a table
+    taken = taken_by(lambda: twin.update(engine.parameters_for_rollout(dtype=torch.bfloat16, log=log)), there)
+    assert taken <= (8 if proved else 4) * 256 * 1024

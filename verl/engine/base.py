@@ -283,13 +283,17 @@ class TrainEngine:
         """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied weight once).
 
         The tensors alias the parameters wherever this rank has all of them: read, don't write. Shards are gathered a
-        bucket at a time, in `dtype` if that is narrower; see `gathered`. Adapters are merged into new tensors.
+        bucket at a time, in `dtype` if that is narrower; see `gathered`. Adapters are merged into new tensors,
+        one after the other.
         """
-        named = merged_parameters(self.hf_model) if self._is_adapted else self._named_parameters
+        named = self._named_parameters
+        if self._is_adapted:
+            named, bucket_bytes = merged_parameters(self.hf_model), 0
         with self.on_device():
             for name, tensor in gathered(named, bucket_bytes=bucket_bytes, dtype=dtype, log=log):
                 # What this rank has all of is the parameter's own memory, which goes away afterwards.
                 yield name, tensor if self._parameters is None else tensor.clone()
+                del tensor  # or it would live while the next one is made
 
     @property
     def hf_model(self) -> Any:

@@ -156,9 +156,9 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """W + scaling * B A in at least fp32, W being the `weight` of `layer`; A (rank, in), B (out, rank)."""
     precise = torch.promote_types(weight.dtype, torch.float32)
-    weight = weight.to(precise)
     transposed = isinstance(layer, Conv1D)  # GPT-2: (in, out)
-    total = torch.addmm(weight.T if transposed else weight, b.to(precise), a.to(precise), alpha=scaling)
+    total = (weight.T if transposed else weight).to(precise, copy=True, memory_format=torch.contiguous_format)
+    total.addmm_(b.to(precise), a.to(precise), alpha=scaling)
     return total.T.contiguous() if transposed else total
 
 

@@ -124,6 +124,7 @@ class ModelTwin:
                     "Hand over whole parameters, gathered from all shards."
                 )
             self._take(name, tensor)
+            del tensor  # or it would live while the next one is made
             missing.discard(name)
         if missing:
             shown = ", ".join(sorted(missing)[:5])

@@ -36,17 +36,18 @@ def gathered(
         dtype: of the receiver, for what is floating point: what is wider is cast before it travels.
         log: gets the fingerprints, in the receiver's dtype, taken from the shards themselves.
     """
-    waiting: _Bucket | None = None
+    waiting: list[_Bucket] = []
     proofs: list[tuple[_Bucket, Tensor]] = []
     for bucket in _buckets(named_tensors, int(bucket_bytes * _SHARE), dtype):
         bucket.start()
         if log is not None:
             proofs.append((bucket, bucket.fingerprints(dtype)))
-        if waiting is not None:
-            yield from waiting.finish()
-        waiting = bucket
-    if waiting is not None:
-        yield from waiting.finish()
+        waiting.append(bucket)
+        # One is on its way meanwhile; what this rank has all of waits for nothing.
+        while waiting and (len(waiting) > 1 or bucket.mesh is None):
+            yield from waiting.pop(0).finish()
+    for bucket in waiting:
+        yield from bucket.finish()
     if log is not None:
         for bucket, values in proofs:
             log.add(bucket.names, bucket.added_up(values))
@@ -138,6 +139,10 @@ def _buckets(named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | 
         bucket.shapes.append(tensor.shape)
         bucket.shards.append(tensor)
         bucket.num_bytes += num_bytes
+        del tensor  # which may be made for us alone, as the next one will be
+        if bucket.num_bytes >= most_bytes:
+            yield bucket
+            bucket = None
     if bucket is not None:
         yield bucket
 
