@@ -4,9 +4,10 @@ import asyncio
 import inspect
 import json
 import os
-import pickle
 import sys
 import traceback
+
+from verl.utils.errors import sendable
 
 
 def main() -> None:
@@ -33,18 +34,15 @@ def main() -> None:
                 value = loop.run_until_complete(value)  # pyright: ignore[reportArgumentType]
             answer = ["value", pack(value)]
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; told to the caller)
-            answer = ["error", pack(_sendable(error))]
+            answer = ["error", pack(_told(error))]
         print(json.dumps(answer), file=answers)
 
 
-def _sendable(error: BaseException) -> tuple[BaseException, str]:
+def _told(error: BaseException) -> tuple[BaseException, str]:
     """The error, or its text where it does not survive the way, and its traceback."""
     text = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  (a user's class may fail in any way; its text is what counts)
-        return RuntimeError(f"{type(error).__name__}: {error}"), text
-    return error, text
+    sent = sendable(error)
+    return RuntimeError(f"{type(error).__name__}: {error}") if sent is None else sent, text
 
 
 if __name__ == "__main__":

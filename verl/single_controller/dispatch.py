@@ -6,6 +6,7 @@ A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` g
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -81,6 +82,11 @@ class DispatchMode:
     takes_any_deal: bool = False
 
 
+def each_argument(change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """What `change` makes of every argument."""
+    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
+
+
 def same_for_all(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
     return [(args, kwargs)] * num_shares, None
 
@@ -91,11 +97,7 @@ def one_entry_each(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any
         if not isinstance(value, Sequence) or len(value) != num_shares:
             fact = len(value) if isinstance(value, Sequence) else type(value).__name__
             raise ValueError(f"Expected one entry per rank ({num_shares}), got {fact}.")
-    per_rank = [
-        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()})
-        for rank in range(num_shares)
-    ]
-    return per_rank, None
+    return [each_argument(operator.itemgetter(rank), args, kwargs) for rank in range(num_shares)], None
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,7 @@ def _split_batches(
     """Deal the rows of every batch alike; other arguments go to all."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto | Dealt)]
     if num_shares == 1 or not given:
-        undealt = {name: _undealt(value) for name, value in kwargs.items()}
-        return [(tuple(_undealt(value) for value in args), undealt)] * num_shares, None
+        return [each_argument(_undealt, args, kwargs)] * num_shares, None
     if len(sizes := {len(_undealt(value)) for value in given}) > 1:
         raise ValueError(f"All batches of one call must have as many rows, got {sorted(sizes)}.")
     orders = [value.rows for value in given if isinstance(value, Dealt)]
@@ -148,13 +149,11 @@ def shares_of_each(
 ) -> list[Arguments]:
     """The arguments of every share; `split` has the shares of some values by their `id`, the others go to all."""
     num_shares = len(next(iter(split.values())))
-    return [
-        (
-            tuple(split[id(value)][share] if id(value) in split else value for value in args),
-            {name: split[id(value)][share] if id(value) in split else value for name, value in kwargs.items()},
-        )
-        for share in range(num_shares)
-    ]
+
+    def of_share(share: int, value: Any) -> Any:
+        return split[id(value)][share] if id(value) in split else value
+
+    return [each_argument(functools.partial(of_share, share), args, kwargs) for share in range(num_shares)]
 
 
 def _undealt(value: Any) -> Any:
@@ -192,14 +191,6 @@ def _at_least_one(batch: DataProto) -> int:
     return len(batch)
 
 
-def _split_protos(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
-    return _split_batches(num_shares, args, kwargs, _deal, _repeated)
-
-
-def _split_for_metrics(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
-    return _split_batches(num_shares, args, kwargs, _deal_windows, _masked)
-
-
 def _join_protos(outputs: list[Any], order: Order | None) -> Any:
     """One batch of all answers in the caller's order; a row may have several answers (n samples of a prompt)."""
     if order is None:
@@ -225,6 +216,9 @@ def _first(outputs: list[Any], _: Any) -> Any:
 def _all(outputs: list[Any], _: Any) -> Any:
     return outputs
 
+
+_split_protos = functools.partial(_split_batches, deal=_deal, pad=_repeated)
+_split_for_metrics = functools.partial(_split_batches, deal=_deal_windows, pad=_masked)
 
 _MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),

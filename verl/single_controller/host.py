@@ -1,12 +1,12 @@
 """One rank's process, whatever backend started it: the roles that live there, and how their methods are run."""
 
-import pickle
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.breadcrumbs import breadcrumb
 from verl.single_controller.worker import Worker
+from verl.utils.errors import sendable
 from verl.utils.timeline import recorded_since, span
 
 # What a process does beside the methods of its workers, as the names of methods.
@@ -26,11 +26,7 @@ class Raised:
     def from_error(cls, error: BaseException) -> "Raised":
         text = "".join(traceback.format_exception(error))
         summary = "".join(traceback.format_exception_only(error)).strip()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001 - a process border: whatever the exception holds, its text must arrive
-            return cls(summary, text, None)
-        return cls(summary, text, error)
+        return cls(summary, text, sendable(error))
 
 
 class Host:

@@ -206,19 +206,19 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        ranks = resource_pool.new_processes()
-        if isinstance(ray_cls_with_init, ColocatedClasses):
+        ranks, given = resource_pool.new_processes(), ray_cls_with_init
+        colocated = isinstance(given, ColocatedClasses)
+        classes = given.class_dict if colocated else {name_prefix or given.cls.__name__: given}
+        self._groups = {
+            role: start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
+            for role, entry in classes.items()
+        }
+        if colocated:
             self._ranks, self.world_size = ranks, ranks.size
-            self._groups = {
-                role: start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
-                for role, entry in ray_cls_with_init.class_dict.items()
-            }
-            return
-        role, entry = name_prefix or ray_cls_with_init.cls.__name__, ray_cls_with_init
-        group = start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
-        self._bind(entry.cls, ranks, role, group.shares, group._members)
-        self.deadline_s = deadline_s
-        self._groups = {role: group}
+        else:
+            ((role, group),) = self._groups.items()
+            self._bind(group.worker_class, ranks, role, group.shares, group._members)
+            self.deadline_s = deadline_s
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """The groups of these roles."""

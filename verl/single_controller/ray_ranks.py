@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.dispatch import Arguments
+from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, Raised
 from verl.utils.errors import WorkerError, WorkerLostError
 from verl.utils.logging import logger
@@ -81,8 +81,7 @@ class RankProcess:
         """How it ended and what it gave."""
         role, method, args, kwargs = call
         try:
-            opened = tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()}
-            return None, self.host.run(role, method, *opened)
+            return None, self.host.run(role, method, *each_argument(_opened, args, kwargs))
         except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
             return Raised.from_error(error), None
 

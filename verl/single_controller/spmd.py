@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.dispatch import Arguments
+from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, Raised
 from verl.single_controller.parts import SpmdPart, split_launch
 from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, handle_sigterm, launched_rank, serve
@@ -189,9 +189,7 @@ class SpmdRanks:
         messages = {key: Outgoing((role, method, *share)) for key, share in shares.items()}
         replies = {rank: self._send(rank, Kind.CALL, messages[id(arguments[rank])]) for rank in arguments if rank > 0}
         if 0 in arguments:
-            args, kwargs = arguments[0]
-            opened = tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()}
-            replies[0] = self.local.submit(role, method, opened)
+            replies[0] = self.local.submit(role, method, each_argument(_opened, *arguments[0]))
         return dict(sorted(replies.items()))
 
     def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:

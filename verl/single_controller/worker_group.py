@@ -18,6 +18,7 @@ from verl.single_controller.dispatch import (
     Dispatch,
     DispatchMode,
     Execute,
+    each_argument,
     find_dispatch_mode,
     registered_methods,
     shares_of_each,
@@ -187,9 +188,9 @@ class WorkerGroup:
         arguments = {self._members[place]: per_share[share] for place, share in share_of.items()}
         answering = [self._members[place] for place in answering]
         replies = self._ranks.submit(self.role, name, arguments, blocking)
-        collect = functools.partial(_collect, mode, undo)
         dealt = (undo,) if mode.takes_any_deal else None
-        future = GroupFuture(self._ranks, f"{self.role}.{name}", replies, answering, collect, deadline_s, dealt)
+        label, collect = f"{self.role}.{name}", lambda outputs: mode.collect(outputs, undo)
+        future = GroupFuture(self._ranks, label, replies, answering, collect, deadline_s, dealt)
         return future.result() if blocking else future
 
     def _split(
@@ -210,8 +211,7 @@ class WorkerGroup:
             orders = [order for _, order in handed_on.values()]
             if len(handed_on) == len(futures) and all(order == orders[0] for order in orders):
                 return shares_of_each(args, kwargs, {key: shares for key, (shares, _) in handed_on.items()}), orders[0]
-        args = tuple(_resolved(value) for value in args)
-        return mode.split(num_shares, args, {name: _resolved(value) for name, value in kwargs.items()})
+        return mode.split(num_shares, *each_argument(_resolved, args, kwargs))
 
     def recent_spans(self, since_wall_ns: int) -> list[Recorded]:
         """What ran in the process of every rank since then, for a timeline; see `verl.utils.timeline`."""
@@ -251,10 +251,6 @@ def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[...
     ]
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
     return call_ranks
-
-
-def _collect(mode: DispatchMode, undo: Any, outputs: list[Any]) -> Any:
-    return mode.collect(outputs, undo)
 
 
 def _resolved(value: Any) -> Any:

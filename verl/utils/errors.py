@@ -3,6 +3,7 @@
 Every class is also the builtin that a caller would catch, and pickles across process borders.
 """
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -67,6 +68,15 @@ class DeadlineError(VerlError, TimeoutError):
 
 class NonFiniteError(VerlError, ArithmeticError):
     """Loss or gradient was not finite more often than the policy allows."""
+
+
+def sendable(error: BaseException) -> BaseException | None:
+    """The error, or None where it does not survive the way to another process, so that only its text can go."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a user's class holds or does
+        return None
+    return error
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +12,10 @@ from torch import Tensor
 from verl.distributed.collectives import Axis, gather_objects
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
-from verl.weight_sync.buckets import Piece, Unpacker, new_slots, pack
+from verl.weight_sync.buckets import End, Piece, Unpacker, new_slots, pack
 from verl.weight_sync.fingerprint import FingerprintLog
 
 _SLOTS = 2
-
-
-@dataclass(frozen=True)
-class _End:
-    fingerprints: dict[str, int] | None = None
-    fault: str | None = None  # the sender has not sent all
 
 
 class BroadcastSender:
@@ -59,16 +52,16 @@ class BroadcastSender:
                 )
             for work in works:
                 work.wait()
-            end = _End(None if log is None else log.read())
+            end = End(None if log is None else log.read())
         except Exception as error:
             # The receivers would wait for ever for what does not come.
-            self._finish(_End(fault=f"{type(error).__name__}: {error}"))
+            self._finish(End(fault=f"{type(error).__name__}: {error}"))
             raise
         faults = [f"Rank {rank}: {fault}" for rank, fault in enumerate(self._finish(end)) if fault]
         if faults:
             raise RolloutError(f"{len(faults)} ranks did not take the weights. {' '.join(faults)}")
 
-    def _finish(self, end: _End) -> list[str | None]:
+    def _finish(self, end: End) -> list[str | None]:
         self._tell(end)
         return gather_objects(None, self._axis)
 
@@ -88,7 +81,7 @@ class BroadcastReceiver:
         unpacker = Unpacker()
         self._fingerprints = None
         coming = self._next_bucket()
-        while not isinstance(coming, _End):
+        while not isinstance(coming, End):
             bucket, pieces, work = coming
             coming = self._next_bucket()
             work.wait()
@@ -105,9 +98,9 @@ class BroadcastReceiver:
         """See `WeightReceiver.report`. The other receivers do not raise for this one's fault."""
         gather_objects(fault, self._axis)
 
-    def _next_bucket(self) -> tuple[Tensor, list[Piece], Any] | _End:
-        pieces: list[Piece] | _End = _broadcast_object(None, self._root, self._axis)
-        if isinstance(pieces, _End):
+    def _next_bucket(self) -> tuple[Tensor, list[Piece], Any] | End:
+        pieces: list[Piece] | End = _broadcast_object(None, self._root, self._axis)
+        if isinstance(pieces, End):
             return pieces
         bucket = torch.empty(_used(pieces), dtype=torch.uint8, device=self._device)
         work = dist.broadcast(bucket, group=self._axis.group, group_src=self._root, async_op=True)

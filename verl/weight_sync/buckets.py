@@ -22,6 +22,13 @@ class Piece(NamedTuple):
     offset: int
 
 
+class End(NamedTuple):
+    """What a sender tells after the last bucket."""
+
+    fingerprints: dict[str, int] | None = None
+    fault: str | None = None  # why not all was sent
+
+
 def pack(
     named_tensors: NamedTensors, buckets: Iterator[Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Tensor, list[Piece]]]:

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
-from verl.weight_sync.buckets import Piece, Unpacker, pack, slot_bytes
+from verl.weight_sync.buckets import End, Piece, Unpacker, pack, slot_bytes
 from verl.weight_sync.choice import device_of, gpu_uuid
 from verl.weight_sync.fingerprint import FingerprintLog
 
@@ -45,12 +45,6 @@ class _Memory:
 class _Filled:
     slot: int
     pieces: list[Piece]
-
-
-@dataclass(frozen=True)
-class _End:
-    fingerprints: dict[str, int] | None = None
-    fault: str | None = None  # the sender has not sent all
 
 
 class SharedMemorySender:
@@ -106,16 +100,16 @@ class SharedMemorySender:
                 self._wait()
                 self._send(_Filled(slot, pieces))
                 unread.append(slot)
-            end = _End(None if log is None else log.read())
+            end = End(None if log is None else log.read())
         except Exception as error:
             # The receiver would wait for ever for what does not come.
-            self._finish(_End(fault=f"{type(error).__name__}: {error}"), len(unread))
+            self._finish(End(fault=f"{type(error).__name__}: {error}"), len(unread))
             raise
         fault = self._finish(end, len(unread))
         if fault is not None:
             raise RolloutError(f"The rollout process did not take the weights. {fault}")
 
-    def _finish(self, end: _End, unread: int) -> str | None:
+    def _finish(self, end: End, unread: int) -> str | None:
         self._send(end)
         for _ in range(unread):
             self._receive()
