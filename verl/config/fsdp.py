@@ -21,5 +21,10 @@ class FSDPConfig:
     reshard_after_forward: bool | None = setting(
         None, "free gathered parameters after the forward pass; null: unless one rank has room for them"
     )
+    compute_dtype: str | None = setting(
+        None,
+        "dtype of forward and backward passes, whatever that of the parameters; null: bfloat16 on CUDA, else theirs",
+        choices=("float32", "bfloat16", "float64"),
+    )
     fsdp_size: int = setting(-1, "ranks that hold one copy of the weights (HSDP where fewer than all); -1: all")
     forward_prefetch: bool = setting(False, "gather the next layer early", no_effect="FSDP2 prefetches by itself")

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,20 +92,38 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     return config
 
 
-def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
-    """A checked configuration from nested values, of which any may be left out (also a composed DictConfig)."""
+def config_from_dict(
+    values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer", without: Container[Rule] = ()
+) -> Any:
+    """A checked configuration from nested values, of which any may be left out (also a composed DictConfig); `without`
+    some of the rules that it is checked by."""
     if isinstance(values, DictConfig):
-        values = _changed_values(values, root)
+        values = changed_values(values, root)
     config = _build(values, root)
-    _validate(config, root)
+    _validate(config, root, without)
     return config
 
 
-def _validate(config: Any, root: str, *, only_to_plan: bool = False) -> None:
-    validate(config, ROOTS[root].rules, ROOTS[root].doubts, only_to_plan=only_to_plan)
+def _validate(config: Any, root: str, *, without: Container[Rule] = (), only_to_plan: bool = False) -> None:
+    rules = [rule for rule in ROOTS[root].rules if rule not in without]
+    validate(config, rules, ROOTS[root].doubts, only_to_plan=only_to_plan)
 
 
-def _changed_values(composed: DictConfig, root: str) -> dict[str, Any]:
+def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
+    """Nested values of all layers, of which later ones win, by whichever of its names they call a key."""
+    keys, merged = keys_of(ROOTS[root].schema), dict[str, Any]()
+    for layer in layers:
+        merged |= _rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
+    return nest(merged)
+
+
+def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
+    """What a YAML file sets, with the files that its `defaults:` name: nested values, not checked yet."""
+    file = Path(path)
+    return _compose(CommandLine(config_path=str(file.parent), config_name=file.stem), root)
+
+
+def changed_values(composed: DictConfig, root: str = "ppo_trainer") -> dict[str, Any]:
     """What in a tree composed on the schema by a user's own Hydra program is not simply the schema's default."""
     schema = ROOTS[root].schema
     defaults = flatten(_plain(_schema(root)), schema)

@@ -28,6 +28,11 @@ TOKEN_BUDGETS = (
 )
 
 
+def training_data_is_named(config: TrainConfig) -> Iterator[str]:
+    if not config.data.train_files and config.data.dataset_name is None:
+        yield "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
+
+
 def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
     data, critic_class = config.data, config.critic.model.custom_cls
     if config.actor_rollout_ref.model.path is None:
@@ -35,8 +40,6 @@ def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
             "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face causal LM, "
             "or 'toy' for the packaged one."
         )
-    if not data.train_files and data.dataset_name is None:
-        yield "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
     if data.train_files and data.dataset_name is not None:
         yield (
             f"data.train_files and data.dataset_name both name the training data, got {data.train_files} and "
@@ -328,6 +331,7 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
+    training_data_is_named,
     batch_divides_into_mini_batches,
     sequences_fit,
     roles_are_placed,

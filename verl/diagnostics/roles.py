@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from verl.config import (
     CriticModelConfig,
     FSDPConfig,
@@ -93,7 +95,9 @@ def _role(
         optim,
         on_cuda=placement.on_cuda,
         shard_ranks=ranks // copies if placement.on_cuda or ranks > 1 else None,
-        compute_itemsize=2 if placement.on_cuda else shape.weights[0].itemsize,
+        compute_itemsize=getattr(torch, fsdp.compute_dtype).itemsize
+        if fsdp.compute_dtype is not None
+        else (2 if placement.on_cuda else shape.weights[0].itemsize),
         compiled=compile_backend(compiled, placement.device, shape.family) is not None,
         checkpointing_share=model.gradient_checkpointing_share if model is not None and recomputes else 0.0,
         activation_offload=recomputes and model is not None and model.enable_activation_offload,

@@ -87,8 +87,9 @@ class TrainEngine:
         total_steps: training steps of the run, for the schedule.
         sequence_parallel_size: ranks that share the tokens of the same rows (Ulysses).
         activation_offload: keep on the host what checkpointed layers hold for the backward pass.
-        shard, compute_dtype: instead of the defaults by device (CUDA: True and bf16; CPU: False and None, which means
-            the dtype of the parameters). Several ranks shard in any case.
+        shard, compute_dtype: instead of `fsdp.compute_dtype` and the defaults by device (CUDA: True and bf16; CPU:
+            False and None, which means the dtype of the parameters). Several ranks shard in any case, and so does one
+            that computes in another dtype than its parameters'.
         compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
         share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves enough (`MiniBatch`).
     """
@@ -111,11 +112,14 @@ class TrainEngine:
         compile_backend: str | None = None,
         share_prompts: bool = True,
     ) -> None:
+        if compute_dtype is None and fsdp.compute_dtype is not None:
+            compute_dtype = getattr(torch, fsdp.compute_dtype)
+        casts = compute_dtype not in (None, next(module.parameters()).dtype)
         self.mesh: Mesh = init_mesh(
             device,
             fsdp_size=fsdp.fsdp_size,
             sequence_parallel_size=sequence_parallel_size,
-            shard=device.type == "cuda" if shard is None else shard,
+            shard=device.type == "cuda" or casts if shard is None else shard,
         )
         self.device = device = self.mesh.device
         self.share_prompts = share_prompts

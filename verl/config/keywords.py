@@ -1,0 +1,221 @@
+"""The configuration in keywords, for a program or a notebook: short names of keys, and settings that several share.
+
+A keyword is one of `KEYWORDS`, a section of `SECTIONS` with a mapping, one of `OPTIONS`, or a key or a section of the
+tree itself. A YAML file and a dictionary may hold them too.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
+from verl.config.load import changed_values, config_from_dict, merge_values, read_yaml
+from verl.config.placement import ranks_of_roles
+from verl.config.rules import training_data_is_named
+from verl.config.train import TrainConfig
+from verl.utils.errors import ConfigError
+from verl.utils.logging import logger
+
+_ACTOR, _ROLLOUT, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
+# Keyword: the keys that it sets.
+KEYWORDS = {
+    "actor_placement": ("trainer.placement.actor",),
+    "critic_placement": ("trainer.placement.critic",),
+    "reference_placement": ("trainer.placement.reference",),
+    "reward_model_placement": ("trainer.placement.reward_model",),
+    "backend": (f"{_ROLLOUT}.name",),
+    "max_new_tokens": ("data.max_response_length",),
+    "gradient_clip_val": (f"{_ACTOR}.grad_clip", f"{_CRITIC}.grad_clip"),
+    "lr": (f"{_ACTOR}.optim.lr",),
+}
+# Keyword: the section whose keys it holds.
+SECTIONS = {"actor_config": _ACTOR, "rollout_config": _ROLLOUT, "critic_config": _CRITIC, "ray_config": "ray_init"}
+# Other names of keys within those.
+_SHORT = {"backend": "name", "gradient_clip_val": "grad_clip", "lr": "optim.lr"}
+_BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
+# What the keys stand in is known only with the whole configuration.
+OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
+
+
+def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfig:
+    """A configuration of its own, checked; it need not name training data.
+
+    Args:
+        config: a TrainConfig, a mapping, a DictConfig, the path of a YAML file, or None.
+        keywords: what replaces it, or stands alone.
+    """
+    layers = [_given(config), dict(keywords)]
+    options = {name: layer.pop(name) for layer in layers for name in OPTIONS if name in layer}
+    values = merge_values(*(_as_keys(layer) for layer in layers))
+    return with_options(config_from_dict(values, without=(training_data_is_named,)), options)
+
+
+def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig:
+    """Another configuration with the `OPTIONS` that are not None; `config` itself where there are none."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in ("enable_hybrid_engine", "amp"):
+        if given.get(name, True) not in (True, False):
+            raise ConfigError(f"{name} must be True or False, got {given[name]!r}.")
+    if "enable_hybrid_engine" in given:
+        _check_hybrid_engine(config, given["enable_hybrid_engine"])
+    values = dict(_update_sizes(config, **{name: given[name] for name in _BATCHES if name in given}))
+    if "amp" in given:
+        values |= _compute_dtypes(config, given["amp"])
+    if not values:
+        return config
+    changed = merge_values(_as_keys(_given(config)), values)
+    return config_from_dict(changed, without=(training_data_is_named,))
+
+
+def assign(config: TrainConfig, other: TrainConfig) -> None:
+    """Give `config` every value of `other`, for whoever holds it or one of its sections."""
+    for path in keys_of(TrainConfig):
+        owner, name = owner_of(config, path)
+        setattr(owner, name, value_at(other, path))
+
+
+# ---- from keywords to keys ------------------------------------------------------------------------------------------
+
+
+def _given(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, TrainConfig):
+        # What follows another key is left out, so that it goes on following it.
+        keys, value = keys_of(TrainConfig), lambda path: value_at(config, path)
+        return {
+            path: value(path) for path, key in keys.items() if not key.followed or value(path) != value(key.followed)
+        }
+    if isinstance(config, DictConfig):
+        return changed_values(config)
+    if isinstance(config, Mapping):
+        return {str(name): value for name, value in config.items()}
+    if isinstance(config, str | Path):
+        return read_yaml(config)
+    raise ConfigError(
+        f"A configuration is a TrainConfig, a mapping or the path of a YAML file, got {type(config).__name__}. "
+        "Give settings as keywords: RLTrainer(lr=1e-6, ...)."
+    )
+
+
+def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{key of the tree: value}. ConfigError for what does not exist, and for two values of one key."""
+    flat: dict[str, Any] = {}
+    for name, path, value in _paths(values):
+        if name.endswith("backend") and value == "local":
+            value = "embedded"
+        for key, leaf in flatten(nest({path: value}), TrainConfig).items():
+            if flat.setdefault(key, leaf) != leaf:
+                raise ConfigError(f"'{name}' sets {key}={leaf!r}, which is {flat[key]!r} already. Set it once.")
+    return flat
+
+
+def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(keyword, path of a key or a section, value)"""
+    known, tops = keys_of(TrainConfig), [section.name for section in fields(TrainConfig)]
+    for name, value in values.items():
+        if name in KEYWORDS:
+            for path in KEYWORDS[name]:
+                yield name, path, value
+        elif name in SECTIONS:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name} must be a mapping of keys of {SECTIONS[name]} to values, got {value!r}.")
+            for inner, setting in value.items():
+                path = f"{SECTIONS[name]}.{_SHORT.get(inner, inner)}"
+                yield f"{name}: {inner}", path if path in known else f"{SECTIONS[name]}.{inner}", setting
+        elif name.partition(".")[0] in tops or "." in name:
+            yield name, name, value
+        else:
+            near = nearest_keys(name, [*KEYWORDS, *SECTIONS, *OPTIONS, *tops, *known])
+            raise ConfigError(f"Unknown keyword '{name}'. Nearest known: {near}.")
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
+    """A hybrid engine is one set of weights on the devices that actor and rollout share."""
+    ranks = ranks_of_roles(config)
+    actor = ranks.pop("actor_rollout")
+    shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if enabled and config.trainer.placement.actor is not None and len(actor) > shared_by:
+        raise ConfigError(
+            f"enable_hybrid_engine=True with actor_placement={actor} would load the model {len(actor) // shared_by} "
+            f"times for the rollout: each engine has a whole copy, and tensor_model_parallel_size={shared_by} ranks "
+            f"share one. Set rollout_config={{'tensor_model_parallel_size': {len(actor)}}} for one copy over these "
+            "ranks, or leave enable_hybrid_engine out to have the copies, which share the prompts."
+        )
+    if enabled:
+        return
+    beside = [role for role, numbers in ranks.items() if numbers == actor]
+    if beside or not ranks:
+        raise ConfigError(
+            "enable_hybrid_engine=False asks for models on ranks of their own, but "
+            + (f"{' and '.join(beside)} would be on the actor's ranks {actor}" if beside else "the actor is alone")
+            + ", whose rollout engine always lives with it in this version. Set critic_placement, reference_placement "
+            "or reward_model_placement to other ranks, or leave enable_hybrid_engine out."
+        )
+    logger.info("enable_hybrid_engine=False: %s; the rollout engine is with the actor on %s.", ranks, actor)
+
+
+def _update_sizes(
+    config: TrainConfig, micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None
+) -> Iterator[tuple[str, int]]:
+    """Keys for passes of `micro_batch_size` responses, as many an update and rank as there are accumulation steps."""
+    ranks = ranks_of_roles(config)
+    roles = ((_ACTOR, config.actor_rollout_ref.actor), (_CRITIC, config.critic))
+    for section, role in roles if config.needs_critic else roles[:1]:
+        micro = role.ppo_micro_batch_size_per_gpu if micro_batch_size is None else micro_batch_size
+        for name, value in (("micro_batch_size", micro_batch_size), (_BATCHES[1], gradient_accumulation_steps)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}.")
+        if micro_batch_size is not None:
+            if role.use_dynamic_bsz:
+                raise ConfigError(
+                    f"micro_batch_size={micro} counts responses, but {section}.use_dynamic_bsz=True fills passes by "
+                    "tokens. Set use_dynamic_bsz=False, or leave micro_batch_size out."
+                )
+            yield f"{section}.ppo_micro_batch_size_per_gpu", micro_batch_size
+        if gradient_accumulation_steps is None:
+            continue
+        if micro is None:
+            raise ConfigError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps} counts passes of micro_batch_size "
+                "responses, which is not set. Give micro_batch_size too."
+            )
+        members = ranks["critic" if section == _CRITIC else "actor_rollout"]
+        shares = len(members) // role.ulysses_sequence_parallel_size
+        rows, n = micro * gradient_accumulation_steps * shares, config.actor_rollout_ref.rollout.n
+        if rows % n:
+            steps = next(
+                count for count in range(gradient_accumulation_steps, n * rows) if micro * count * shares % n == 0
+            )
+            raise ConfigError(
+                "An update takes whole prompts: micro_batch_size * gradient_accumulation_steps * ranks must be a "
+                f"multiple of actor_rollout_ref.rollout.n={n} responses a prompt, got {micro} * "
+                f"{gradient_accumulation_steps} * {shares} = {rows}. Set gradient_accumulation_steps={steps}, or "
+                "another rollout.n."
+            )
+        yield f"{section}.ppo_mini_batch_size", rows // n
+
+
+def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
+    """Keys for forward and backward in bfloat16 over float32 parameters, or in the parameters' own dtype."""
+    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    for section, model in models.items():
+        if amp and model.dtype not in (None, "float32"):
+            raise ConfigError(
+                f"amp=True computes in bfloat16 over parameters in float32, got {section}.dtype={model.dtype}. Leave "
+                "the dtype unset, or amp out."
+            )
+    own, critics = (model.dtype or "float32" for model in models.values())
+    values: dict[str, Any] = {
+        f"{_ACTOR}.fsdp_config.compute_dtype": "bfloat16" if amp else own,
+        "actor_rollout_ref.ref.fsdp_config.compute_dtype": "bfloat16" if amp else own,
+        "critic.model.fsdp_config.compute_dtype": "bfloat16" if amp else critics,
+    }
+    # Of frozen weights too, which would be bfloat16 on CUDA.
+    return values if amp else {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}
