@@ -48,11 +48,12 @@ def test_version():
 def test_public_names_are_where_users_import_them():
     from verl import DataProto
     from verl.data import RLDataLoader
-    from verl.trainer import PPOTrainer, RayPPOTrainer
+    from verl.trainer import PPOTrainer, RayPPOTrainer, RLTrainer
 
     assert DataProto.__module__ == "verl.protocol"
     assert RLDataLoader.__module__ == "verl.data.loader"
     assert RayPPOTrainer is PPOTrainer
+    assert RLTrainer.__module__ == verl.train.__module__ == "verl.trainer.api"
     assert {"init_workers", "fit", "step"} <= set(dir(PPOTrainer))
     assert set(verl.__all__) <= set(dir(verl))
 

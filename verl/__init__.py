@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verl.protocol import DataProto as DataProto
 
+    train: Any  # of verl.trainer.api, which rooms below it must not import, not even here
+
 __version__ = "0.1.0"
 
-_PUBLIC = {"DataProto": "verl.protocol"}
+_PUBLIC = {"DataProto": "verl.protocol", "train": "verl.trainer.api"}
 
-__all__ = ["DataProto", "__version__"]
+__all__ = ["DataProto", "__version__", "train"]
 
 
 class _OldPaths(importlib.abc.MetaPathFinder):

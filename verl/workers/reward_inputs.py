@@ -21,12 +21,13 @@ class RewardReader:
     Args:
         tokenizer: the reward model's own, with its chat template.
         max_length: the most tokens of one input; None: no limit.
-        truncation: what becomes of a longer one: "error", or the side that is cut: "left", "right", "middle".
+        truncation: what becomes of a longer one: "error", or the side that is cut: "left", "right", "middle". None: an
+            error, and no key would have it cut.
     """
 
     tokenizer: Any
     max_length: int | None = None
-    truncation: str = "error"
+    truncation: str | None = None
 
     def read(self, conversations: Sequence[Messages], describe: Describe) -> list[list[int]]:
         """Token ids of each conversation, with its answer, under the reward model's chat template."""
@@ -38,16 +39,18 @@ class RewardReader:
         rows = [list(ids) for ids in sequences]
         limit = self.max_length
         too_long = [row for row, ids in enumerate(rows) if limit is not None and len(ids) > limit]
-        if too_long and self.truncation == "error":
+        if too_long and self.truncation in ("error", None):
             longest = max(len(rows[row]) for row in too_long)
+            cut = ", or set reward_model.truncation=left or right to have inputs cut" if self.truncation else ""
             raise RewardError(
                 f"The input of {describe(too_long[0])} has {len(rows[too_long[0]])} tokens of the reward model's "
                 f"tokenizer, and it takes {limit}; {len(too_long)} of {len(rows)} are too long, up to {longest}. Raise "
                 "reward_model.max_length if the model has the positions, shorten data.max_prompt_length or "
-                "data.max_response_length, or set reward_model.truncation=left or right to have inputs cut."
+                f"data.max_response_length{cut}."
             )
         for row in too_long:
             assert limit is not None
+            assert self.truncation is not None
             rows[row] = truncate(rows[row], limit, self.truncation)
         return rows
 

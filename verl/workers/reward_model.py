@@ -79,6 +79,24 @@ class RewardModelWorker(EngineWorker):
         scores[torch.arange(len(batch)), lengths.cpu() - 1] = self._score(sequences, describe)
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def longest_input(self) -> int | None:
+        """The most tokens that an input may have."""
+        return self.reader.max_length
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def score_tokens(self, inputs: DataProto) -> DataProto:
+        """`scores` (B,) of the object column `token_ids`, in the reward model's own tokens. Errors name `response`."""
+        sequences, numbers = (list(inputs.non_tensor_batch[name]) for name in ("token_ids", "response"))
+        short = [number for number, ids in zip(numbers, sequences) if len(ids) < 2]
+        if short:  # what is packed for an engine has a token before the one that is looked at
+            raise RewardError(
+                f"The input of response {short[0]} has one token, and two at least are scored. Give it as a text, "
+                "which comes under the reward model's chat template."
+            )
+        scores = self._score(sequences, lambda row: f"response {numbers[row]}")
+        return DataProto.from_dict(tensors={"scores": scores})
+
     def _score(self, sequences: Sequence[Sequence[int]], describe: Describe) -> torch.Tensor:
         """(B,) scores of rows of token ids."""
         # Padded on the left, so that the last column is a response of one token: the last one of every row.

@@ -36,8 +36,14 @@ class EngineWorker(Worker):
 class TrainedWorker(EngineWorker):
     """A worker whose engine learns. `tokenizer` is saved beside the weights, `checkpoint` says what else is."""
 
+    config: Any
     tokenizer: Any
     checkpoint: CheckpointConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_config(self, config: Any) -> None:
+        """Read the sizes of updates and passes from another section; what the model was built by must be the same."""
+        self.config = config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, *, in_background: bool = False) -> None:

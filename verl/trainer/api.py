@@ -1,0 +1,317 @@
+"""Training from a program or a notebook: one object that trains, rolls out and scores."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from verl.config import RolloutConfig, TrainConfig
+from verl.config.keys import keys_of, value_at
+from verl.config.keywords import assign, config_from_keywords, with_options
+from verl.config.placement import ranks_of_roles
+from verl.config.rules import training_data_is_named
+from verl.data.chat import apply_chat_template, as_messages
+from verl.data.collate import collate
+from verl.data.rl_dataset import truncate
+from verl.protocol import DataProto
+from verl.trainer import setup
+from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
+from verl.trainer.variants import trainer_class
+from verl.utils.errors import ConfigError, DataError, WorkerError
+from verl.workers.reward_inputs import compute_reward
+
+
+def train(config: Any = None, **keywords: Any) -> "RLTrainer":
+    """Train as `config` and the keywords of `RLTrainer` say; gives the trainer, whose `metrics` are the last step's."""
+    trainer = RLTrainer(config, **keywords)
+    trainer.train()
+    return trainer
+
+
+class RLTrainer:
+    """Trains a causal LM on prompts and a reward, and answers with it and scores before or after.
+
+    What can be told without models is told at once: of keys, engine, data and reward. Models are loaded at the first
+    call that needs one. Under torchrun rank 0 alone comes back from here, see `PPOTrainer`.
+
+    Args:
+        config: a TrainConfig, keys of the tree (nested or dotted), or the path of a YAML file.
+        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the config names.
+        keywords: replace what `config` says: actor_placement, critic_placement, reference_placement and
+            reward_model_placement (lists of ranks); actor_config, rollout_config, critic_config and ray_config
+            (mappings); backend, max_new_tokens, gradient_clip_val and lr; enable_hybrid_engine; the arguments of
+            `train`; sections of the tree (`data={...}`) and keys of it (`**{"trainer.max_steps": 2}`). A `config` may
+            hold these too.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        tokenizer: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        **keywords: Any,
+    ) -> None:
+        self.config: TrainConfig = config_from_keywords(config, keywords)
+        self.missing = list(training_data_is_named(self.config)) if train_dataset is None else []
+        self.has_own_reward = reward_fn is not None
+        if self.missing:
+            setup.load_user_code(self.config)
+            tokenizer = tokenizer or setup.build_tokenizer(self.config)
+            reward_fn = reward_fn or setup.build_reward(self.config, tokenizer, num_examine=0)
+            train_dataset = _NoRows(self.config.data.train_batch_size)
+        self.ppo = trainer_class(self.config)(
+            self.config,
+            tokenizer=tokenizer,
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+        )
+        self.has_models = self.has_trained = False
+
+    # ---------------------------------------------------------------- what can be read
+
+    @property
+    def tokenizer(self) -> Any:
+        """The actor's."""
+        return self.ppo.tokenizer
+
+    @property
+    def rollout_config(self) -> RolloutConfig:
+        """How responses are drawn, in training and by `rollout`."""
+        return self.config.actor_rollout_ref.rollout
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the latest training step; empty before the first."""
+        return self.ppo.metrics
+
+    @property
+    def critic(self) -> "LiveRole":
+        """The critic, whose `model` is the module that is trained. ConfigError where this run has none."""
+        if not self.config.needs_critic:
+            raise ConfigError(
+                f"This run has no critic, for algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs none."
+                " Set algorithm.adv_estimator=gae."
+            )
+        self._load_models()
+        return LiveRole("critic", self.ppo.critic_wg, ranks_of_roles(self.config)["critic"])
+
+    # ---------------------------------------------------------------- what it does
+
+    def train(
+        self,
+        *,
+        micro_batch_size: int | None = None,
+        gradient_accumulation_steps: int | None = None,
+        amp: bool | None = None,
+    ) -> dict[str, float]:
+        """Train to the last step, from the newest checkpoint on where there is one; gives the last step's metrics.
+
+        Args:
+            micro_batch_size: responses a forward-backward pass and rank.
+            gradient_accumulation_steps: passes an update and rank. Their product, over all ranks, is the responses of
+                an update, of whole prompts: `ppo_mini_batch_size` (prompts) times `rollout.n`.
+            amp: True computes in bfloat16 over float32 parameters (the default on CUDA), False in float32.
+        """
+        if self.has_trained:
+            raise ConfigError(
+                f"train() has run already, to step {self.ppo.global_step} of {self.ppo.total_steps}. Make a new "
+                "RLTrainer: with a larger trainer.total_training_steps it goes on from the newest checkpoint."
+            )
+        if self.missing:
+            raise DataError(self.missing[0])
+        self._set_options(
+            micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps, amp=amp
+        )
+        self._load_models()
+        self.has_trained = True
+        self.ppo.fit()
+        return self.metrics
+
+    def rollout(
+        self, prompts: Any, *, n: int = 1, greedy: bool = False, seed: int | None = None, as_batch: bool = False
+    ) -> Any:
+        """Responses to B prompts by the weights of now, drawn as `rollout_config` says.
+
+        Args:
+            prompts: texts, each a message of the user; chats, lists of {"role", "content"}; or a DataProto with the
+                column `raw_prompt_ids`. One longer than `data.max_prompt_length` is treated as `data.truncation` says.
+            n: responses a prompt.
+            greedy: take the likeliest token always.
+            seed: of the noise; the same gives the same responses. None: one that training never uses.
+            as_batch: give a DataProto of B * n rows, as training has it after its rollout.
+
+        Returns:
+            B texts without special tokens; for n > 1 B lists of n texts.
+
+        Raises:
+            DataError: there is no prompt, or one that is none or too long; the message has its number.
+            RolloutError: the engine did not answer every prompt.
+        """
+        if n < 1:
+            raise ConfigError(f"rollout(n=...) must be at least 1, got {n}.")
+        batch = self._prompts(prompts)
+        self._load_models()
+        params = setup.sampling_params(self.rollout_config)
+        params = replace(params, temperature=0.0) if greedy else params
+        seed = self.rollout_config.seed + 2 if seed is None else seed  # training has the first, validation the second
+        batch = self.ppo._generate(batch, n, params, seed, step=0)
+        if as_batch:
+            return batch
+        ids = [row[mask].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool())]
+        texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return texts if n == 1 else [texts[start : start + n] for start in range(0, len(texts), n)]
+
+    def compute_reward(
+        self,
+        responses: Any,
+        prompts: Any = None,
+        *,
+        data_source: Any = None,
+        ground_truth: Any = None,
+        extra_info: Any = None,
+    ) -> torch.Tensor:
+        """(B,) fp32 scores of B responses, each finite: the reward model's, else the reward function's.
+
+        Args:
+            responses: with a reward model texts, or token ids of its own tokenizer, see
+                `verl.workers.reward_inputs.compute_reward`; else texts; or a batch of `rollout(..., as_batch=True)`.
+            prompts: B texts or chats.
+            data_source, ground_truth, extra_info: for the reward function, one of all responses or a list of B.
+
+        Raises:
+            RewardError: a response is empty or too long, or has no finite score; the message has its number.
+            ConfigError: nothing here can score these responses.
+        """
+        columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
+        by_model, in_batch = self.config.reward_model.enable, isinstance(responses, DataProto)
+        given = [name for name, value in columns.items() if value is not None]
+        if given and (by_model or in_batch):
+            raise ConfigError(
+                f"compute_reward reads {' and '.join(given)} for texts and a reward function, but "
+                + (
+                    "the responses are a batch with columns of its own."
+                    if in_batch
+                    else "here the reward model scores."
+                )
+                + " Leave them out."
+            )
+        if by_model:
+            self._load_models()
+        if in_batch:
+            return scores_of(self.ppo.reward_fn, self.ppo.add_rm_scores(responses.select()))
+        if by_model:
+            return compute_reward(self._reward_model, responses, prompts)
+        if self.has_own_reward:
+            raise ConfigError(
+                "reward_fn reads batches of tokens, so compute_reward cannot call it on texts. Give it a batch: "
+                "compute_reward(trainer.rollout(prompts, as_batch=True))."
+            )
+        if isinstance(responses, str) or not len(responses):
+            raise DataError(f"compute_reward needs a list of responses, at least one, got {responses!r:.80}.")
+        return self._reward_function.score(list(responses), prompts, columns)
+
+    # ---------------------------------------------------------------- parts
+
+    @cached_property
+    def _reward_model(self) -> RewardModelScorer:
+        return RewardModelScorer(self.config, self.ppo.rm_wg)
+
+    @cached_property
+    def _reward_function(self) -> FunctionScorer:
+        return FunctionScorer(self.config, self.tokenizer)
+
+    def _load_models(self) -> None:
+        if not self.has_models:
+            self.ppo.init_workers()
+            self.ppo.sync_weights()  # an engine with weights of its own has none yet
+            self.has_models = True
+
+    def _set_options(self, **options: Any) -> None:
+        changed = with_options(self.config, options)
+        if changed is self.config:
+            return
+        if self.has_models:
+            keys = [key for key in keys_of(TrainConfig) if value_at(changed, key) != value_at(self.config, key)]
+            if dtypes := [key for key in keys if key.endswith("dtype")]:
+                raise ConfigError(
+                    f"amp={options['amp']} changes {dtypes[0]}, but the models are loaded already. Give it to "
+                    f"RLTrainer(amp={options['amp']}), or train before anything else."
+                )
+        assign(self.config, changed)
+        if self.has_models:
+            self.ppo.actor_rollout_wg.set_config(self.config.actor_rollout_ref)
+            if self.ppo.critic_wg is not None:
+                self.ppo.critic_wg.set_config(self.config.critic)
+
+    def _prompts(self, prompts: Any) -> DataProto:
+        """A batch of prompts, none too long."""
+        if isinstance(prompts, str) or not len(prompts):
+            raise DataError(f"rollout needs a list of prompts (texts or chats), at least one, got {prompts!r:.80}.")
+        if isinstance(prompts, DataProto):
+            if "raw_prompt_ids" not in prompts.non_tensor_batch:
+                raise DataError(
+                    "A batch for rollout needs the object column raw_prompt_ids (lists of token ids), got "
+                    f"{list(prompts.non_tensor_batch)}. Give the prompts as texts or chats."
+                )
+            batch = prompts.select()
+            ids = [self._fitted(number, ids) for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"])]
+            batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(non_tensors={"": ids}).non_tensor_batch[""]
+            return batch
+        rows = []
+        for number, prompt in enumerate(prompts):
+            try:
+                messages = as_messages(prompt)
+                ids = apply_chat_template(self.tokenizer, messages)
+            except DataError as error:
+                raise DataError(f"Prompt {number} {error}.") from error
+            rows.append({"raw_prompt_ids": self._fitted(number, ids), "raw_prompt": messages, "index": number})
+        return collate(rows)
+
+    def _fitted(self, number: int, ids: list[int]) -> list[int]:
+        limit, truncation = self.config.data.max_prompt_length, self.config.data.truncation
+        if truncation == "error" and len(ids) > limit:
+            raise DataError(
+                f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. Raise it, or set "
+                "data.truncation=left, right or middle to have it cut."
+            )
+        return truncate(ids, limit, truncation)
+
+
+@dataclass(frozen=True)
+class LiveRole:
+    """A model that is trained, wherever it is."""
+
+    name: str
+    group: Any
+    ranks: list[int]
+
+    @property
+    def model(self) -> Any:
+        """The module itself. WorkerError where it is not in this process alone."""
+        if "worker" not in vars(self.group):
+            raise WorkerError(
+                f"The {self.name} is no module of this process: its weights lie on the ranks {self.ranks}. Train in "
+                "one process to have it at hand, or read it from a checkpoint (trainer.save_freq; `python -m "
+                "verl.model_merger merge` makes a folder of transformers)."
+            )
+        return self.group.worker.engine.hf_model
+
+
+class _NoRows:
+    """In the place of training data, where there is none: `train` says so."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        raise AssertionError("nothing reads rows before `train`, which is refused")

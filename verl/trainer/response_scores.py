@@ -1,0 +1,105 @@
+"""Scores of responses that are no batch of training: by the reward model, or by the reward function."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.config import TrainConfig
+from verl.data.chat import as_messages, plain_text
+from verl.models.load import load_tokenizer
+from verl.protocol import DataProto
+from verl.rewards.build import build_reward
+from verl.rewards.manager import RewardManager, check_result
+from verl.trainer.evaluation import TextTokenizer
+from verl.utils.errors import ConfigError, DataError, RewardError, retold
+
+
+class RewardModelScorer:
+    """The reward model of a group of workers; implements `verl.workers.reward_inputs.Scorer`."""
+
+    def __init__(self, config: TrainConfig, group: Any) -> None:
+        section = config.reward_model.model
+        assert section.path is not None, "the configuration was checked"
+        self.tokenizer = load_tokenizer(section.path, trust_remote_code=section.trust_remote_code)
+        self.group = group
+        self.max_length: int | None = group.longest_input()
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """(B,) scores of lists of the reward model's token ids."""
+        columns = {"token_ids": sequences, "response": range(len(sequences))}
+        return self.group.score_tokens(DataProto.from_dict(non_tensors=columns)).batch["scores"]
+
+
+class FunctionScorer:
+    """The reward function of training, called on texts; what fails is an error, whatever `on_error` says."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
+        self.source_key = config.data.reward_fn_key
+        self.tokenizer = tokenizer
+        self.texts = TextTokenizer()
+        strict = replace(config, reward_model=replace(config.reward_model, on_error="stop"))
+        self.manager = build_reward(strict, self.texts, num_examine=0)
+
+    def score(self, responses: Sequence[Any], prompts: Any, columns: Mapping[str, Any]) -> Tensor:
+        """(B,) scores of texts. `columns` are `data_source`, `ground_truth`, `extra_info`: one for all, or a list."""
+        missing = [name for name in ("data_source", "ground_truth") if columns[name] is None]
+        if missing and isinstance(self.manager, RewardManager) and self.manager.by_rule:
+            raise ConfigError(
+                f"compute_reward has no reward model here, and a rule needs {' and '.join(missing)}. Give "
+                "compute_reward(responses, data_source='openai/gsm8k', ground_truth=[...]), or configure another score:"
+                " reward_model.enable=True with reward_model.model.path, or custom_reward_function.path."
+            )
+        for number, text in enumerate(responses):
+            if not isinstance(text, str) or not text:
+                raise RewardError(
+                    f"Response {number} must be a text that is not empty, got {text!r:.80}. Token ids are for runs "
+                    "with a reward model, in its own tokens."
+                )
+        count = len(responses)
+        sources, truths, extras = (
+            _one_each(name, columns[name], count) for name in ("data_source", "ground_truth", "extra_info")
+        )
+        batch = self._batch(responses, _one_each("prompts", prompts, count))
+        batch.non_tensor_batch |= DataProto.from_dict(
+            non_tensors={
+                self.source_key: sources,
+                "reward_model": [{"style": "rule", "ground_truth": truth} for truth in truths],
+                "extra_info": extras,
+            }
+        ).non_tensor_batch
+        with retold(lambda message: re.sub(r"\brow (\d+)", r"response \1", message, count=1)):
+            return scores_of(self.manager, batch)
+
+    def _batch(self, responses: Sequence[str], prompts: Sequence[Any]) -> DataProto:
+        """Rows of one token that is the whole text, and of empty ones up to its length in the actor's tokens."""
+        asked = ["" if prompt is None else plain_text(as_messages(prompt)) for prompt in prompts]
+        self.texts.texts = ["", *responses, *asked]
+        encoded = self.tokenizer(list(responses), add_special_tokens=False, verbose=False)["input_ids"]
+        lengths = torch.tensor([max(len(ids), 1) for ids in encoded])
+        ids = torch.zeros(len(responses), int(lengths.max()), dtype=torch.int64)
+        ids[:, 0] = torch.arange(len(responses)) + 1
+        columns = {"prompts": ids[:, :1] + len(responses), "responses": ids}
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
+        columns["attention_mask"] = torch.cat([torch.ones_like(columns["prompts"]), mask.long()], dim=1)
+        return DataProto.from_dict(tensors=columns)
+
+
+def scores_of(manager: Any, batch: DataProto) -> Tensor:
+    """(B,) scores by a reward manager, each finite. RewardError for rows that were dropped, too."""
+    result = manager(batch, return_dict=True)
+    check_result(result, batch.batch["responses"])
+    if dropped := list(result.get("dropped", ())):
+        raise RewardError(f"The reward of row {dropped[0]} failed, and {len(dropped)} of {len(batch)} (see the log).")
+    return result["reward_tensor"].sum(-1)
+
+
+def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise DataError(f"compute_reward needs one entry of {name} for each of {count} responses, got {len(value)}.")
+    return value
