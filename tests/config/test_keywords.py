@@ -111,6 +111,7 @@ def test_a_config_may_be_a_tree_a_hydra_tree_or_a_file(tmp_path: Path):
     assert made(str(file), lr=1e-3, micro_batch_size=4).actor_rollout_ref.actor.optim.lr == 1e-3
     file.write_text("data.train_batch_size: 8\nactor_rollout_ref:\n  model: {path: some/model}\n")
     assert made(file) == made() == made(made()) == made(OmegaConf.create(TREE))
+    assert made(OmegaConf.create({**TREE, "lr": 1e-3})) == made(lr=1e-3)
 
 
 def test_keywords_replace_what_the_config_says_and_what_follows_it():
@@ -197,3 +198,5 @@ def test_a_config_of_another_kind_or_a_missing_file_is_told(tmp_path: Path):
         made([1])
     with pytest.raises(ConfigError, match=r"No 'nothing.yaml' in .*Found there: no YAML file"):
         made(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match=r"must end in .yaml, got 'run.yml'. Rename it"):
+        made("run.yml")

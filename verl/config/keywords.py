@@ -9,10 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
-from verl.config.load import changed_values, config_from_dict, merge_values, read_yaml
+from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
 from verl.config.placement import ranks_of_roles
 from verl.config.rules import training_data_is_named
 from verl.config.train import TrainConfig
@@ -89,10 +87,8 @@ def _given(config: Any) -> dict[str, Any]:
         return {
             path: value(path) for path, key in keys.items() if not key.followed or value(path) != value(key.followed)
         }
-    if isinstance(config, DictConfig):
-        return changed_values(config)
     if isinstance(config, Mapping):
-        return {str(name): value for name, value in config.items()}
+        return given_values(config)
     if isinstance(config, str | Path):
         return read_yaml(config)
     raise ConfigError(

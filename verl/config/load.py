@@ -97,10 +97,8 @@ def config_from_dict(
 ) -> Any:
     """A checked configuration from nested values, of which any may be left out (also a composed DictConfig); `without`
     some of the rules that it is checked by."""
-    if isinstance(values, DictConfig):
-        values = changed_values(values, root)
-    config = _build(values, root)
-    _validate(config, root, without)
+    config = _build(given_values(values, root=root), root)
+    _validate(config, root, without=without)
     return config
 
 
@@ -110,7 +108,7 @@ def _validate(config: Any, root: str, *, without: Container[Rule] = (), only_to_
 
 
 def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
-    """Nested values of all layers, of which later ones win, by whichever of its names they call a key."""
+    """Nested values of layers {key: value}, of which later ones win, by whichever of its names they call a key."""
     keys, merged = keys_of(ROOTS[root].schema), dict[str, Any]()
     for layer in layers:
         merged |= _rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
@@ -120,15 +118,21 @@ def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[
 def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
     """What a YAML file sets, with the files that its `defaults:` name: nested values, not checked yet."""
     file = Path(path)
+    if file.suffix != ".yaml":
+        raise ConfigError(f"The name of a configuration file must end in .yaml, got '{path}'. Rename it.")
     return _compose(CommandLine(config_path=str(file.parent), config_name=file.stem), root)
 
 
-def changed_values(composed: DictConfig, root: str = "ppo_trainer") -> dict[str, Any]:
-    """What in a tree composed on the schema by a user's own Hydra program is not simply the schema's default."""
-    schema = ROOTS[root].schema
-    defaults = flatten(_plain(_schema(root)), schema)
-    changed = flatten(_plain(composed), schema).items()
-    return nest({path: value for path, value in changed if path not in defaults or value != defaults[path]})
+def given_values(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> dict[str, Any]:
+    """The same in plain values; of a tree composed on the schema by a user's own Hydra program what is not simply the
+    schema's default."""
+    if not isinstance(values, DictConfig):
+        return {str(name): value for name, value in values.items()}
+    schema, plain, sections = ROOTS[root].schema, _plain(values), _plain(_schema(root))
+    others = {name: plain.pop(name) for name in [*plain] if name not in sections}  # keywords, or mistakes
+    defaults = flatten(sections, schema)
+    changed = flatten(plain, schema).items()
+    return nest({path: value for path, value in changed if path not in defaults or value != defaults[path]}) | others
 
 
 def _plain(tree: DictConfig) -> dict[str, Any]:

@@ -252,6 +252,8 @@ class RLTrainer:
 
     def _prompts(self, prompts: Any) -> DataProto:
         """A batch of prompts, none too long."""
+        if not isinstance(prompts, str | DataProto):
+            prompts = list(prompts)
         if isinstance(prompts, str) or not len(prompts):
             raise DataError(f"rollout needs a list of prompts (texts or chats), at least one, got {prompts!r:.80}.")
         if isinstance(prompts, DataProto):
