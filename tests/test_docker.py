@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl.diagnostics.host_checks import OPEN_FILES, SHM
-from verl.diagnostics.probing import GIB
+from verl.utils.units import GIB
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))

@@ -28,12 +28,14 @@ def worst_relative_l2(one: dict, other: dict) -> float:
 
 def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: float) -> None:
     data, sequence = found[0]["mesh"]
+    # Row by row and all at once a BLAS sums in other orders; the entropy of scaled-up weights shows it most.
+    of_a_token = 1e-5 if tolerance < 1e-6 else 5e-5
     for rank, answer in enumerate(found):
         assert worst_relative_l2(answer["gradient"], expected["gradient"]) <= tolerance
         assert answer["norm"] == pytest.approx(expected["norm"], rel=tolerance)
         assert answer["metrics"] == pytest.approx(expected["metrics"], rel=max(tolerance, 1e-9), abs=tolerance)
         rows = list(deal[rank // sequence])
-        torch.testing.assert_close(answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=1e-5)
+        torch.testing.assert_close(answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=of_a_token)
     assert data * sequence == len(found)
 
 

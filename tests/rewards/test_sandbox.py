@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux 
 
 @pytest.fixture(scope="module", params=["namespaces", "seccomp"])
 def sandbox(request):
-    runner = LocalRunner(SandboxConfig(isolation=request.param, timeout_s=2.0, memory_limit_mb=512))
+    runner = LocalRunner(SandboxConfig(isolation=request.param, timeout_s=10.0, memory_limit_mb=512))
     try:
         runner.run("", [])
     except ConfigError as error:

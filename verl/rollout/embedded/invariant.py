@@ -40,6 +40,9 @@ BLOCK_KEYS = 64  # whose scores are summed together; the sums are added up in th
 # thread's share may end within a vector. _VECTOR is a multiple of what any CPU computes at once.
 PIECE, _VECTOR = 1 << 14, 64
 _ALIGNMENT = 64  # bytes; a BLAS may treat the ends of unaligned rows in another way
+_INNER = (
+    16  # a product over a multiple of so many numbers has no unaligned rows (with 37, AVX2 code sums by a row's place)
+)
 # From torch 2.12 on, keys are divided by the longest sequence of the batch unless told not to be.
 _ONE_SPLIT: dict[str, Any] = {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
 
@@ -83,6 +86,8 @@ def linear(
 
 
 def _blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if odd := -x.shape[1] % _INNER:
+        x, weight = F.pad(x, (0, odd)), F.pad(weight, (0, odd))
     rows, columns = x.shape[0], weight.shape[0]
     size = BLOCK_ROWS_SMALL if weight.numel() <= SMALL_WEIGHT else BLOCK_ROWS
     out = x.new_empty(-(-rows // size) * size, columns)
