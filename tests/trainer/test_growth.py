@@ -21,6 +21,8 @@ def test_a_trainer_keeps_nothing_of_the_steps_that_are_over(tmp_path, monkeypatc
 
     def counted(self, prompts):
         run_step(self, prompts)
+        if self.global_step not in (15, 25):
+            return
         timeline._latest.clear()  # the one list that grows, up to its bound
         gc.collect()
         blocks.append(sys.getallocatedblocks())
@@ -30,5 +32,5 @@ def test_a_trainer_keeps_nothing_of_the_steps_that_are_over(tmp_path, monkeypatc
     smallest = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "data.max_response_length=4"]
     assert run(tmp_path, *PPO, *smallest, "trainer.max_steps=25", "trainer.test_freq=8") == 0
     # A step's metrics alone are more than 100; Python's own free lists are still filling.
-    assert blocks[24] - blocks[14] < 10 * 50, f"blocks of memory after each step: {blocks}"
-    assert len(set(tensors[14:])) == 1, f"tensors after each step: {tensors}"
+    assert blocks[1] - blocks[0] < 10 * 50, f"blocks of memory: {blocks}"
+    assert tensors[0] == tensors[1]
