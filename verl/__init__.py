@@ -11,14 +11,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.lazy import lazy_names
+
 if TYPE_CHECKING:
     from verl.protocol import DataProto as DataProto
 
     train: Any  # of verl.trainer.api, which rooms below it must not import, not even here
 
 __version__ = "0.1.0"
-
-_PUBLIC = {"DataProto": "verl.protocol", "train": "verl.trainer.api"}
 
 __all__ = ["DataProto", "__version__", "train"]
 
@@ -37,10 +37,7 @@ class _OldPaths(importlib.abc.MetaPathFinder):
 sys.meta_path.append(_OldPaths())
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'verl' has no attribute '{name}'")
+__getattr__ = lazy_names(__name__, {"DataProto": "verl.protocol", "train": "verl.trainer.api"})
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,6 @@
 """The typed configuration. Importing it needs neither torch nor Hydra; `load_config` brings Hydra on first use."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config.actor import ActorConfig, ExtraLossConfig, PolicyLossConfig
 from verl.config.actor_rollout_ref import ActorRolloutRefConfig
@@ -32,11 +31,10 @@ from verl.config.rollout import EngineKwargsConfig, RolloutConfig, SamplingValCo
 from verl.config.train import TrainConfig
 from verl.config.trainer import PlacementConfig, RayInitConfig, TrainerConfig
 from verl.config.validate import validate
+from verl.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from verl.config.load import config_from_dict, config_to_dict, load_config
-
-_LOADING = ("config_from_dict", "config_to_dict", "load_config")
 
 __all__ = [
     "ActorConfig",
@@ -88,7 +86,6 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LOADING:
-        return getattr(importlib.import_module("verl.config.load"), name)
-    raise AttributeError(f"module 'verl.config' has no attribute '{name}'")
+__getattr__ = lazy_names(
+    __name__, dict.fromkeys(("config_from_dict", "config_to_dict", "load_config"), "verl.config.load")
+)

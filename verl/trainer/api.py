@@ -230,7 +230,6 @@ class RLTrainer:
     def _load_models(self) -> None:
         if not self.has_models:
             self.ppo.init_workers()
-            self.ppo.sync_weights()  # an engine with weights of its own has none yet
             self.has_models = True
 
     def _set_options(self, **options: Any) -> None:

@@ -97,6 +97,7 @@ class ActorRolloutWorker(TrainedWorker):
         self.weight_sender = DirectSender(self.rollout, world=self.engine.mesh.world, sharing=self.rollout_mesh.tensor)
         self.proofs = ProofSchedule(config.rollout.fingerprint_interval)
         self.rollout_is_asleep = False
+        self.rollout_has_weights = False
 
     @property
     def rollout_rank(self) -> int:
@@ -119,14 +120,14 @@ class ActorRolloutWorker(TrainedWorker):
             for row, ids in zip(rows, prompt_ids)
         ]
         place = {row * n + sample: number * n + sample for number, row in enumerate(rows) for sample in range(n)}
-        if self.rollout_is_asleep:
+        if not self.rollout_has_weights:
             self.sync_weights()
         self.rollout.forget_prefixes()
         with self._told_as_out_of_memory("generation"):
             completions = list(self.rollout.generate(requests, params, seed=seed, step=step))
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()
-            self.rollout_is_asleep = True
+            self.rollout_is_asleep, self.rollout_has_weights = True, False
         columns = assemble(
             [ids for ids in prompt_ids for _ in range(n)],
             [replace(completion, sample_id=place[completion.sample_id]) for completion in completions],
@@ -216,6 +217,7 @@ class ActorRolloutWorker(TrainedWorker):
                 log=log,
             )
             self.weight_sender.send(named_tensors, log)
+            self.rollout_has_weights = True
 
     def _statistics_of_all(self) -> dict[str, float]:
         """The rollout's numbers over all engines: what was counted is added up, what was measured is the largest."""
