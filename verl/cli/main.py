@@ -1,14 +1,12 @@
 """The console script `verl`. It loads what a command needs and nothing before."""
 
 import importlib
-import os
 import sys
 from pathlib import Path
 
 import verl
 from verl.cli.commands import COMMANDS, Command
-from verl.utils.errors import VerlError
-from verl.utils.imports import missing_package
+from verl.utils.entry import exit_code
 from verl.utils.registry import nearest_names
 
 _DRY_RUN = "--dry-run"
@@ -31,22 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         command, rest = COMMANDS["plan"], [argument for argument in rest if argument != _DRY_RUN]
     if {"--help", "-h"} & set(rest):
         print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")
-    return _run(command, [*command.first, *(_with_files(rest) if command.takes_keys else rest)])
-
-
-def _run(command: Command, argv: list[str]) -> int:
-    try:
-        return importlib.import_module(command.module).main(argv)
-    except ModuleNotFoundError as error:
-        missing = missing_package(error)
-        if missing is None:
-            raise
-        print(f"MissingDependencyError: {missing}", file=sys.stderr)
-    except VerlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        if os.environ.get("VERL_TRACEBACK"):
-            raise
-    return 1
+    arguments = [*command.first, *(_with_files(rest) if command.takes_keys else rest)]
+    return exit_code(lambda: importlib.import_module(command.module).main(arguments))
 
 
 def _find(argv: list[str]) -> tuple[Command | None, list[str]]:

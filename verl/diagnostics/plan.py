@@ -5,7 +5,7 @@ import sys
 
 from verl.config.load import load_config
 from verl.diagnostics.profile import profile_memory
-from verl.utils.errors import VerlError
+from verl.utils.entry import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,11 +14,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ...")
     parser.add_argument("--json", action="store_true", help="for programs; sizes are bytes")
     arguments, rest = parser.parse_known_args(argv)
-    try:
-        profile = profile_memory(load_config(rest, only_to_plan=True), device_gib=arguments.device_gib)
-    except VerlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: _plan(arguments, rest))
+
+
+def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
+    profile = profile_memory(load_config(keys, only_to_plan=True), device_gib=arguments.device_gib)
     print(profile.to_json() if arguments.json else profile)
     return 2 if profile.fits is False else 0
 

@@ -1,33 +1,26 @@
 """`python -m verl.model_merger merge|test --backend fsdp --local_dir .../global_step_N/actor ...`."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from verl.model_merger.merge import DTYPES, compare, export_adapters, merge
-from verl.utils.errors import ConfigError, VerlError
+from verl.utils.entry import exit_code
+from verl.utils.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Do what the command line asks for; gives the exit code. What a user can cause is one line, no traceback."""
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.backend != "fsdp":
-            raise ConfigError(
-                f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and checkpoints of "
-                "this package are read with --backend fsdp, whatever the number of ranks."
-            )
-        print(_run(arguments))
-    except VerlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        if os.environ.get("VERL_TRACEBACK"):
-            raise
-        return 1
-    return 0
+    return exit_code(lambda: print(_run(arguments)))
 
 
 def _run(arguments: argparse.Namespace) -> str:
+    if arguments.backend != "fsdp":
+        raise ConfigError(
+            f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and checkpoints of this "
+            "package are read with --backend fsdp, whatever the number of ranks."
+        )
     settings = {"base_model": arguments.base_model, "dtype": DTYPES[arguments.dtype]}
     if arguments.command == "test":
         count = compare(arguments.local_dir, arguments.test_hf_dir, **settings)

@@ -5,8 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from verl.utils.errors import MissingDependencyError, VerlError
-from verl.utils.imports import missing_package
+from verl.utils.entry import exit_code
 from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
 
@@ -18,20 +17,10 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
     # What all ranks would say is said once.
     configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     limit_spinning()
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        if job is None and DRY_RUN in argv:
-            return _plan([argument for argument in argv if argument != DRY_RUN])
-        (job or train)(argv)
-    except VerlError as error:
-        # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
-        return _told(error.__cause__ if isinstance(error.__cause__, VerlError) else error)
-    except ModuleNotFoundError as error:
-        missing = missing_package(error)
-        if missing is None:
-            raise
-        return _told(MissingDependencyError(missing))
-    return 0
+    given = sys.argv[1:] if argv is None else argv
+    if job is None and DRY_RUN in given:
+        return exit_code(lambda: _plan([argument for argument in given if argument != DRY_RUN]))
+    return exit_code(lambda: (job or train)(given))
 
 
 def train(argv: list[str]) -> None:
@@ -51,13 +40,6 @@ def _plan(argv: list[str]) -> int:
     from verl.diagnostics.plan import main
 
     return main(argv)
-
-
-def _told(error: VerlError) -> int:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    if os.environ.get("VERL_TRACEBACK"):
-        raise error
-    return 1
 
 
 if __name__ == "__main__":
