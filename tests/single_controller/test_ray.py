@@ -34,6 +34,7 @@ def pools():
     """Pools of two processes each; those that are to be broken start beside the one that works."""
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # where Ray's processes find these workers
     connect(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    os.environ["NCCL_VERL_TEST"] = "heard"  # what Ray itself was not told
     names = ("whole", "stopped")
     pools = {name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3) for name in names}
     with ThreadPoolExecutor(4) as threads:
@@ -43,6 +44,7 @@ def pools():
         more = {name: threads.submit(RayWorkerGroup, pools["whole"], colocated()) for name in ("spawned", "stuck")}
         list(started)
     groups = {name: group.result() for name, group in more.items()}
+    del os.environ["NCCL_VERL_TEST"]
     yield pools | groups
     for pool in pools.values():
         pool.shutdown()
@@ -84,6 +86,10 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 def test_two_actors_give_the_answers_of_one_process(pools):
     assert workers.same_answers(pools["whole"]) == workers.same_answers(LocalPool())
+
+
+def test_workers_get_variables_that_ray_was_not_told_of(pools):
+    assert pools["spawned"].spawn(["counter"])["counter"].variable("NCCL_VERL_TEST") == ["heard"] * 2
 
 
 def test_calls_have_the_deadline_that_their_group_was_started_with(pools):

@@ -46,6 +46,10 @@ class Counter(Worker):
         self.seen.append(len(batch))
         return DataProto.from_dict(tensors={"y": batch.batch["x"] * 2 + plus})
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     @register(dispatch_mode=Dispatch.ROLLOUT_COMPUTE_PROTO)
     def generate(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"number": torch.full((len(batch),), self.number)})

@@ -11,7 +11,7 @@ import ray
 import yaml
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl.single_controller.ray_ranks import RayRanks
+from verl.single_controller.ray_ranks import RayRanks, forwarded
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
@@ -19,18 +19,15 @@ from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 _ADDRESS_S = 10.0
-# Variables of the driver that workers on every node get.
-FORWARDED = ("NCCL_", "TORCH_NCCL_")
 RUNTIME_ENV: dict[str, Any] = {"excludes": EXCLUDES, "env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
 
 
 def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """`RUNTIME_ENV` and the driver's `FORWARDED` variables, extended by a user's, a mapping or the path of a YAML file:
+    """`RUNTIME_ENV` and the `forwarded` variables, extended by a user's, a mapping or the path of a YAML file:
     excludes are joined, variables merged, everything else is the user's."""
     given = dict((_read_yaml(given) if isinstance(given, str) else given) or {})
     excludes = [*RUNTIME_ENV["excludes"], *given.pop("excludes", [])]
-    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    variables = {**RUNTIME_ENV["env_vars"], **forwarded, **given.pop("env_vars", {})}
+    variables = {**RUNTIME_ENV["env_vars"], **forwarded(), **given.pop("env_vars", {})}
     return {**given, "excludes": excludes, "env_vars": variables}
 
 

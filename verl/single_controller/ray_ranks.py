@@ -26,6 +26,8 @@ from verl.single_controller.host import Host, Raised
 from verl.utils.errors import WorkerError, WorkerLostError
 from verl.utils.logging import logger
 
+# Beginnings of variables that workers on every node get from the driver.
+FORWARDED = ("NCCL_", "TORCH_NCCL_")
 _POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
 _START_S = 300.0  # for Ray to start all processes, and for them to import this package
@@ -59,6 +61,11 @@ class Reply:
         self.reference, self.value = reference, None
 
 
+def forwarded() -> dict[str, str]:
+    """The driver's variables that its workers get on every node."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+
+
 class RankProcess:
     """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers meanwhile."""
 
@@ -74,8 +81,8 @@ class RankProcess:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return Place(socket.gethostname(), address, port, os.getpid(), node)
 
-    def set_environment(self, values: dict[str, str]) -> None:
-        os.environ.update(values)
+    def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
+        os.environ.update({**defaults, **os.environ, **values})
 
     def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> "Answer":
         """How it ended and what it gave."""
@@ -137,7 +144,8 @@ class RayRanks:
             environment["LOCAL_WORLD_SIZE"] = str(on_node[place.node_id])
             environment["MASTER_ADDR"] = self.places[0].address
             environment["MASTER_PORT"] = str(self.places[0].free_port)
-        self._all_started("set_environment", [(environment,) for environment in environments])
+        # Also for a Ray that somebody else has initialised; what a node or a runtime_env sets is not touched.
+        self._all_started("set_environment", [(environment, forwarded()) for environment in environments])
 
     def _all_started(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         references = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments)]
