@@ -225,7 +225,7 @@ def test_a_bound_method_keeps_signature_and_docstring():
     assert method.__doc__ == "Twice each number."
     assert method.__name__ == "double"
     parameters = inspect.signature(method).parameters
-    assert list(parameters) == ["batch", "plus", "deadline_s", "blocking"]
+    assert list(parameters) == ["batch", "plus", "deadline_s", "blocking", "on_told"]
     assert parameters["plus"].default == 0
     assert parameters["deadline_s"].default is None, "that of the group"
     assert parameters["blocking"].default is True

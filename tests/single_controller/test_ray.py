@@ -92,6 +92,19 @@ def test_workers_get_variables_that_ray_was_not_told_of(pools):
     assert pools["spawned"].spawn(["counter"])["counter"].variable("NCCL_VERL_TEST") == ["heard"] * 2
 
 
+def test_what_a_method_tells_is_heard_while_it_runs(pools):
+    """Asked for every so often, so the last may not come; what comes, comes once."""
+    found = workers.heard(pools["whole"], 0.5)
+    names = [f"row {number}" for number in range(8)]
+    assert len(found["told"]) > 3
+    assert set(found["told"]) <= set(names)
+    assert len(set(found["told"])) == len(found["told"])
+    assert found["ranks"] == [0, 1]
+    assert found["answers"] == list(range(0, 16, 2))
+    assert found["raised"][-1] is True
+    assert found["first"] > 0.1
+
+
 def test_calls_have_the_deadline_that_their_group_was_started_with(pools):
     group = pools["whole"].start("timed", workers.Counter, deadline_s=77.0)
     assert group.deadline_s == 77.0

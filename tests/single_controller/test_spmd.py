@@ -51,6 +51,18 @@ def test_two_ranks_give_the_answers_of_one_process():
     assert launch(workers.same_answers).value == workers.same_answers(LocalPool())
 
 
+def test_what_a_method_tells_is_heard_while_it_runs():
+    alone, two = workers.heard(LocalPool(), 0.05), launch(workers.heard, 0.05).value
+    names = [f"row {number}" for number in range(8)]
+    for found, ranks in ((alone, [0]), (two, [0, 1])):
+        assert found["told"] == names
+        assert found["ranks"] == ranks
+        assert found["answers"] == list(range(0, 16, 2))
+        assert found["raised"] == ["before"] * len(ranks) + [True]
+        assert found["first"] > 0.1
+        assert found["pending"] == 0
+
+
 def handed_on_between_parts(pool):
     return workers.handed_on(*pool.split([[0, 1], [2, 3]]))
 

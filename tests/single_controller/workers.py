@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Execute, Worker, breadcrumb, register
+from verl.single_controller import Dispatch, Execute, Worker, breadcrumb, register, tell
 from verl.utils.errors import ConfigError, WorkerError
 
 
@@ -111,6 +111,19 @@ class Counter(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def double_later(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"x": batch.batch["x"] * 2})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double_aloud(self, batch: DataProto, pause_s: float = 0.0) -> DataProto:
+        """Tells every number as soon as it is doubled."""
+        for name in batch.non_tensor_batch["name"]:
+            tell((name, self.rank))
+            time.sleep(pause_s)
+        return self.double(batch)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tell_and_raise(self) -> None:
+        tell("before")
+        raise ConfigError("after")
 
     def private(self) -> None: ...
 
@@ -234,6 +247,35 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
         "after": len(stamped.result()),
         "read by the driver": sum(os.getpid() in readers for readers in answer.non_tensor_batch["readers"]),
         "told": told,
+    }
+
+
+def heard(pool: Any, pause_s: float = 0.0) -> dict[str, Any]:
+    """What a driver hears of its calls while they run, and when it heard the first."""
+    group = pool.start("counter", Counter)
+    told: list[Any] = []
+    when: list[float] = []
+
+    def note(value: Any) -> None:
+        told.append(value)
+        when.append(time.monotonic())
+
+    assert group.double_aloud(rows(6)).batch["y"].tolist() == [0, 2, 4, 6, 8, 10], "nobody hears"
+    answer = group.double_aloud(rows(6), pause_s=pause_s, on_told=note)
+    first_came_s_before_the_end = time.monotonic() - when[0] if when else 0.0
+    later = group.double_aloud(rows(2, start=6), pause_s=pause_s, on_told=note, blocking=False).result()
+    raised: list[Any] = []
+    try:
+        group.tell_and_raise(on_told=raised.append)
+    except (WorkerError, ConfigError) as error:
+        raised.append("no such key" not in str(error) and "after" in str(error))
+    return {
+        "answers": answer.batch["y"].tolist() + later.batch["y"].tolist(),
+        "told": sorted(name for name, _ in told),
+        "ranks": sorted({rank for _, rank in told}),
+        "raised": raised,
+        "first": first_came_s_before_the_end,
+        "pending": len(getattr(getattr(pool, "ranks", None), "_pending", ())),
     }
 
 

@@ -11,6 +11,7 @@ from verl.single_controller.dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from verl.single_controller.host import OnTold, tell
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerGroup
 
@@ -19,11 +20,13 @@ __all__ = [
     "Dispatch",
     "Execute",
     "GroupFuture",
+    "OnTold",
     "Worker",
     "WorkerGroup",
     "breadcrumb",
     "get_predefined_dispatch_fn",
     "register",
     "register_dispatch_mode",
+    "tell",
     "update_dispatch_mode",
 ]

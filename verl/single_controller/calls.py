@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl.single_controller.dispatch import Arguments
-from verl.single_controller.host import Raised
+from verl.single_controller.host import OnTold, Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
 from verl.utils.timeline import note_span
 
@@ -31,11 +31,12 @@ class Ranks(Protocol):
     hands_on_unfinished: bool  # whether `hand_on` takes replies to calls that are still running
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
     ) -> dict[int, Any]:
         """Start a method on some ranks; gives what `wait` and `values` take. Calls on a rank run in their order.
 
         `blocking`: the caller waits at once, so that what is in its own process may run before this returns.
+        `on_told`: takes what methods `tell`, in threads that nothing may hold up.
         """
         ...
 

@@ -1,6 +1,8 @@
 """One rank's process, whatever backend started it: the roles that live there, and how their methods are run."""
 
 import traceback
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,15 @@ from verl.utils.timeline import recorded_since, span
 # What a process does beside the methods of its workers, as the names of methods.
 BUILD = "__init__"  # the first argument is the class
 RECENT_SPANS = "recent spans"  # gives a Recorded
+
+OnTold = Callable[[Any], None] | None
+_on_told: ContextVar[OnTold] = ContextVar("on_told", default=None)
+
+
+def tell(value: Any) -> None:
+    """Hand a value from within a method to the caller's `on_told`, before the method is done; nothing without one."""
+    if (on_told := _on_told.get()) is not None:
+        on_told(value)
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Host:
     def __init__(self) -> None:
         self.roles: dict[str, Worker] = {}
 
-    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_told: OnTold = None) -> Any:
         """Call a method; or build the worker, which gives its (shares, data_size)."""
         breadcrumb(f"{role}.{method} starts")
         end = "raised"
@@ -45,16 +56,22 @@ class Host:
                 worker = self.roles[role] = worker_class(*rest, **kwargs)
                 answer = (worker.shares(), worker.data_size)
             else:
-                answer = call_method(self.roles[role], role, method, args, kwargs)
+                answer = call_method(self.roles[role], role, method, args, kwargs, on_told)
             end = "is done"
             return answer
         finally:
             breadcrumb(f"{role}.{method} {end}")
 
 
-def call_method(worker: Worker, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_method(
+    worker: Worker, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_told: OnTold
+) -> Any:
     """Call a method of a worker, as a span of the timeline; or give the spans."""
     if method == RECENT_SPANS:
         return recorded_since(*args, **kwargs)
-    with span(method, row=role):
-        return getattr(worker, method)(*args, **kwargs)
+    token = _on_told.set(on_told)
+    try:
+        with span(method, row=role):
+            return getattr(worker, method)(*args, **kwargs)
+    finally:
+        _on_told.reset(token)

@@ -9,6 +9,7 @@ import tempfile
 import time
 import types
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
-from verl.single_controller.host import Host, Raised
+from verl.single_controller.host import Host, OnTold, Raised
 from verl.utils.errors import WorkerError, WorkerLostError
 from verl.utils.logging import logger
 
@@ -55,10 +56,21 @@ class HandedOn(NamedTuple):
 
 
 class Reply:
-    """To a call, which may still be running."""
+    """To a call of an actor, which may still be running."""
 
-    def __init__(self, reference: Any) -> None:
-        self.reference, self.value = reference, None
+    def __init__(self, actor: Any, call: Any, on_told: OnTold) -> None:
+        self.actor, self.on_told, self.value = actor, on_told, None
+        self.reference = actor.run.remote(call, on_told is not None)
+        self._asked: Any = None
+
+    def hear(self) -> None:
+        """Take what has been told since the last time, if that has come, and ask for more."""
+        if self.on_told is None or (self._asked is not None and not ray.wait([self._asked], timeout=0)[0]):
+            return
+        answer = [] if self._asked is None else _answer(self._asked)
+        for value in answer if isinstance(answer, list) else ():  # else it is lost, which `wait` will tell
+            self.on_told(value)
+        self._asked = self.actor.take_told.remote()
 
 
 def forwarded() -> dict[str, str]:
@@ -70,7 +82,7 @@ class RankProcess:
     """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers meanwhile."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
-        self.host, self.folder = Host(), Path(folder)
+        self.host, self.folder, self.told = Host(), Path(folder), deque[Any]()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         keep_breadcrumbs(self.folder, rank)
 
@@ -84,17 +96,24 @@ class RankProcess:
     def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
         os.environ.update({**defaults, **os.environ, **values})
 
-    def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> "Answer":
+    def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]], is_heard: bool) -> "Answer":
         """How it ended and what it gave."""
         role, method, args, kwargs = call
+        self.told.clear()
         try:
-            return None, self.host.run(role, method, *each_argument(_opened, args, kwargs))
+            on_told = self.told.append if is_heard else None
+            return None, self.host.run(role, method, *each_argument(_opened, args, kwargs), on_told)
         except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
             return Raised.from_error(error), None
 
     @ray.method(concurrency_group="watch")
     def whereabouts(self) -> tuple[str, dict[int, str]]:
         return format_stacks(), read_breadcrumbs(self.folder)
+
+    @ray.method(concurrency_group="watch")
+    def take_told(self) -> list[Any]:
+        """What the call that is running has told since this was last asked."""
+        return [self.told.popleft() for _ in range(len(self.told))]
 
     @ray.method(concurrency_group="watch")
     def kill_neighbour(self, pid: int) -> None:
@@ -160,20 +179,22 @@ class RayRanks:
     # ---------------------------------------------------------------- the calls of `Ranks`
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
     ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         calls: dict[int, Any] = {id(share): (role, method, *share) for share in arguments.values()}
         if len(calls) < len(arguments):  # what several ranks get is stored once; Ray stores what one gets by itself
             calls = {key: ray.put(call) if _holds_rows(call) else call for key, call in calls.items()}
-        return {rank: Reply(self.actors[rank].run.remote(calls[id(share)])) for rank, share in arguments.items()}
+        return {rank: Reply(self.actors[rank], calls[id(share)], on_told) for rank, share in arguments.items()}
 
     def wait(self, replies: Mapping[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
         ends_at = time.monotonic() + timeout_s
         waiting = dict(replies)
         ended = self._all_at_once(waiting, timeout_s)
         while waiting and not any(end is not None for end in ended.values()):
+            for reply in waiting.values():
+                reply.hear()
             left = ends_at - time.monotonic()
             of = {reply.reference: rank for rank, reply in waiting.items()}
             done, _ = ray.wait(list(of), num_returns=len(of), timeout=min(max(left, 0.0), _POLL_S))

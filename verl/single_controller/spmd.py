@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
-from verl.single_controller.host import Host, Raised
+from verl.single_controller.host import Host, OnTold, Raised
 from verl.single_controller.parts import SpmdPart, split_launch
 from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, handle_sigterm, launched_rank, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
@@ -170,7 +170,8 @@ class SpmdRanks:
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
-        self._pending: dict[tuple[int, int], Future] = {}  # (rank, number of the message): its answer
+        # (rank, number of the message): its answer, and who hears what is told before
+        self._pending: dict[tuple[int, int], tuple[Future, OnTold]] = {}
         self._lock = threading.RLock()  # a signal handler may send while the thread it interrupts does
         self._numbers = iter(range(1, sys.maxsize))
         keep_breadcrumbs(folder, 0)
@@ -180,16 +181,17 @@ class SpmdRanks:
     # ---------------------------------------------------------------- the calls of `Ranks`
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
     ) -> dict[int, Future]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         # All are pickled before one is sent: what cannot be is told before any rank starts.
         shares = {id(share): share for rank, share in arguments.items() if rank > 0}
-        messages = {key: Outgoing((role, method, *share)) for key, share in shares.items()}
-        replies = {rank: self._send(rank, Kind.CALL, messages[id(arguments[rank])]) for rank in arguments if rank > 0}
+        messages = {key: Outgoing((role, method, on_told is not None, *share)) for key, share in shares.items()}
+        others = [rank for rank in arguments if rank > 0]
+        replies = {rank: self._send(rank, Kind.CALL, messages[id(arguments[rank])], on_told) for rank in others}
         if 0 in arguments:
-            replies[0] = self.local.submit(role, method, each_argument(_opened, *arguments[0]))
+            replies[0] = self.local.submit(role, method, each_argument(_opened, *arguments[0]), on_told)
         return dict(sorted(replies.items()))
 
     def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
@@ -284,13 +286,13 @@ class SpmdRanks:
 
     # ---------------------------------------------------------------- messages
 
-    def _send(self, rank: int, kind: Kind, message: Outgoing) -> Future:
+    def _send(self, rank: int, kind: Kind, message: Outgoing, on_told: OnTold = None) -> Future:
         number, future = next(self._numbers), Future()
         with self._lock:
             if rank in self.lost:
                 future.set_result(self.lost[rank])
                 return future
-            self._pending[rank, number] = future
+            self._pending[rank, number] = future, on_told
         try:
             self.peers[rank].link.send(kind, number, message)
         except OSError as error:
@@ -311,15 +313,19 @@ class SpmdRanks:
                         self._lose(rank, str(error))
 
     def _take(self, rank: int, message: Incoming) -> None:
+        key = rank, message.number
         with self._lock:
-            future = self._pending.pop((rank, message.number), None)
-        if future is not None:
+            future, on_told = (self._pending.get if message.kind is Kind.TOLD else self._pending.pop)(key, (None, None))
+        if message.kind is Kind.TOLD:
+            if on_told is not None:
+                on_told(message.value())
+        elif future is not None:
             future.set_result(message.value() if message.kind is Kind.RAISED else message.value)
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._lock:
             lost = self.lost.setdefault(rank, Lost(reason))
-            futures = [self._pending.pop(key) for key in list(self._pending) if key[0] == rank]
+            futures = [self._pending.pop(key)[0] for key in list(self._pending) if key[0] == rank]
         if not self.peers[rank].leaving:
             self.news.set()
         for future in futures:

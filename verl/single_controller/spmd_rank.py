@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.dispatch import Arguments
-from verl.single_controller.host import Host, Raised
+from verl.single_controller.host import Host, OnTold, Raised
 from verl.single_controller.wire import Incoming, Kind, Link
 from verl.utils.errors import ConfigError, WorkerLostError
 
@@ -142,10 +142,10 @@ class LocalRank:
         self.idle.set()
         threading.Thread(target=self._work, name="rank 0", daemon=True).start()
 
-    def submit(self, role: str, method: str, arguments: Arguments) -> Future:
+    def submit(self, role: str, method: str, arguments: Arguments, on_told: OnTold) -> Future:
         future: Future = Future()
         self._count(1)
-        self._jobs.put((future, role, method, arguments))
+        self._jobs.put((future, role, method, arguments, on_told))
         return future
 
     def _count(self, change: int) -> None:
@@ -155,14 +155,14 @@ class LocalRank:
 
     def _work(self) -> None:
         while True:
-            future, role, method, (args, kwargs) = self._jobs.get()
+            future, role, method, (args, kwargs), on_told = self._jobs.get()
             try:
-                end: Any = functools.partial(_itself, self.host.run(role, method, args, kwargs))
+                end: Any = functools.partial(_itself, self.host.run(role, method, args, kwargs, on_told))
             except BaseException as error:  # noqa: BLE001 - a border: the driver raises it
                 end = Raised.from_error(error)
             self._count(-1)
             future.set_result(end)
-            del future, args, kwargs, end  # or this thread would hold a batch until the next call
+            del future, args, kwargs, end, on_told  # or this thread would hold a batch until the next call
 
 
 def _itself(value: Any) -> Any:
@@ -209,8 +209,9 @@ def _connect(folder: Path, port: int, token: bytes) -> socket.socket:
 
 def _answer(link: Link, host: Host, message: Incoming) -> None:
     try:
-        role, method, args, kwargs = message.value()
-        answer = host.run(role, method, args, kwargs)
+        role, method, is_heard, args, kwargs = message.value()
+        on_told = functools.partial(link.send, Kind.TOLD, message.number) if is_heard else None
+        answer = host.run(role, method, args, kwargs, on_told)
         link.send(Kind.RESULT, message.number, answer)
     except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
         link.send(Kind.RAISED, message.number, Raised.from_error(error))

@@ -40,6 +40,7 @@ class Kind(IntEnum):
     END = 6  # finish what was asked, then leave
     BYE = 7
     ABORT = 8  # leave at once
+    TOLD = 9  # by a call that is still running
 
 
 class _Pickler(pickle.Pickler):

@@ -23,14 +23,14 @@ from verl.single_controller.dispatch import (
     registered_methods,
     shares_of_each,
 )
-from verl.single_controller.host import BUILD, RECENT_SPANS, Raised, call_method
+from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold, Raised, call_method
 from verl.single_controller.worker import DATA, ROLLOUT, Worker
 from verl.utils.errors import ConfigError
 from verl.utils.timeline import Recorded
 
 # Of a call that names none. Generous: a rollout of long responses may take an hour.
 DEADLINE_S = 7200.0
-_DEADLINE, _BLOCKING = "deadline_s", "blocking"
+_DEADLINE, _BLOCKING, _ON_TOLD = "deadline_s", "blocking", "on_told"
 
 
 class Background:
@@ -72,21 +72,22 @@ class InProcess:
         self._background = background or Background()
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True
+        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
     ) -> dict[int, Future]:
         if not blocking:
             return {
-                rank: self._background.start(self._run, rank, role, method, given) for rank, given in arguments.items()
+                rank: self._background.start(self._run, rank, role, method, given, on_told)
+                for rank, given in arguments.items()
             }
         self._background.finish()
         replies = {rank: Future() for rank in arguments}
         for rank, reply in replies.items():
-            reply.set_result(self._run(rank, role, method, arguments[rank]))
+            reply.set_result(self._run(rank, role, method, arguments[rank], on_told))
         return replies
 
-    def _run(self, rank: int, role: str, method: str, arguments: Arguments) -> Any:
+    def _run(self, rank: int, role: str, method: str, arguments: Arguments, on_told: OnTold) -> Any:
         args, kwargs = arguments
-        return call_method(self.workers[rank], role, method, args, kwargs)
+        return call_method(self.workers[rank], role, method, args, kwargs, on_told)
 
     def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
         """However long it takes: nobody could end what runs in this process. Without time, what has ended."""
@@ -116,10 +117,12 @@ class InProcess:
 class WorkerGroup:
     """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on the group.
 
-    A call takes the method's arguments, split as its dispatch mode says, and two of its own. `deadline_s`: the seconds
+    A call takes the method's arguments, split as its dispatch mode says, and some of its own. `deadline_s`: the seconds
     after which it is a DeadlineError that tells where every rank is, instead of a silent wait; if not given, those that
     the group was started with. `blocking`: whether it waits for the answer, or gives a future with `result()`; if not
-    given, as the method was registered.
+    given, as the method was registered. `on_told`: called with what the method says by `tell` while it runs, in any
+    thread, also in two at once, so it must be quick and not raise. On Ray that is tenths of a second later, and what is
+    told last may not come.
     `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool makes groups of several
     ranks.
     """
@@ -172,6 +175,7 @@ class WorkerGroup:
         kwargs: dict[str, Any],
         deadline_s: float | None,
         blocking: bool,
+        on_told: OnTold,
     ) -> Any:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         mode = find_dispatch_mode(plan.dispatch_mode)
@@ -187,7 +191,7 @@ class WorkerGroup:
         per_share, undo = self._split(mode, plan, len(answering), args, kwargs)
         arguments = {self._members[place]: per_share[share] for place, share in share_of.items()}
         answering = [self._members[place] for place in answering]
-        replies = self._ranks.submit(self.role, name, arguments, blocking)
+        replies = self._ranks.submit(self.role, name, arguments, blocking, on_told)
         dealt = (undo,) if mode.takes_any_deal else None
         label, collect = f"{self.role}.{name}", lambda outputs: mode.collect(outputs, undo)
         future = GroupFuture(self._ranks, label, replies, answering, collect, deadline_s, dealt)
@@ -229,19 +233,19 @@ class WorkerGroup:
 
 
 def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[..., Any]:
-    """A function with the signature of `method`, less `self`, with `deadline_s` and `blocking`, and its docstring."""
+    """A function with the signature of `method`, less `self`, with the group's own, and its docstring."""
     find_dispatch_mode(plan.dispatch_mode)  # an unknown mode is told when the group is made
     signature = inspect.signature(method)
-    defaults = {_DEADLINE: None, _BLOCKING: plan.blocking}
-    kinds = {_DEADLINE: float | None, _BLOCKING: bool}
+    defaults = {_DEADLINE: None, _BLOCKING: plan.blocking, _ON_TOLD: None}
+    kinds = {_DEADLINE: float | None, _BLOCKING: bool, _ON_TOLD: OnTold}
     for name in defaults.keys() & signature.parameters.keys():
         raise ConfigError(
             f"{method.__qualname__} has a parameter '{name}', which a call on a group takes for itself. Rename it."
         )
 
     @functools.wraps(method)
-    def call_ranks(*args: Any, deadline_s: float | None = None, blocking: bool = plan.blocking, **kwargs: Any) -> Any:
-        return call(args, kwargs, deadline_s, blocking)
+    def call_ranks(*args: Any, **kwargs: Any) -> Any:
+        return call(args, kwargs, **{name: kwargs.pop(name, default) for name, default in defaults.items()})
 
     parameters = [*signature.parameters.values()][1:]
     place = len(parameters) - any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
