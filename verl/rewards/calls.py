@@ -10,6 +10,7 @@ import ast
 import asyncio
 import concurrent.futures
 import contextvars
+import functools
 import inspect
 import math
 import sys
@@ -38,6 +39,8 @@ CANCEL_GRACE_S = 1.0
 
 # Modules that limit time by signals and therefore work in the main thread alone.
 _SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
+
+Arguments = Callable[[], dict[str, Any]]  # gives those of a call, in the thread that makes it
 
 
 @dataclass(slots=True)
@@ -87,18 +90,36 @@ class Caller:
         Raises:
             RewardError: more than MAX_HANGING calls hang, and the function cannot be called in another process.
         """
+        if not self.in_caller:
+            calls = self.begin(stop_at_failure, at_once, timeout_s)
+            for row, sample in enumerate(arguments):
+                calls.add(row, functools.partial(dict, sample))
+            outcomes = self.finish(calls)
+        # `finish` may have found that the function works nowhere else.
+        return self._call_here(arguments, stop_at_failure) if self.in_caller else outcomes
+
+    def begin(
+        self, stop_at_failure: bool = False, at_once: int = 1, timeout_s: float | None = None
+    ) -> "_Threads | _Coroutines":
+        """Calls that start as their samples are added, until `finish`; of a function that is not `in_caller`."""
         deadline = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
-        if self.in_caller:
-            return self._call_here(arguments, stop_at_failure)
         if self.is_async:
-            return self._gather(arguments, deadline)
-        batch = _Batch(self.function, arguments, deadline, stop_at_failure, at_once)
-        outcomes = batch.run()
-        self._remember_hanging(batch.abandoned)
-        if any(outcome is not None and _needs_main_thread(outcome.error) for outcome in outcomes):
+            self._loop = self._loop or _start_loop()
+            return _Coroutines(self.function, deadline, self._loop)
+        return _Threads(self.function, deadline, stop_at_failure, at_once)
+
+    def finish(self, calls: "_Threads | _Coroutines") -> list[Outcome | None]:
+        """Wait for the outcomes of all that was added, in that order; see `__call__`."""
+        try:
+            calls.run()
+        finally:
+            calls.drop()
+        if calls.abandoned and self.is_async:
+            self._loop = None
+        self._remember_hanging(calls.abandoned)
+        if any(outcome is not None and _needs_main_thread(outcome.error) for outcome in calls.outcomes):
             self.in_caller = True
-            return self._call_here(arguments, stop_at_failure)
-        return outcomes
+        return calls.outcomes
 
     def _call_here(self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool) -> list[Outcome | None]:
         say_once(
@@ -128,20 +149,6 @@ class Caller:
         # The process kills a late call itself; no thread is left behind.
         self.timeout_s = math.inf
         logger.warning("%s. From now on it is called in %d processes, which are killed when late.", fact, NUM_PROCESSES)
-
-    def _gather(self, arguments: Sequence[dict[str, Any]], timeout_s: float) -> list[Outcome | None]:
-        self._loop = self._loop or _start_loop()
-        calls = _Coroutines(self.function, arguments, timeout_s)
-        work = asyncio.run_coroutine_threadsafe(calls.run(), self._loop)
-        while not concurrent.futures.wait([work], timeout=0.05 if timeout_s < 1 else 0.5).done:
-            # A coroutine that blocks without awaiting stops the loop, and the deadline with it.
-            if time.monotonic() - calls.moved > timeout_s + CANCEL_GRACE_S:
-                self._loop = None
-                self._remember_hanging(calls.threads)
-                break
-        else:
-            work.result()
-        return [outcome or Outcome(timed_out=True) for outcome in calls.outcomes]
 
 
 def uses_signals(function: Callable[..., Any]) -> bool:
@@ -177,58 +184,68 @@ def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
         return Outcome(error=error)
 
 
-def _call_in_thread(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
+def _call_in_thread(function: Callable[..., Any], arguments: Arguments) -> Outcome:
     try:
-        return _call(function, sample)
+        return _call(function, arguments())
     except BaseException as error:  # noqa: BLE001  (would end the thread unseen, and look like a call that is late)
         return Outcome(error=error)
 
 
-class _Batch:
-    """The calls of one batch: threads take the next sample each, the caller watches the clock."""
+class _Threads:
+    """The calls of one batch: threads take the next sample each, and wait for more until `run`, which minds the clock.
+
+    With `stop_at_failure` none is begun for a row behind one that failed, so that the first failure by row is known.
+    """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[dict[str, Any]],
-        timeout_s: float,
-        stop_at_failure: bool,
-        at_once: int,
+        self, function: Callable[..., Any], timeout_s: float, stop_at_failure: bool = False, at_once: int = 1
     ) -> None:
         self.function = function
-        self.arguments = arguments
         self.timeout_s = timeout_s
         self.stop_at_failure = stop_at_failure
         self.at_once = at_once
-        self.outcomes: list[Outcome | None] = [None] * len(arguments)
+        self.outcomes: list[Outcome | None] = []
         self.abandoned: list[threading.Thread] = []
+        self._calls: list[tuple[int, Arguments]] = []  # with their rows
         self._next = 0
-        self._left = len(arguments)
+        self._is_whole = False
+        self._failed_row = math.inf
         self._running: dict[threading.Thread, tuple[int, float]] = {}  # sample and when it began
-        self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._changed = threading.Condition()
+        self._context = contextvars.copy_context()
         # The current device belongs to a thread; a function that calls a model must find the one of its rank.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def run(self) -> list[Outcome | None]:
-        if not self.arguments:
-            return []
-        self._start_threads(min(self.at_once, len(self.arguments)))
-        try:
-            while not self._done.wait(self._until_next_deadline()):
+    def add(self, row: int, arguments: Arguments) -> int:
+        """Gives the place of the outcome."""
+        with self._changed:
+            self._calls.append((row, arguments))
+            self.outcomes.append(None)
+            self._changed.notify()
+            if len(self._running) < self.at_once:
+                self._start_threads(1)
+            return len(self._calls) - 1
+
+    def run(self) -> None:
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+            while not self._is_done():
+                self._changed.wait(self._until_next_deadline())
                 self._leave_late_ones()
-        finally:
-            with self._lock:
-                self._next = len(self.arguments)
-        return self.outcomes
+
+    def drop(self) -> None:
+        """Begin no further call, whatever is still added."""
+        with self._changed:
+            self._is_whole, self._failed_row = True, -math.inf
+            self._changed.notify_all()
 
     def _start_threads(self, count: int) -> None:
         for _ in range(count):
-            context = contextvars.copy_context()
+            context = self._context.copy()
             thread = threading.Thread(target=context.run, args=(self._work,), name="verl-reward", daemon=True)
-            with self._lock:
-                # Counted from now on, so that a thread that cannot start a call is seen as late too.
-                self._running[thread] = (-1, time.monotonic())
+            # Counted from now on, so that a thread that cannot start a call is seen as late too.
+            self._running[thread] = (-1, time.monotonic())
             thread.start()
 
     def _work(self) -> None:
@@ -237,42 +254,53 @@ class _Batch:
         me = threading.current_thread()
         index, outcome = -1, None
         while True:
-            with self._lock:
+            with self._changed:
                 if me not in self._running:
                     return  # was late: its sample is already counted
+                self._running[me] = (-1, math.inf)
                 if outcome is not None:
                     self._record(index, outcome)
-                index = self._next
-                if index >= len(self.arguments):
+                self._changed.wait_for(lambda: self._has_next() or self._is_whole)
+                if not self._has_next():
                     del self._running[me]
                     return
+                index, began = self._next, time.monotonic()
                 self._next += 1
-                self._running[me] = (index, time.monotonic())
-            outcome = _call_in_thread(self.function, self.arguments[index])
+                self._running[me] = (index, began)
+            outcome = _call_in_thread(self.function, self._calls[index][1])
+            if time.monotonic() - began >= self.timeout_s:  # and nobody was there to see it
+                outcome = Outcome(timed_out=True)
 
     def _record(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
-        self._left -= 1
-        if self._left == 0 or (self.stop_at_failure and outcome.failed):
-            self._next = len(self.arguments)
-            self._done.set()
+        if self.stop_at_failure and outcome.failed:
+            self._failed_row = min(self._failed_row, self._calls[index][0])
+        if self._is_whole and self._is_done():
+            self._changed.notify_all()
+
+    def _has_next(self) -> bool:
+        while self._next < len(self._calls) and self._calls[self._next][0] > self._failed_row:
+            self._next += 1
+        return self._next < len(self._calls)
+
+    def _is_done(self) -> bool:
+        under_way = [self._calls[index][0] for index, _ in self._running.values() if index >= 0]
+        return not self._has_next() and not any(row < self._failed_row for row in under_way)
 
     def _until_next_deadline(self) -> float:
-        with self._lock:
-            oldest = min((began for _, began in self._running.values()), default=time.monotonic())
+        oldest = min((began for _, began in self._running.values()), default=time.monotonic())
         return min(max(oldest + self.timeout_s - time.monotonic(), 0.001), threading.TIMEOUT_MAX)
 
     def _leave_late_ones(self) -> None:
         now = time.monotonic()
-        with self._lock:
-            late = [thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s]
-            for thread in late:
-                index, _ = self._running.pop(thread)
-                self.abandoned.append(thread)
-                if index >= 0:
-                    self._record(index, Outcome(timed_out=True))
-            waiting = len(self.arguments) - self._next
-            room = max(MAX_THREADS, self.at_once) - len(self._running)
+        late = [thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s]
+        for thread in late:
+            index, _ = self._running.pop(thread)
+            self.abandoned.append(thread)
+            if index >= 0:
+                self._record(index, Outcome(timed_out=True))
+        waiting = len(self._calls) - self._next
+        room = max(MAX_THREADS, self.at_once) - len(self._running)
         # Twice as many as were late: when every call hangs, the batch ends after a few time-outs, not one a sample.
         self._start_threads(min(2 * len(late), waiting, room))
 
@@ -280,40 +308,61 @@ class _Batch:
 class _Coroutines:
     """The calls of one batch, all at once in an event loop. `moved`: when the loop last did."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[dict[str, Any]], timeout_s: float) -> None:
+    def __init__(self, function: Callable[..., Any], timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self.function = function
-        self.arguments = arguments
         self.timeout_s = timeout_s
-        self.outcomes: list[Outcome | None] = [None] * len(arguments)
+        self.outcomes: list[Outcome | None] = []
+        self.abandoned: list[threading.Thread] = []  # the loop's, where a coroutine blocks it
         self.moved = time.monotonic()
-        self.threads: list[threading.Thread] = []  # the loop's, once it runs this
+        self._loop, self._loop_threads = loop, list[threading.Thread]()
+        self._calls: list[concurrent.futures.Future[None]] = []
         self._is_over = False
+        asyncio.run_coroutine_threadsafe(self._beat(), loop)
 
-    async def run(self) -> None:
-        self.threads.append(threading.current_thread())
-        heart = asyncio.ensure_future(self._beat())
-        tasks = [asyncio.ensure_future(self._call(index, sample)) for index, sample in enumerate(self.arguments)]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=self.timeout_s if math.isfinite(self.timeout_s) else None)
-            self._is_over = True
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=CANCEL_GRACE_S)
-        heart.cancel()
+    def add(self, row: int, arguments: Arguments) -> int:
+        """Gives the place of the outcome."""
+        self.outcomes.append(None)
+        index = len(self.outcomes) - 1
+        self._calls.append(asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop))
+        return index
 
-    async def _call(self, index: int, sample: dict[str, Any]) -> None:
+    def run(self) -> None:
+        while concurrent.futures.wait(self._calls, timeout=0.05 if self.timeout_s < 1 else 0.5).not_done:
+            # A coroutine that blocks without awaiting stops the loop, and the deadlines with it.
+            if time.monotonic() - self.moved > self.timeout_s + CANCEL_GRACE_S:
+                self.abandoned = self._loop_threads
+                break
+        else:
+            for call in self._calls:
+                call.result()
+        self.outcomes = [outcome or Outcome(timed_out=True) for outcome in self.outcomes]
+
+    def drop(self) -> None:
+        """Begin no further call, whatever is still added."""
+        self._is_over = True
+
+    async def _call(self, index: int, arguments: Arguments) -> None:
+        if self._is_over:
+            return
+        task = asyncio.ensure_future(self._note(index, arguments))
+        await asyncio.wait([task], timeout=self.timeout_s if math.isfinite(self.timeout_s) else None)
+        if not task.done():
+            self.outcomes[index] = Outcome(timed_out=True)
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_GRACE_S)
+
+    async def _note(self, index: int, arguments: Arguments) -> None:
         try:
-            outcome = Outcome(value=await self.function(**sample))
-        except asyncio.CancelledError:  # by the user's own code, or by us when it is over
+            outcome = Outcome(value=await self.function(**arguments()))
+        except asyncio.CancelledError:  # by the user's own code, or by us when it is late
             outcome = Outcome(error=RuntimeError("the coroutine was cancelled"))
         except BaseException as error:  # noqa: BLE001  (a user's code, as in `_call`)
             outcome = Outcome(error=error)
-        if not self._is_over:
-            self.outcomes[index] = outcome
+        self.outcomes[index] = self.outcomes[index] or outcome
 
     async def _beat(self) -> None:
-        while True:
+        self._loop_threads.append(threading.current_thread())
+        while not self._is_over:
             self.moved = time.monotonic()
             await asyncio.sleep(0.02)
 

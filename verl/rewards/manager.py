@@ -1,10 +1,14 @@
 """From a batch of responses to a batch of scores."""
 
 import math
+import threading
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -17,6 +21,7 @@ from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
+from verl.utils.timeline import note_span
 
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 
@@ -33,6 +38,7 @@ class Sample:
     ground_truth: Any
     extra_info: Any
     last_token: int  # column of the response's last real token
+    token_ids: Sequence[int] = ()
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -100,6 +106,7 @@ class RewardManager:
         self.max_retries = max_retries if on_error == "retry" else 0
         self.by_rule = scores_by_rule(self.compute_score)
         self._caller = Caller(self.compute_score, self.timeout_s)
+        self._begun: _Begun | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
         """Score every response.
@@ -139,22 +146,38 @@ class RewardManager:
         if 0 in lengths:
             raise RewardError(f"The response of row {lengths.index(0)} has no token, so there is nothing to score.")
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-        columns = data.non_tensor_batch
-        nothing = [None] * len(ids)
-        sources = columns.get(self.reward_fn_key, nothing)
-        truths = columns.get("reward_model", nothing)
-        extras = columns.get("extra_info", nothing)
         return [
-            Sample(
-                row=row,
-                data_source=sources[row],
-                solution_str=texts[row],
-                ground_truth=ground_truth_of(truths[row]),
-                extra_info=extras[row],
-                last_token=lengths[row] - 1,
-            )
-            for row in range(len(ids))
+            Sample(row=row, solution_str=texts[row], last_token=lengths[row] - 1, token_ids=ids[row], **columns)
+            for row, columns in enumerate(self.columns_of(data))
         ]
+
+    def columns_of(self, data: DataProto) -> list[dict[str, Any]]:
+        """What the function gets of each row beside its text."""
+        columns, nothing = data.non_tensor_batch, [None] * len(data)
+        names = (self.reward_fn_key, "reward_model", "extra_info")
+        return [
+            {"data_source": source, "ground_truth": ground_truth_of(truth), "extra_info": extra}
+            for source, truth, extra in zip(*(columns.get(name, nothing) for name in names))
+        ]
+
+    @contextmanager
+    def ahead(
+        self, prompts: DataProto, samples_each: int, first_sample: int = 0
+    ) -> Iterator[Callable[[tuple[int, list[int]]], None] | None]:
+        """Begin the calls of a batch before it is there: gives what takes (number, token ids) of a finished response.
+
+        It takes them from any thread, in any order. Numbers count from `first_sample`, `samples_each` to a prompt. The
+        batch is the next that this manager scores. None where the function must be called in the caller's thread.
+        """
+        if self._caller.in_caller:
+            yield None
+            return
+        self._begun = begun = _Begun(self, prompts, samples_each, first_sample)
+        try:
+            yield begun.take
+        finally:
+            self._begun = None
+            begun.calls.drop()
 
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
         """Call the function for every sample and apply `on_error` where that gives no score."""
@@ -202,6 +225,9 @@ class RewardManager:
         self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
     ) -> Sequence[Outcome | None]:
         """One outcome a sample; with `stop_at_failure`, None for those after one. `timeout_s`: a shorter deadline."""
+        begun, self._begun = self._begun, None
+        if begun is not None and (outcomes := begun.outcomes(samples)) is not None:
+            return outcomes
         return self._caller(
             [sample.arguments() for sample in samples],
             stop_at_failure=stop_at_failure,
@@ -254,6 +280,50 @@ class RewardManager:
         if outcome.error is not None:
             text += "\n" + "".join(traceback.format_exception(outcome.error)).rstrip()
         return text
+
+
+class _Begun:
+    """Calls for responses that came before their batch."""
+
+    def __init__(self, manager: RewardManager, prompts: DataProto, samples_each: int, first_sample: int) -> None:
+        self.caller, self.tokenizer = manager._caller, manager.tokenizer
+        self.columns = manager.columns_of(prompts)
+        self.samples_each, self.first_sample = samples_each, first_sample
+        self.samples: dict[int, tuple[int, Sample]] = {}  # by row, with the place of the outcome
+        sources = {columns["data_source"] for columns in self.columns}
+        self.calls = self.caller.begin(manager.on_error == "stop", calls_at_once(self.caller.function, sources))
+        self.started_ns: int | None = None
+        self.lock = threading.Lock()
+
+    def take(self, response: tuple[int, list[int]]) -> None:
+        number, token_ids = response
+        row = number - self.first_sample
+        with self.lock:
+            if row not in self.samples:  # a copy of a prompt, which a rank got to have any
+                self.started_ns = self.started_ns or time.monotonic_ns()
+                columns = self.columns[row // self.samples_each]
+                sample = Sample(row=row, solution_str="", last_token=-1, token_ids=token_ids, **columns)
+                self.samples[row] = self.calls.add(row, partial(self._arguments, sample)), sample
+
+    def _arguments(self, sample: Sample) -> dict[str, Any]:
+        """Decoded here, in the thread of the call: who tells of a response must go on."""
+        (sample.solution_str,) = self.tokenizer.batch_decode([sample.token_ids], skip_special_tokens=True)
+        return sample.arguments()
+
+    def outcomes(self, samples: Sequence[Sample]) -> Sequence[Outcome | None] | None:
+        """One a sample, as `RewardManager.call`; None where all must be called anew, for not all texts are those that
+        were told (of copies on two ranks, one is kept) or the function works in the caller's thread alone."""
+        told = [self.samples.get(sample.row) for sample in samples]
+        if any(each is not None and each[1].token_ids != sample.token_ids for each, sample in zip(told, samples)):
+            return None
+        places = [
+            self.calls.add(sample.row, sample.arguments) if each is None else each[0]
+            for each, sample in zip(told, samples)
+        ]
+        outcomes = self.caller.finish(self.calls)
+        if self.started_ns is not None:
+            note_span("reward, from the first response", "rewards", self.started_ns)
+        return None if self.caller.in_caller else [outcomes[place] for place in places]
 
 
 @reward_managers.register("naive")

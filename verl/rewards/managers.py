@@ -1,6 +1,7 @@
 """The managers beside `naive`: one call for a whole batch, calls in processes, and a price for overlong responses."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.protocol import DataProto
@@ -29,6 +30,10 @@ class BatchRewardManager(RewardManager):
     `timeout_s` is that of the one call, and a call that fails fails for all. Without a function of the user's, rules
     score one sample after another.
     """
+
+    def ahead(self, prompts: DataProto, samples_each: int, first_sample: int = 0) -> AbstractContextManager[Any]:
+        """See `RewardManager.ahead`; one call needs the whole batch."""
+        return super().ahead(prompts, samples_each, first_sample) if self.by_rule else nullcontext()
 
     def call(
         self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
