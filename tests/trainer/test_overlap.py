@@ -1,14 +1,16 @@
-"""Log-probs and values are computed while rewards are scored, where that changes nothing but the time."""
+"""Responses are scored while others are generated, and log-probs and values are computed beside, where that changes
+nothing but the time."""
 
 import json
 import time
 
 import pytest
 
-from tests.trainer.runs import PPO, command_line, run, step_lines, without_times
+from tests.trainer.runs import PPO, command_line, metric_lines, run, same_bits, step_lines, weights, without_times
 from verl.config import load_config
 from verl.rewards.manager import NaiveRewardManager
 from verl.trainer import PPOTrainer
+from verl.trainer.dapo import DAPOTrainer
 from verl.workers import CriticWorker
 
 pytestmark = pytest.mark.timeout(60)
@@ -21,6 +23,14 @@ def spans(folder, step: int) -> list[dict]:
     """The complete events of a timeline."""
     trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())
     return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def scoring_begins_within_generation(folder, step: int) -> bool:
+    """Whether the timeline has responses scored before the last one was there."""
+    trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())["traceEvents"]
+    (gen,) = [event for event in trace if event["name"] == "gen"]
+    first = [event["ts"] for event in trace if event["name"] == "reward, from the first response"]
+    return [gen["ts"] < start < gen["ts"] + gen["dur"] for start in first] == [True]
 
 
 def slow_reward(folder) -> list[str]:
@@ -36,17 +46,20 @@ def slow_reward(folder) -> list[str]:
 
 
 def test_the_run_is_the_same_with_and_without(tmp_path):
-    reward = slow_reward(tmp_path)
+    options = [*KL, *slow_reward(tmp_path), "trainer.profile_steps=[2]", "trainer.save_freq=2"]
+    options += ["actor_rollout_ref.rollout.max_num_seqs=4", "data.val_batch_size=2", "trainer.val_before_train=True"]
     beside, after = tmp_path / "beside", tmp_path / "after"
-    assert run(beside, *KL, *reward, "trainer.profile_steps=[2]") == 0
-    assert run(after, *KL, *reward, "trainer.profile_steps=[2]", "reward_model.launch_reward_fn_async=False") == 0
-    assert without_times(step_lines(beside)) == without_times(step_lines(after))
+    assert run(beside, *options) == 0
+    assert run(after, *options, "reward_model.launch_reward_fn_async=False") == 0
+    assert without_times(metric_lines(beside)) == without_times(metric_lines(after))
+    assert same_bits(weights(beside, 2), weights(after, 2))
+    assert scoring_begins_within_generation(beside, 2)
+    assert not scoring_begins_within_generation(after, 2)
     begun = {}
     for folder in (beside, after):
         events = {event["name"]: event for event in spans(folder, 2)}
         end_of_reward = events["reward"]["ts"] + events["reward"]["dur"]
         begun[folder] = [events[name]["ts"] < end_of_reward for name in PASSES]
-        assert events["reward"]["dur"] > 450_000
     assert begun == {beside: [True] * 3, after: [False] * 3}
 
 
@@ -60,6 +73,11 @@ class OwnScore(PPOTrainer):
 class OwnPasses(PPOTrainer):
     def evaluate_policies(self, batch):
         return super().evaluate_policies(batch)
+
+
+class OwnGeneration(PPOTrainer):
+    def generate(self, prompts, first_row=0):
+        return super().generate(prompts, first_row)
 
 
 class Filtered(PPOTrainer):
@@ -113,6 +131,45 @@ def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kin
 
 class OwnManager(NaiveRewardManager):  # pyright: ignore[reportGeneralTypeIssues]
     """May do anything to a batch."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reward_fn", "is_ahead"),
+    [
+        (PPOTrainer, NaiveRewardManager, True),
+        (DAPOTrainer, NaiveRewardManager, True),
+        (OwnScore, NaiveRewardManager, False),
+        (OwnGeneration, NaiveRewardManager, False),
+        (PPOTrainer, OwnManager, False),
+    ],
+)
+def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(tmp_path, kind, reward_fn, is_ahead):
+    options = [*PPO, "trainer.max_steps=1", "reward_model.launch_reward_fn_async=True"]
+    trainer = kind(load_config(command_line(tmp_path, *options)))
+    reward = reward_fn(trainer.tokenizer, num_examine=0)
+    with trainer.scoring_ahead(reward, next(iter(trainer.train_loader)), 4) as on_told:
+        assert (on_told is not None) == is_ahead
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('odd one')", "time.sleep(60)", "return float('nan')"])
+def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
+    file = tmp_path / "failing.py"
+    file.write_text(
+        "import time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if len(solution_str) % 2:\n"
+        f"        {body}\n"
+        "    return 1.0\n"
+    )
+    told = []
+    for asked in ("null", "False"):
+        options = [f"custom_reward_function.path={file}", "reward_model.preflight=False", "reward_model.timeout_s=0.5"]
+        options += [f"reward_model.launch_reward_fn_async={asked}", "actor_rollout_ref.rollout.max_num_seqs=4"]
+        assert run(tmp_path / asked, *options) == 1
+        told.append(capsys.readouterr().err.partition("The reward function failed on")[2])
+    assert told[0]
+    assert told[0].partition("prompt ends")[0] == told[1].partition("prompt ends")[0]
+    assert told[0].partition("response starts")[2] == told[1].partition("response starts")[2]
 
 
 def test_a_reward_manager_of_ones_own_comes_first_unless_asked_otherwise(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.runs import command_line, metric_lines, weights
+from tests.trainer.runs import command_line, metric_lines, same_bits, weights, without_times
+from tests.trainer.test_overlap import scoring_begins_within_generation
 from verl.checkpoint.manager import CheckpointManager
 from verl.trainer.main_ppo import main
 
@@ -70,6 +71,7 @@ def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("on_two")
     samples = f"trainer.rollout_data_dir={folder / 'samples'}"
     beside = ["trainer.save_freq=1", "trainer.async_save=True"]  # the first one; the last is waited for
+    beside.append("trainer.profile_steps=[2]")
     return folder, train(TORCHRUN, folder / "run", "trainer.max_steps=2", *beside, samples)
 
 
@@ -77,6 +79,16 @@ def test_two_ranks_train_as_one_process(alone, on_two):
     assert_same(on_two[1], alone[1][:2])
     assert responses(on_two[0] / "samples", 1) == responses(alone[0] / "samples", 1)
     assert len(set(responses(alone[0] / "samples", 1))) > 3, "too dull to fail"
+
+
+def test_two_ranks_tell_of_responses_while_they_generate_others(on_two, tmp_path):
+    """And have the bits of a run whose responses wait for their batch."""
+    after = ["reward_model.launch_reward_fn_async=False", "trainer.save_freq=2", "trainer.profile_steps=[2]"]
+    lines = train(TORCHRUN, tmp_path, "trainer.max_steps=2", *after)
+    assert without_times(lines) == without_times(on_two[1])
+    assert same_bits(weights(tmp_path, 2), weights(on_two[0] / "run", 2))
+    assert scoring_begins_within_generation(on_two[0] / "run", 2)
+    assert not scoring_begins_within_generation(tmp_path, 2)
 
 
 def test_two_ranks_save_each_its_shards_beside_the_steps(on_two):

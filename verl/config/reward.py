@@ -114,8 +114,8 @@ class RewardModelConfig:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
     launch_reward_fn_async: bool | None = setting(
-        None, "score beside log-probs and values; null: where the manager is not your own and thus leaves the batch as "
-        "it is; never with on_error=drop",
+        None, "score responses while others are generated, and beside log-probs and values; null: where the manager is "
+        "not your own and thus leaves the batch as it is; never with on_error=drop",
     )  # fmt: skip
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     enable: bool = setting(

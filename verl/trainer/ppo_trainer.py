@@ -1,6 +1,7 @@
 """The trainer: one sentence of six phases, said again for every batch of prompts."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from verl.config import TrainConfig
 from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import GroupFuture
+from verl.single_controller import GroupFuture, OnTold
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
@@ -163,28 +164,42 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
         """`generate` and `score`."""
-        batch = self.timed("gen", self.generate, prompts, first_row)
-        self.begin_passes(batch)
-        return self.timed("reward", self.score, batch)
+        n = self.config.actor_rollout_ref.rollout.n
+        with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_told:
+            # Only a `generate` of ours is known to take it.
+            batch = self.timed("gen", self.generate, prompts, first_row, *filter(None, [on_told]))
+            self.begin_passes(batch)
+            return self.timed("reward", self.score, batch)
 
-    def generate(self, prompts: DataProto, first_row: int = 0) -> DataProto:
+    def scoring_ahead(
+        self, reward_fn: Any, prompts: DataProto, n: int, first_row: int = 0
+    ) -> AbstractContextManager[OnTold]:
+        """Score responses as they finish, where no answer can depend on that: gives what hears of them, or None."""
+        phases = ("collect", "generate", "_generate", "score", "add_rm_scores")
+        phase_replaced = not all(setup.is_our_own(getattr(type(self), name)) for name in phases)
+        if phase_replaced or not setup.scores_row_by_row(self.config.reward_model, reward_fn):
+            return nullcontext()
+        return reward_fn.ahead(prompts, n, first_row * n)
+
+    def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
         """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share its `uid`.
 
         A step that generates several times numbers its prompts on from `first_row`: the noise depends on the number.
+        `on_told` hears of every response when it is finished.
         """
         rollout = self.config.actor_rollout_ref.rollout
         draw = setup.sampling_params(rollout)
-        batch = self._generate(prompts, rollout.n, draw, rollout.seed, self.global_step, first_row)
+        batch = self._generate(prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_told=on_told)
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         return batch
 
     def _generate(
-        self, prompts: DataProto, n: int, params: SamplingParams, seed: int, step: int, first_row: int = 0
+        self, prompts: DataProto, n: int, params: SamplingParams, seed: int, step: int, first_row: int = 0, **call: Any
     ) -> DataProto:
         numbers = range(first_row, first_row + len(prompts))
         prompts.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in numbers], dtype=object)
         prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
-        generated = self.actor_rollout_wg.generate_sequences(prompts, n=n, params=params, seed=seed, step=step)
+        generated = self.actor_rollout_wg.generate_sequences(prompts, n=n, params=params, seed=seed, step=step, **call)
         return prompts.repeat(n, interleave=True).union(generated)
 
     def score(self, batch: DataProto) -> DataProto:
@@ -288,12 +303,12 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         rows: list[dict[str, Any]] = []
         for number, prompts in enumerate(self.val_loader):
             # A seed of its own and a step that counts batches: the same rows meet the same noise at every validation.
-            batch = self._generate(
-                prompts, rollout.val_kwargs.n, setup.validation_params(rollout), rollout.seed + 1, number
-            )
-            if not setup.has_rule(batch):
-                batch = self.add_rm_scores(batch)
-            result = self.val_reward_fn(batch, return_dict=True)
+            n, draw = rollout.val_kwargs.n, setup.validation_params(rollout)
+            with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
+                batch = self._generate(prompts, n, draw, rollout.seed + 1, number, on_told=on_told)
+                if not setup.has_rule(batch):
+                    batch = self.add_rm_scores(batch)
+                result = self.val_reward_fn(batch, return_dict=True)
             setup.check_result(result, batch.batch["responses"])
             batch.batch["token_level_scores"] = result["reward_tensor"]
             rows += setup.scored_rows(batch, self.tokenizer, result, self.config)

@@ -18,7 +18,7 @@ from verl.data.build import build_dataset, build_sampler
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
-from verl.rewards.manager import check_result
+from verl.rewards.manager import RewardManager, check_result
 from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
 from verl.rollout import rollout_engines
@@ -133,6 +133,12 @@ def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
         return False
     asked = config.launch_reward_fn_async
     return is_our_own(type(reward_fn)) if asked is None else asked
+
+
+def scores_row_by_row(config: RewardModelConfig, reward_fn: Any) -> bool:
+    """Whether responses can be scored as they finish: by a manager of ours and no model."""
+    is_ours = isinstance(reward_fn, RewardManager) and is_our_own(type(reward_fn))
+    return is_ours and not config.enable and leaves_batch_alone(config, reward_fn)
 
 
 def check_reward(config: TrainConfig, reward_fn: Any, train_loader: RLDataLoader) -> None:

@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Request, SamplingParams
-from verl.single_controller import Dispatch, register
+from verl.single_controller import Dispatch, register, tell
 from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, ProofSchedule
 from verl.workers.losses import PolicyObjective, mismatch_of_all
@@ -112,6 +112,8 @@ class ActorRolloutWorker(TrainedWorker):
 
         Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the whole batch: sample
         ids, and with them the noise, do not depend on how the batch is dealt to the ranks.
+
+        Tells (sample id, token ids) of every response when it is finished.
         """
         prompt_ids = [tuple(int(token) for token in ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
         rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
@@ -124,7 +126,11 @@ class ActorRolloutWorker(TrainedWorker):
             self.sync_weights()
         self.rollout.forget_prefixes()
         with self._told_as_out_of_memory("generation"):
-            completions = list(self.rollout.generate(requests, params, seed=seed, step=step))
+            completions = []
+            for completion in self.rollout.generate(requests, params, seed=seed, step=step):
+                completions.append(completion)
+                if self.rollout_mesh.tensor.rank == 0:  # of the ranks that share an engine
+                    tell((completion.sample_id, completion.token_ids))
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()
             self.rollout_is_asleep, self.rollout_has_weights = True, False
