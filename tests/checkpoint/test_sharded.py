@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from verl.checkpoint.sharded import SavedTensors, host_copy, write_sharded
 from verl.utils.errors import CheckpointError
@@ -50,3 +51,12 @@ def test_a_host_copy_has_memory_of_its_own():
     copy = host_copy(tensor)
     tensor.zero_()
     assert copy.all()
+
+
+def test_ctrl_c_while_it_writes_is_no_fault_of_the_disk(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_sharded(tmp_path, {"weight": torch.ones(3)})

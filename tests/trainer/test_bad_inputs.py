@@ -11,6 +11,8 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.trainer.runs import TOY, metric_lines, run, same_bits, step_lines, weights, write_lines
 from verl.data.toy import toy_files
 from verl.models.load import resolve_path
+from verl.utils.entry import INTERRUPTED
+from verl.utils.logging import logger
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,6 +47,14 @@ def reward_file(tmp_path: Path, body: str) -> list[str]:
     path = tmp_path / "reward.py"
     path.write_text(f"import math, time\n\ndef compute_score(data_source, solution_str, **_):\n    {body}\n")
     return [f"custom_reward_function.path={path}"]
+
+
+def folder_without_weights(folder: Path) -> Path:
+    """The toy model's configuration and tokenizer alone."""
+    for file in Path(resolve_path("toy")).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 def test_a_file_without_the_prompt_column(tmp_path, capfd):
@@ -87,13 +97,9 @@ def test_a_prompt_longer_than_allowed(tmp_path, capfd):
 
 def test_a_data_source_without_a_rule(tmp_path, capfd):
     path = write_lines(tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()])
-    # Told before a weight is loaded: the model's folder has none.
-    config = Path(resolve_path("toy"))
-    for file in config.iterdir():
-        if file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    status = run(tmp_path, f"actor_rollout_ref.model.path={tmp_path}", base=on_files(path))
-    text = message(capfd, status)
+    # Told before a weight is loaded.
+    model = f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
+    text = message(capfd, run(tmp_path, model, base=on_files(path)))
     assert "No reward rule for data_source 'tey'. Nearest: toy" in text
 
 
@@ -250,3 +256,35 @@ def test_updates_that_are_never_finite_stop_the_run_and_leave_the_weights(tmp_pa
     assert line["actor/skipped_updates"] == 1
     assert run(tmp_path / "still", "actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=1") == 0
     assert same_bits(weights(tmp_path, 1), weights(tmp_path / "still", 1))
+
+
+def test_a_row_is_named_with_its_file(tmp_path, capfd):
+    rows = toy_rows()
+    rows[7]["prompt"] = 7
+    path = write_lines(tmp_path / "train.jsonl", rows)
+    text = message(capfd, run(tmp_path, base=on_files(path)))
+    assert text.startswith(f"{path}, row 7, column 'prompt': must be a list of messages")
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    settings = [f"trainer.default_local_dir={tmp_path / 'file'}", "trainer.save_freq=1", "trainer.logger=[console]"]
+    text = message(capfd, run(tmp_path, *settings, f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"))
+    assert "trainer.default_local_dir" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capfd):
+    text = message(capfd, run(tmp_path, "trainer.rollout_data_dir=/proc/nowhere"))
+    assert "/proc/nowhere" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_ctrl_c_ends_a_run_in_one_line(tmp_path, capfd, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+    reward = reward_file(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
+    assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
+    assert run(tmp_path, "trainer.save_freq=1", "reward_model.preflight=False", *reward) == INTERRUPTED
+    assert capfd.readouterr().err == "Interrupted.\n"
+    assert said == [f"Interrupted in step 2 of 2. Newest checkpoint in {tmp_path}: global_step_1."]

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +96,23 @@ class CheckpointManager:
         else:
             self._pending = _Pending(step, temporary, final, is_written)
         return final
+
+    def require_writable(self) -> None:
+        """Make the folder. CheckpointError where nothing can be written there: at the first save hours may be lost."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints cannot be written into {self.root}: {error.strerror}. Set trainer.default_local_dir to a "
+                "folder that can be, or trainer.save_freq=-1 for no checkpoints."
+            ) from error
+
+    def newest_name(self) -> str | None:
+        """The name of the one written last, sound or not; None where there is none."""
+        newest = self._newest_first()
+        return newest[0].name if newest else None
 
     def advance(self, *, wait: bool = False) -> None:
         """Sum up and name what was begun by `save`, beside the run too, as soon as it is written.

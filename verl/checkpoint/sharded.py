@@ -140,5 +140,7 @@ def _told(what: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
         raise CheckpointError(f"While {what}{where}: {type(cause).__name__}: {cause}") from cause

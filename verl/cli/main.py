@@ -29,8 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         command, rest = COMMANDS["plan"], [argument for argument in rest if argument != _DRY_RUN]
     if {"--help", "-h"} & set(rest):
         print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")
-    arguments = [*command.first, *(_with_files(rest) if command.takes_keys else rest)]
-    return exit_code(lambda: importlib.import_module(command.module).main(arguments))
+    return exit_code(lambda: _run(command, rest))
+
+
+def _run(command: Command, argv: list[str]) -> int:
+    arguments = [*command.first, *(_with_files(argv) if command.takes_keys else argv)]
+    return importlib.import_module(command.module).main(arguments)
 
 
 def _find(argv: list[str]) -> tuple[Command | None, list[str]]:

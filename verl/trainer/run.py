@@ -66,9 +66,11 @@ class TrainingRun(ABC, Generic[Config]):
         return list(dict.fromkeys(part for part in vars(self).values() if isinstance(part, WorkerGroup)))
 
     def start_tracker(self) -> None:
-        """Before the models, for a missing tracker package is told in seconds."""
+        """Before the models, for a missing tracker package is told in seconds, and so is a folder without a way in."""
         trainer = self.config.trainer
         logger.info("Device: %s", describe_device(self.device))
+        if trainer.save_freq > 0:
+            self.checkpoints.require_writable()
         settings = TrackerSettings(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
@@ -115,9 +117,14 @@ class TrainingRun(ABC, Generic[Config]):
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self.note_shortage(error)
             self.checkpoints.rescue()
+            if isinstance(error, KeyboardInterrupt):
+                logger.warning(
+                    "Interrupted in step %d of %d. Newest checkpoint in %s: %s.",
+                    self.global_step, self.total_steps, self.checkpoints.root, self.checkpoints.newest_name() or "none",
+                )  # fmt: skip
             raise
         finally:
             self.tracker.finish()

@@ -1,11 +1,16 @@
 """How an entry point ends."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 
-from verl.utils.errors import MissingDependencyError, VerlError
+from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
+
+INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
+# A disk that is full or a file that grew too large: the error does not name the file.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def exit_code(job: Callable[[], int | None]) -> int:
@@ -14,13 +19,28 @@ def exit_code(job: Callable[[], int | None]) -> int:
         return job() or 0
     except VerlError as error:
         # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
-        told = error.__cause__ if isinstance(error.__cause__, VerlError) else error
+        of_rank = error.__cause__ if isinstance(error, WorkerError) else None
+        return _told(_named(of_rank if isinstance(of_rank, VerlError) else error), error)
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if missing is None:
             raise
-        told = MissingDependencyError(missing)
-    print(f"{type(told).__name__}: {told}", file=sys.stderr, flush=True)
+        return _told(_named(MissingDependencyError(missing)), error)
+    except OSError as error:
+        if error.filename is None and error.errno not in _NO_ROOM:
+            raise
+        way_out = "Make room, or name another folder. VERL_TRACEBACK=1 shows what it was wanted for."
+        return _told(f"{_named(error)}. {way_out}", error)
+    except KeyboardInterrupt as error:
+        return _told("Interrupted.", error, INTERRUPTED)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _told(text: str, error: BaseException, code: int = 1) -> int:
+    print(text, file=sys.stderr, flush=True)
     if os.environ.get("VERL_TRACEBACK"):
-        raise told
-    return 1
+        raise error
+    return code
