@@ -91,6 +91,12 @@ def test_a_yaml_file_is_hydras_two_options(called):
     assert called == [("verl.diagnostics.plan", ["--json", "--config-path", "runs", "--config-name", "small", "a=1"])]
 
 
+def test_a_second_yaml_file_is_refused(capsys, called):
+    assert cli.main(["train", "one.yaml", "other.yaml"]) == 1
+    assert "got a second one: other.yaml" in capsys.readouterr().err
+    assert called == []
+
+
 def test_merge_needs_no_backend(called):
     cli.main(["merge", "--local_dir", "actor"])
     assert called == [("verl.model_merger.__main__", ["merge", "--backend", "fsdp", "--local_dir", "actor"])]

@@ -83,6 +83,8 @@ def test_what_cannot_be_honoured_is_told_by_the_names_of_keys_here(overrides, to
 
 def test_evaluation_tells_what_is_wrong():
     with pytest.raises(ConfigError, match="data.path is not set"):
+        load_config([*NAMED, "data.path=null"], root="generation")
+    with pytest.raises(ConfigError, match="data.path is not set"):
         load_config([], root="evaluation")
     with pytest.raises(ConfigError, match="custom_reward_function.path must be a Python file"):
         load_config(["data.path=in.parquet", "custom_reward_function.path=nowhere.py"], root="evaluation")

@@ -24,6 +24,7 @@ from verl.config import (
 )
 from verl.config.keys import nest
 from verl.utils.errors import ConfigError
+from verl.utils.logging import configure_logging, logger
 
 
 @pytest.mark.parametrize("form", ["{}", "+{}", "++{}", "--{}", "-{}"])
@@ -61,6 +62,11 @@ def test_one_file_becomes_a_list_and_tilde_the_home_folder(load: Load):
     config = load("data.train_files=~/data/train.parquet", "trainer.default_local_dir=~/out")
     assert config.data.train_files == [str(Path.home() / "data/train.parquet")]
     assert config.trainer.default_local_dir == str(Path.home() / "out")
+
+
+def test_a_list_that_is_null_is_empty(load: Load):
+    config = load("trainer.logger=null", "actor_rollout_ref.rollout.stop=null", "data.val_files=null")
+    assert (config.trainer.logger, config.actor_rollout_ref.rollout.stop, config.data.val_files) == ([], [], None)
 
 
 def test_keys_follow_each_other_as_in_verl(load: Load):
@@ -135,6 +141,10 @@ def test_paper_names_that_disagree_are_an_error(load: Load):
         ("actor_rollout_ref.actor.optim.betas=[a,b]", "betas expects a list of numbers"),
         ("actor_rollout_ref.actor.loss_extra=[{coef: 1}]", "loss_extra.*name"),
         ("actor_rollout_ref.actor.loss_extra=[{name: a, weight: 1}]", "loss_extra expects a list of"),
+        ("actor_rollout_ref.rollout.stop=7", "rollout.stop expects a text or a list of texts, got 7"),
+        ("actor_rollout_ref.rollout.stop=[null]", "rollout.stop expects a text or a list of texts"),
+        ("actor_rollout_ref.rollout.stop_token_ids=[[1]]", "stop_token_ids expects a list of whole numbers"),
+        ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff must be a number, got nan"),
         ("actor_rollout_ref.rollout.temperature=null", "temperature expects a number, got None"),
         ("actor_rollout_ref.model.override_config=3", "override_config expects a mapping"),
         ("trainer.project_name='${data.nothing}'", "project_name=.* cannot be resolved"),
@@ -220,7 +230,10 @@ def test_errors_in_yaml_are_ours(tmp_path: Path):
         load_config([f"--config-path={folder}", "--config-name=badtype", *BASE[:2]])
     with pytest.raises(ConfigError, match="(?s)broken.yaml.*line 1"):
         load_config([f"--config-path={folder}", "--config-name=broken", *BASE])
-    with pytest.raises(ConfigError, match="No 'missing.yaml' in .*Found there: badtype, broken, typo"):
+    _write(tmp_path, "list", "[data, trainer]\n")
+    with pytest.raises(ConfigError, match="'list.yaml' must hold keys"):
+        load_config([f"--config-path={folder}", "--config-name=list", *BASE])
+    with pytest.raises(ConfigError, match="No 'missing.yaml' in .*Found there: badtype, broken, list, typo"):
         load_config([f"--config-path={folder}", "--config-name=missing", *BASE])
 
 
@@ -253,6 +266,16 @@ def test_cfg_job_prints_everything_even_when_contradictory(capsys: pytest.Captur
     printed = OmegaConf.create(capsys.readouterr().out)
     assert printed.data.train_batch_size == 3
     assert printed.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+
+
+def test_cfg_job_prints_a_yaml_file_and_no_line_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
+    monkeypatch.setattr(logger, "handlers", [])
+    configure_logging()
+    with pytest.raises(SystemExit):
+        load_config(["--cfg", "job", "data.dataset_name=toy"])
+    (tmp_path / "kept.yaml").write_text(capsys.readouterr().out)
+    config = load_config([f"--config-path={tmp_path}", "--config-name=kept", "trainer.total_training_steps=3"])
+    assert (config.actor_rollout_ref.rollout.n, config.trainer.total_training_steps) == (32, 3)
 
 
 def test_help_is_short(capsys: pytest.CaptureFixture):

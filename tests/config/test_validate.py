@@ -85,6 +85,8 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ("trainer.logger=[console,wandbb]", "unknown 'wandbb'. Nearest known: wandb"),
         ("trainer.val_only=True", "val_only=True asks for validation, but data.val_files is not set"),
         ("trainer.test_freq=5", "test_freq=5 asks for validation"),
+        ("trainer.default_local_dir='s3://bucket/x'", "default_local_dir must be a local or a mounted folder"),
+        ("trainer.nnodes=2", "nnodes=2 needs trainer.n_gpus_per_node"),
         ("trainer.save_freq=0", "save_freq must be positive, or -1"),
         ("trainer.device=npu", "device: unknown value 'npu'"),
         (f"{ROLLOUT}.tensor_model_parallel_size=2", "must divide the number of ranks, got 2 and 1. Set it to 1"),
@@ -131,6 +133,8 @@ def test_several_problems_come_in_one_error(build: Load):
 def test_model_and_data_must_be_named():
     with pytest.raises(ConfigError, match="(?s)model.path is not set.*'toy'.*No training data"):
         load_config([])
+    with pytest.raises(ConfigError, match="model.path is not set"):  # of $MODEL that is not set
+        load_config(["actor_rollout_ref.model.path=", "data.train_files=a"])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,7 @@ def test_a_key_without_effect_is_one_line_when_changed(
     [
         ([f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
         (["reward_model.model.path=rm"], "no effect without reward_model.enable=True"),
+        (["custom_reward_function.name=mine"], "no effect without custom_reward_function.path"),
         (
             ["reward_model.enable=True", "reward_model.model.path=rm", "custom_reward_function.path=math"],
             "reward model's scores (rm_scores) stand",

@@ -105,6 +105,9 @@ def test_files_and_no_files(tokenizer, parquet):
     assert build_dataset(config, tokenizer, split="val") is None
     with pytest.raises(DataError, match="No training data"):
         build_dataset(make_config(), tokenizer, split="train")
+    for name in ("tyo", "openai/gsm8k"):
+        with pytest.raises(DataError, match=f"must be 'toy', a file.*found none at '{name}'.*examples/data_preprocess"):
+            build_dataset(make_config(dataset_name=name), tokenizer, split="train")
 
 
 def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own):

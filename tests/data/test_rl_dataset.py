@@ -75,7 +75,7 @@ def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change
     [
         ("extra_info", "extro_info", "unknown column 'extro_info'; did you mean 'extra_info'"),
         ("reward_model", "reward_modle", "did you mean 'reward_model'"),
-        ("prompt", "promt", "did you mean 'prompt'"),
+        ("prompt", "promt", "did you mean 'prompt', which is missing. Rename it, or set data.prompt_key=promt"),
         ("prompt", "question", "the column 'prompt' is missing; columns found: data_source, .*question"),
     ],
 )

@@ -256,5 +256,11 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
     assert command.main(["--device-gib", "12", *words, model, *told["advice"][0]["changes"]]) == 0
     assert command.main(["--device-gib", "H1000", *words, model]) == 1
     assert "Nearest known: H100" in capsys.readouterr().err
+    asked = {
+        "actor_rollout_ref.model.path": str(tmp_path),
+        "algorithm.adv_estimator": "grpo",
+        "rollout_config": {"n": 8},
+    }
+    assert "It does NOT fit" in str(profile_memory(asked, device_gib=12))
     with pytest.raises(ModelError):
         profile_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.model.path=./nowhere"), device_gib=80)

@@ -58,6 +58,10 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
     assert model.config.rope_parameters["rope_theta"] == 50.0
     assert model.config.rope_parameters["rope_type"] == "default"
     assert model.config.max_position_embeddings == 64
+    with pytest.raises(ModelError, match="weights have other shapes than its configuration and override_config say"):
+        load_causal_lm(folder, dtype="float32", override_config={"hidden_size": 7})
+    with pytest.raises(ModelError, match="hidden size .7. is not a multiple"):  # in a second line of the error
+        load_causal_lm("toy", dtype="float32", override_config={"hidden_size": 7})
     with pytest.raises(ModelError, match=r"override_config\.rope_thetas.*no such key"):
         load_causal_lm(folder, dtype="float32", override_config={"rope_thetas": 1})
 

@@ -9,6 +9,8 @@ from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, to
 from tests.tiny_models import FAMILIES, tiny_tokenizer
 from verl.config.rollout import RolloutConfig
 from verl.rollout import create_rollout_engine
+from verl.rollout.stopping import StopRule
+from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
 
 ENGINES = ["hf", "embedded"]
@@ -46,6 +48,12 @@ def test_the_models_own_generation_settings_are_not_applied(name):
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.do_sample = True
     assert tokens_of(run(make_engine(model, name), PROMPTS)) == before
+
+
+def test_stop_tokens_that_no_text_has_are_refused():
+    for token in (99_999, -4):
+        with pytest.raises(ConfigError, match="stop_token_ids must be ids of the tokenizer, from 0 to"):
+            StopRule(SamplingParams(max_new_tokens=4, stop_token_ids=(token,)), (), tiny_tokenizer())
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -251,3 +251,14 @@ def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, mon
     resumed.rewind(0)
     assert (tmp_path / "wandb_run_id").read_text() != run_id
     resumed.finish()
+
+
+def test_wandb_without_a_login_is_told_with_the_ways_out(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="trainer.logger=wandb cannot be used: No API key.*WANDB_MODE=offline"):
+        make_tracker(tmp_path, ["wandb"])

@@ -103,6 +103,27 @@ def test_a_data_source_without_a_rule(tmp_path, capfd):
     assert "No reward rule for data_source 'tey'. Nearest: toy" in text
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data_source": "tey"}, "No reward rule for data_source 'tey'"),
+        ({"data_source": None}, "There is no data_source"),
+        ({"reward_model": None}, "needs reward_model.ground_truth"),
+    ],
+)
+def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, told):
+    """Whether it is among the rows that are tried, or met in the hundredth step."""
+    rows = toy_rows()
+    rows[3] |= change
+    path = write_lines(tmp_path / "train.jsonl", rows)
+    model = f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
+    text = message(capfd, run(tmp_path, model, base=on_files(path)))
+    assert text.startswith(f"{path}, row 3: ")
+    assert told in text
+    valid = [f"data.val_files={path}", "trainer.test_freq=1"]
+    assert "row 3" in message(capfd, run(tmp_path, model, *valid, base=on_files(Path(toy_files()[0]))))
+
+
 def test_a_reward_that_is_no_number(tmp_path, capfd):
     text = message(capfd, run(tmp_path, *reward_file(tmp_path, "return math.nan")))
     assert "row 0" in text
@@ -177,6 +198,7 @@ def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
     ("override", "expected"),
     [
         ("trainer.max_stepz=3", "trainer.max_steps"),
+        ("actor_rollout_ref.actor.loss_extra=[{name: sft, coef: 1}]", "extra loss term 'sft'. Nearest known: none."),
         ("algorithm.adv_estimator=gprp", "Unknown advantage estimator (algorithm.adv_estimator) 'gprp'. Nearest"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "Nearest known: vanilla"),
         ("reward_model.reward_manager=naiv", "Nearest known: naive"),

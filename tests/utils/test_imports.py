@@ -39,7 +39,7 @@ def test_a_users_file_is_loaded_once_and_never_shadows_another(tmp_path):
     assert load_module(str(one)).made is load_module(str(one)).made
 
 
-def test_a_wrong_file_or_name_is_told(tmp_path):
+def test_a_wrong_file_or_name_is_told(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="found none"):
         load_module(str(tmp_path / "missing.py"))
     with pytest.raises(ConfigError, match="no_such_module"):
@@ -47,12 +47,16 @@ def test_a_wrong_file_or_name_is_told(tmp_path):
     (tmp_path / "mine.py").write_text("def compute_score(): ...\n")
     with pytest.raises(ConfigError, match="has no 'compute_scores'.*compute_score"):
         load_extern_type(str(tmp_path / "mine.py"), "compute_scores")
+    (tmp_path / "folder_of_rewards").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="is a folder without code"):
+        load_module("folder_of_rewards")
 
 
 def test_a_users_file_that_fails_is_loaded_anew(tmp_path, monkeypatch):
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ConfigError, match=r"broken\.py', line 1, raised ZeroDivisionError: division by zero"):
         load_module(str(file))
     file.write_text("value = 3\ndef compute_score(:\n")
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 import verl
 from verl.cli.commands import COMMANDS, Command
 from verl.utils.entry import exit_code
+from verl.utils.errors import ConfigError
 from verl.utils.registry import nearest_names
 
 _DRY_RUN = "--dry-run"
@@ -58,6 +59,10 @@ def _with_files(argv: list[str]) -> list[str]:
     for before, argument in zip(["", *argv], argv):
         path, is_value = Path(argument), before in ("--config-name", "-cn")
         if path.suffix in (".yaml", ".yml") and "=" not in argument and not is_value:
+            if "--config-path" in arguments:
+                raise ConfigError(
+                    f"One YAML file a run, got a second one: {argument}. Name it in the first's `defaults:`."
+                )
             arguments += ["--config-path", str(path.parent), "--config-name", path.stem]
         else:
             arguments.append(argument)

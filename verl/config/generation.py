@@ -155,7 +155,7 @@ def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
     output = config.data.output_path
     if output is None or not output.endswith(".parquet"):
         yield f"data.output_path must name the .parquet file to write, got {output}."
-    elif output in config.data.path:
+    elif config.data.path and output in config.data.path:
         yield f"data.output_path='{output}' is also read as data.path. Give the output a name of its own."
 
 

@@ -26,7 +26,7 @@ from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
 from verl.utils.errors import ConfigError
-from verl.utils.logging import logger
+from verl.utils.logging import logger, silenced
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,16 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         about = ROOTS[root]
         print(USAGE.format(module=about.module, root=root, shortest=about.shortest), end="")
         sys.exit(0)
-    config = _build(_compose(command, root), root)
     if command.show:
-        print(OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config))), end="")
+        with silenced():  # what is printed is a YAML file to be kept
+            config = _build(_compose(command, root), root)
+        schema = ROOTS[root].schema
+        values, keys = flatten(config_to_dict(config), schema), keys_of(schema)
+        # Without second names, which a change of the first would contradict.
+        shown = nest({path: value for path, value in values.items() if keys[path].setting.alias_of is None})
+        print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
         sys.exit(0)
+    config = _build(_compose(command, root), root)
     _validate(config, root, only_to_plan=only_to_plan)
     return config
 
@@ -237,6 +243,8 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
     if "Cannot find primary config" in text:
         found = sorted(path.stem for path in folder.glob("[!.]*.y*ml"))
         return f"No '{command.config_name}.yaml' in {folder}. Found there: {', '.join(found) or 'no YAML file'}."
+    if "must be a DictConfig" in text:
+        return f"'{command.config_name}.yaml' must hold keys and their values (key: value), got a list."
     return text
 
 
@@ -302,10 +310,22 @@ def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
     takes_int = int in (key.type, *get_args(key.type))
     if takes_int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e3
+    if _has_misfits(key, value):
+        raise ConfigError(_type_message(key, value, written_as))
     try:
         OmegaConf.update(tree, key.path, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_type_message(key, value, written_as)) from error
+
+
+def _has_misfits(key: Key, value: Any) -> bool:
+    """Entries of a list, or what becomes one, of another kind than is due: OmegaConf lets them pass."""
+    if key.setting.many:
+        entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        return not all(isinstance(entry, (str, Path)) for entry in entries)
+    if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
+        return False
+    return any(entry is None or isinstance(entry, (list, dict)) for entry in value)
 
 
 def _type_message(key: Key, value: Any, written_as: str) -> str:
@@ -329,10 +349,14 @@ _TYPE_NAMES = {
 def describe_type(key: Key) -> str:
     """What a key expects, in words."""
     if key.type is Any:
-        return "a value or a list"
+        return "a text or a list of texts" if key.setting.many else "a value or a list"
+    return _TYPE_NAMES[_plain_type(key)] + (" or null" if _allows_null(key) else "")
+
+
+def _plain_type(key: Key) -> Any:
+    """The type of a key that is set."""
     parts = [part for part in get_args(key.type) if part is not type(None)]
-    plain = parts[0] if _allows_null(key) and parts else key.type
-    return _TYPE_NAMES[plain] + (" or null" if _allows_null(key) else "")
+    return parts[0] if key.type is not Any and _allows_null(key) and parts else key.type
 
 
 def _resolve(tree: DictConfig, schema: type) -> Any:
@@ -361,8 +385,8 @@ def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
     for key in keys.values():
         owner, name = owner_of(config, key.path)
         value = getattr(owner, name)
-        if key.setting.many and value is not None and not isinstance(value, list):
-            value = [value]
+        if key.setting.many and not isinstance(value, list):
+            value = [value] if value is not None else None if key.default is None else []
         if key.setting.is_path:
             value = [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
         setattr(owner, name, value)

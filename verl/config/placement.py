@@ -43,7 +43,12 @@ def _given(config: TrainConfig) -> dict[str, list[int]]:
 
 def roles_are_placed(config: TrainConfig) -> Iterator[str]:
     """Each role on ranks that there are, alone or with all of another role's."""
-    ranks, is_sound = number_of_ranks(config), True
+    ranks, is_sound, trainer = number_of_ranks(config), True, config.trainer
+    if trainer.nnodes > 1 and trainer.n_gpus_per_node is None and "WORLD_SIZE" not in os.environ:
+        yield (
+            f"trainer.nnodes={trainer.nnodes} needs trainer.n_gpus_per_node, the ranks of each, for Ray to start them; "
+            "or start this command by torchrun on every node."
+        )
     for role, numbers in _given(config).items():
         if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0 or max(numbers) >= ranks:
             is_sound = False

@@ -38,6 +38,9 @@ def reward_doubts(config: TrainConfig) -> Iterator[str]:
     section = config.reward_model
     if section.model.path is not None and not section.enable:
         yield f"reward_model.model.path={section.model.path} has no effect without reward_model.enable=True."
+    function = config.custom_reward_function
+    if function.path is None and function != type(function)():
+        yield "custom_reward_function.name and reward_kwargs have no effect without custom_reward_function.path."
     if section.enable and config.custom_reward_function.path is not None:
         yield (
             f"custom_reward_function.path={config.custom_reward_function.path} scores validation rows with a ground "

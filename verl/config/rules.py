@@ -35,7 +35,7 @@ def training_data_is_named(config: TrainConfig) -> Iterator[str]:
 
 def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
     data, critic_class = config.data, config.critic.model.custom_cls
-    if config.actor_rollout_ref.model.path is None:
+    if not config.actor_rollout_ref.model.path:  # also an empty text: $MODEL that is not set
         yield (
             "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face causal LM, "
             "or 'toy' for the packaged one."
@@ -293,6 +293,8 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
         )
     elif trainer.resume_from_path is not None and not Path(trainer.resume_from_path).is_dir():
         yield f"trainer.resume_from_path must be a global_step_N folder, found none at '{trainer.resume_from_path}'."
+    if "://" in trainer.default_local_dir:
+        yield f"trainer.default_local_dir must be a local or a mounted folder, got '{trainer.default_local_dir}'."
     for key in ("save_freq", "test_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key} must be positive, or -1 for never, got 0."

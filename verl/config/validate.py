@@ -1,5 +1,6 @@
 """Whether a configuration can be honoured: asked before a weight is loaded."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -63,6 +64,8 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
         yield f"{key.path}: unknown value '{value}'. Nearest known: {near}. All: {', '.join(setting.choices)}."
     if (bounds := _violated_bounds(key, value)) is not None:
         yield f"{key.path} must be {bounds}, got {value}."
+    elif isinstance(value, float) and math.isnan(value):
+        yield f"{key.path} must be a number, got {value}."
 
 
 def _not_available(config: Any) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """From configuration to datasets and samplers."""
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config import DataConfig, TrainConfig
@@ -38,6 +39,11 @@ def data_files(data: DataConfig, split: str) -> Any:
         folder = data.dataset_name
         return [folder] if folder is not None and has_split(folder, "val") else None
     files = data.train_files or data.dataset_name
+    if data.custom_cls.path is None and not data.train_files and files and not Path(files).expanduser().exists():
+        raise DataError(
+            f"data.dataset_name must be '{TOY}', a file, or a folder written by datasets' save_to_disk, found none at "
+            f"'{files}'. A set of the hub is made a file by a script of examples/data_preprocess."
+        )
     if not files:
         raise DataError("No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy.")
     return files

@@ -2,7 +2,8 @@
 
 import difflib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,6 +75,13 @@ class RLDataset(Dataset):
         columns = {name: row.get(name) for name in self.columns}
         return {"raw_prompt_ids": ids, "raw_prompt": messages, "index": number, **columns}
 
+    def column(self, name: str) -> Iterator[tuple[str, Any]]:
+        """The file and number of every row, and what it has in a column of the files; None where a file has none."""
+        for source, (file, rows) in enumerate(zip(self.files, self._sources)):
+            kept = set(self._kept[self._kept[:, 0] == source, 1].tolist())
+            values = rows.column(name) if name in rows.columns else repeat(None, len(rows))
+            yield from ((f"{file}, row {number}", value) for number, value in enumerate(values) if number in kept)
+
     @property
     def fingerprint(self) -> str:
         """Hex digest of which rows stand where: equal exactly when a cursor into one dataset fits the other."""
@@ -127,13 +135,15 @@ def truncate(ids: list[int], limit: int, side: str) -> list[int]:
 
 def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
     """DataError if the prompt column is missing, or a column looks like a misspelt one that is missing."""
+    named_by = {config.prompt_key: "data.prompt_key", config.reward_fn_key: "data.reward_fn_key"}
     known = [config.prompt_key, config.reward_fn_key, *_DICT_COLUMNS, "ability"]
     missing = [name for name in known if name not in rows.columns]
     for column in rows.columns:
         meant = difflib.get_close_matches(column, missing, n=1, cutoff=0.8) if column not in known else []
         if meant:
+            or_key = f", or set {named_by[meant[0]]}={column}" if meant[0] in named_by else ""
             raise DataError(
-                f"{file}: unknown column '{column}'; did you mean '{meant[0]}', which is missing? Rename it."
+                f"{file}: unknown column '{column}'; did you mean '{meant[0]}', which is missing? Rename it{or_key}."
             )
     require_column(file, rows, config.prompt_key, "data.prompt_key")
 

@@ -1,8 +1,10 @@
 """`verl.utils.profile_memory`: what a configuration will take, or what the running trainer took beside it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.config import TrainConfig
+from verl.config.keywords import config_from_keywords
 from verl.diagnostics.advice import Advice, advise
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
@@ -53,12 +55,12 @@ def watch(config: TrainConfig) -> None:
     _running[:] = [config]
 
 
-def profile_memory(config: TrainConfig | None = None, *, device_gib: float | str | None = None) -> MemoryProfile:
-    """Plan the memory of a validated configuration, in seconds and without a weight or a GPU; `print` the result.
+def profile_memory(config: Any = None, *, device_gib: float | str | None = None) -> MemoryProfile:
+    """Plan the memory of a configuration, in seconds and without a weight or a GPU; `print` the result.
 
     Args:
-        config: None is the configuration of the trainer that runs in this process, whose measured peaks then stand
-            beside the predictions.
+        config: a TrainConfig, a mapping of keys to values, or the path of a YAML file. None is the configuration of the
+            trainer that runs in this process, whose measured peaks then stand beside the predictions.
         device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the visible one.
 
     Raises:
@@ -70,9 +72,11 @@ def profile_memory(config: TrainConfig | None = None, *, device_gib: float | str
         if not _running:
             raise ConfigError(
                 "profile_memory() without a configuration tells of the trainer in this process, and there is none. "
-                "Give it a configuration: profile_memory(load_config([...]))."
+                'Give it a configuration: profile_memory({"data.dataset_name": "toy"}).'
             )
         config, measured = _running[0], measured_phases()
+    elif not isinstance(config, TrainConfig):
+        config = config_from_keywords(config, {})
     shapes = ModelShapes()
     plan = plan_memory(config, device_gib, shapes)
     return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)

@@ -16,8 +16,8 @@ def render(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak]
     """Batch, pages, phases, placement, verdict, advice. `measured`: peaks by (role, phase) as `profile` names them."""
     shape = plan.roles["actor"].footprint.shape
     lines = [
-        f"Model: {shape.family}, {shape.numel / 1e9:.2f} G parameters, {shape.layers} layers, hidden {shape.hidden}, "
-        f"vocabulary {shape.vocabulary}; {plan.roles['actor'].footprint.shape.trained_numel / 1e9:.2f} G trained",
+        f"Model: {shape.family}, {_count(shape.numel)} parameters, {shape.layers} layers, hidden {shape.hidden}, "
+        f"vocabulary {shape.vocabulary}; {_count(shape.trained_numel)} trained",
         f"Batch: {plan.batch}",
         f"Cache: {plan.rollout}",
         "",
@@ -156,8 +156,14 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     return lines
 
 
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} G" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"
+    """One digit behind the point; two that count of less than a tenth, so that a small model has a plan as well."""
+    gib = num_bytes / GIB
+    return f"{gib:.1f}" if gib >= 0.1 else f"{gib:.2g}"
 
 
 def _spans(numbers: Sequence[int]) -> str:

@@ -265,9 +265,12 @@ def _explained(source: str, what: str, error: Exception) -> ModelError:
         )
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
         return _unreachable(source, what)
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])  # some errors say what it is in a second line
+    if "ignore_mismatched_sizes" in reason:
+        reason = "weights have other shapes than its configuration and override_config say"
     return ModelError(
-        f"Cannot load the {what} from '{source}': {first_line.rstrip('.')}. If the model brings its own code, set "
+        f"Cannot load the {what} from '{source}': {reason.rstrip('.')}. If the model brings its own code, set "
         "trust_remote_code=true; if files are damaged, download them again."
     )
 

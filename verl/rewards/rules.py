@@ -40,14 +40,19 @@ def default_compute_score(
         RewardError: the data source has no rule, or the row has no ground truth.
     """
     rule = find_rule(data_source)
+    require_truth(data_source, ground_truth)
+    if runner is not None and runs_code(rule):
+        options["runner"] = runner
+    return rule(solution_str, ground_truth, extra_info, **options)
+
+
+def require_truth(data_source: str, ground_truth: Any) -> None:
+    """RewardError where a row has nothing that its rule could compare with."""
     if ground_truth is None:
         raise RewardError(
             f"The rule for data_source '{data_source}' needs reward_model.ground_truth, but this row has none. Add the "
             "column reward_model = {'style': 'rule', 'ground_truth': ...} to the data."
         )
-    if runner is not None and runs_code(rule):
-        options["runner"] = runner
-    return rule(solution_str, ground_truth, extra_info, **options)
 
 
 def scores_by_rule(function: Callable[..., Any]) -> bool:
@@ -94,7 +99,7 @@ def find_rule(data_source: Any) -> Rule:
     if not isinstance(data_source, str) or data_source not in reward_rules:
         known = ", ".join(sorted(reward_rules))
         if data_source is None:
-            fact = "The rows have no data_source, which picks the reward rule"
+            fact = "There is no data_source, which picks the reward rule"
         else:
             near = nearest_names(str(data_source), list(reward_rules))
             fact = f"No reward rule for data_source {data_source!r}" + (f". Nearest: {near}" if near != known else "")

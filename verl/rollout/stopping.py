@@ -34,6 +34,11 @@ class StopRule:
         self.token_ids: NDArray[np.int64] = np.array(sorted(ids), np.int64)
         self.strings = params.stop
         self.tokenizer = tokenizer
+        if tokenizer is not None and not all(0 <= token < len(tokenizer) for token in params.stop_token_ids):
+            raise ConfigError(
+                f"stop_token_ids must be ids of the tokenizer, from 0 to {len(tokenizer) - 1}, got "
+                f"{list(params.stop_token_ids)}. tokenizer.convert_tokens_to_ids gives that of a token."
+            )
         # A token stands for one byte at least, so a text of n bytes lies within the last n tokens. The margin keeps
         # what decoders do to the first token of a text (dropped spaces, broken characters) away from it.
         self.window = max((len(text.encode()) for text in self.strings), default=0) + 8

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.tracking.files import drop_lines_after, repair_last_line
 from verl.tracking.samples import plain, to_json_line, write_samples
+from verl.utils.errors import ConfigError
 from verl.utils.imports import require
 from verl.utils.registry import Registry
 
@@ -153,14 +154,18 @@ class WandbBackend(TrackerBackend):
         self._run.finish()
 
     def _open(self, run_id: str | None) -> Any:
-        run = self._wandb.init(
-            project=self.settings.project_name,
-            name=self.settings.experiment_name,
-            config=plain(self.settings.config),
-            dir=str(self.settings.folder),
-            id=run_id,
-            resume="allow" if run_id else None,
-        )
+        try:
+            run = self._wandb.init(
+                project=self.settings.project_name,
+                name=self.settings.experiment_name,
+                config=plain(self.settings.config),
+                dir=str(self.settings.folder),
+                id=run_id,
+                resume="allow" if run_id else None,
+            )
+        except self._wandb.Error as error:
+            way_out = "Log in (wandb login), write to the disk with WANDB_MODE=offline, or leave wandb out"
+            raise ConfigError(f"trainer.logger=wandb cannot be used: {error} {way_out}.") from error
         self._id_file.write_text(run.id)
         return run
 

@@ -77,7 +77,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.val_reward_fn = val_reward_fn or setup.build_reward(config, self.tokenizer, num_examine=1)
         self.train_loader, self.val_loader = setup.build_loaders(config, self.tokenizer, train_dataset, val_dataset)
         if reward_fn is None:
-            setup.check_reward(config, self.reward_fn, self.train_loader)
+            setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}  # passes over a batch, by phase

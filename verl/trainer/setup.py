@@ -13,14 +13,15 @@ from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedPolicyLoss
 from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
-from verl.data import RLDataLoader
+from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_sampler
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
-from verl.rewards.manager import RewardManager, check_result
+from verl.rewards.manager import RewardManager, check_result, ground_truth_of
 from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
+from verl.rewards.rules import find_rule, require_truth
 from verl.rollout import rollout_engines
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
@@ -141,9 +142,31 @@ def scores_row_by_row(config: RewardModelConfig, reward_fn: Any) -> bool:
     return is_ours and not config.enable and leaves_batch_alone(config, reward_fn)
 
 
-def check_reward(config: TrainConfig, reward_fn: Any, train_loader: RLDataLoader) -> None:
-    """The reward works on a few rows of the data: told before a weight is loaded. A reward model is not there yet."""
+def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
+    """RewardError for the first row that no rule scores, where the manager goes by rules."""
+    key, with_rule = manager.reward_fn_key, set[str]()
+    for (place, source), (_, truth) in (
+        zip(dataset.column(key), dataset.column("reward_model")) if manager.by_rule else ()
+    ):
+        try:
+            if source not in with_rule:
+                find_rule(source)
+                with_rule.add(source)
+            if manager.on_error == "stop":
+                require_truth(source, ground_truth_of(truth))
+        except RewardError as error:
+            raise RewardError(f"{place}: {error}") from error
+
+
+def check_reward(
+    config: TrainConfig, reward_fn: Any, train_loader: RLDataLoader, val_loader: RLDataLoader | None = None
+) -> None:
+    """Every row has a rule, where rules score, and the reward works on a few rows of the data: told before a weight is
+    loaded. A reward model is not there yet."""
     if not config.reward_model.enable:
+        for loader in (train_loader, val_loader):
+            if loader is not None and isinstance(loader.dataset, RLDataset) and isinstance(reward_fn, RewardManager):
+                check_rows(loader.dataset, reward_fn)
         preflight(config, train_loader.dataset, reward_fn)
 
 

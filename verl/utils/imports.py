@@ -5,10 +5,11 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from verl.utils.errors import ConfigError, MissingDependencyError
+from verl.utils.errors import ConfigError, MissingDependencyError, VerlError
 from verl.utils.registry import nearest_names
 
 
@@ -37,11 +38,14 @@ def load_module(path_or_name: str) -> ModuleType:
     path = Path(path_or_name).expanduser()
     if path.suffix != ".py":
         try:
-            return importlib.import_module(path_or_name)
+            module = importlib.import_module(path_or_name)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"Cannot import '{path_or_name}': {error}. Give a .py file or an installed module."
             ) from error
+        if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
+            raise ConfigError(f"'{path_or_name}' is a folder without code of its own. Give a .py file in it.")
+        return module
     if not path.is_file():
         raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
@@ -59,6 +63,12 @@ def load_module(path_or_name: str) -> ModuleType:
             if isinstance(error, SyntaxError) and error.filename == spec.origin:
                 raise ConfigError(
                     f"'{path}', line {error.lineno}, is not Python: {error.msg}. Mend that line."
+                ) from error
+            if isinstance(error, Exception) and not isinstance(error, (VerlError, ModuleNotFoundError)):
+                lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == spec.origin]
+                raise ConfigError(
+                    f"'{path}', line {lines[-1]}, raised {type(error).__name__}: {error}. Mend it; VERL_TRACEBACK=1 "
+                    "shows the way there."
                 ) from error
             raise
     return sys.modules[name]

@@ -3,6 +3,8 @@
 import functools
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("verl")
 
@@ -15,6 +17,16 @@ def configure_logging(level: int = logging.INFO) -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """No line of the log while it is open."""
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 @functools.cache

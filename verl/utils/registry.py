@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str], count: int = 3) -> str:
-    """The known names closest to `name`, or all of them when none is close."""
+    """The known names closest to `name`, or all of them when none is close; "none" where there are none."""
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
-    return ", ".join(close or sorted(known))
+    return ", ".join(close or sorted(known)) or "none"
 
 
 class Registry(Generic[T]):
