@@ -198,7 +198,7 @@ def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
     ("override", "expected"),
     [
         ("trainer.max_stepz=3", "trainer.max_steps"),
-        ("actor_rollout_ref.actor.loss_extra=[{name: sft, coef: 1}]", "extra loss term 'sft'. Nearest known: none."),
+        ("actor_rollout_ref.actor.loss_extra=[{name: sft, coef: 1}]", "extra loss term 'sft'. Nearest known: "),
         ("algorithm.adv_estimator=gprp", "Unknown advantage estimator (algorithm.adv_estimator) 'gprp'. Nearest"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "Nearest known: vanilla"),
         ("reward_model.reward_manager=naiv", "Nearest known: naive"),
