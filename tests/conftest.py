@@ -34,6 +34,8 @@ _LONG = (
     "test_algorithms.py",
     "test_spmd.py",
     "test_readme.py",
+    "test_api.py",
+    "test_sft.py",
 )
 
 
