@@ -11,7 +11,7 @@ from verl.config import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
-from verl.models.load import _torch_dtype, load_model_config
+from verl.models.load import load_model_config, torch_dtype
 from verl.models.reward_model import load_reward_config
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.utils.imports import import_user_code
@@ -35,7 +35,7 @@ class ModelShapes:
         dtype = parameter_dtype(model, device, is_trained=is_trained)
 
         def make() -> PreTrainedModel:
-            module = AutoModelForCausalLM.from_config(_config(model), dtype=_torch_dtype(dtype))
+            module = AutoModelForCausalLM.from_config(_config(model), dtype=torch_dtype(dtype))
             if is_trained:
                 add_adapters(module, model, "actor_rollout_ref.model")
             return module if is_trained else module.requires_grad_(False)
@@ -44,7 +44,7 @@ class ModelShapes:
 
     def critic(self, model: CriticModelConfig, device: torch.device) -> ModelShape:
         def make() -> CriticModel:
-            body = AutoModel.from_config(_config(model), dtype=_torch_dtype(parameter_dtype(model, device)))
+            body = AutoModel.from_config(_config(model), dtype=torch_dtype(parameter_dtype(model, device)))
             module = CriticModel(body)
             add_adapters(body, model, "critic.model")
             if model.lora_rank > 0 and device.type == "cuda":

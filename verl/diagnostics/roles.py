@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from verl.config import (
     CriticModelConfig,
     FSDPConfig,
@@ -26,6 +24,7 @@ from verl.engine.budget import MOST_TOKENS, largest_that_fits
 from verl.engine.compile import compile_backend
 from verl.engine.footprint import EngineFootprint, engine_setup, gathers_once
 from verl.engine.model_shape import ModelShape
+from verl.models.load import torch_dtype
 
 Predict = Callable[[int, int], dict[str, int]]
 
@@ -95,7 +94,7 @@ def _role(
         optim,
         on_cuda=placement.on_cuda,
         shard_ranks=ranks // copies if placement.on_cuda or ranks > 1 else None,
-        compute_itemsize=getattr(torch, fsdp.compute_dtype).itemsize
+        compute_itemsize=torch_dtype(fsdp.compute_dtype).itemsize
         if fsdp.compute_dtype is not None
         else (2 if placement.on_cuda else shape.weights[0].itemsize),
         compiled=compile_backend(compiled, placement.device, shape.family) is not None,

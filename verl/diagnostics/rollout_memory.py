@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from verl.config import RolloutConfig
 from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
-from verl.models.load import _torch_dtype
+from verl.rollout.twin import ROLLOUT_DTYPES
 
 # Logits in fp32 that `CudaRunner.other_bytes` keeps room for: of a first draw, of a step outside of a graph, and in the
 # pool of the graphs.
@@ -51,7 +51,7 @@ def plan_rollout(
 ) -> RolloutPlan:
     """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they are, `room` the bytes
     that are free beside the trainer (None: not known)."""
-    itemsize = _torch_dtype(config.dtype).itemsize if config.dtype else 2 if on_cuda else shape.weights[0].itemsize
+    itemsize = ROLLOUT_DTYPES[config.dtype].itemsize if config.dtype else 2 if on_cuda else shape.weights[0].itemsize
     parts = config.tensor_model_parallel_size
     # Matrices of the layers are cut; embeddings, norms and head are whole on every rank.
     numel = sum(w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights)

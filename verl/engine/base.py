@@ -31,6 +31,7 @@ from verl.engine.packing import MicroBatch, MiniBatch
 from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossOutput, Totals
+from verl.models.load import torch_dtype
 from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.utils.peaks import phase_peaks
@@ -113,7 +114,7 @@ class TrainEngine:
         share_prompts: bool = True,
     ) -> None:
         if compute_dtype is None and fsdp.compute_dtype is not None:
-            compute_dtype = getattr(torch, fsdp.compute_dtype)
+            compute_dtype = torch_dtype(fsdp.compute_dtype)
         casts = compute_dtype not in (None, next(module.parameters()).dtype)
         self.mesh: Mesh = init_mesh(
             device,

@@ -31,7 +31,7 @@ from verl.utils.logging import say_once
 TOY = "toy"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.model")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64,
 }  # fmt: skip
@@ -143,7 +143,7 @@ def load_transformer(
             model, info = auto_class.from_pretrained(
                 source,
                 config=config,
-                dtype=_torch_dtype(dtype),
+                dtype=torch_dtype(dtype),
                 trust_remote_code=trust_remote_code,
                 attn_implementation=IMPLEMENTATION,
                 output_loading_info=True,
@@ -197,12 +197,13 @@ def _load_config(source: str, trust_remote_code: bool, changes: dict[str, Any]) 
     return config
 
 
-def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """What a name of the configuration stands for. Raises ModelError for one that is unknown."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in _DTYPES:
-        raise ModelError(f"Unknown dtype '{dtype}'. Known: {', '.join(_DTYPES)}.")
-    return _DTYPES[dtype]
+    if dtype not in DTYPES:
+        raise ModelError(f"Unknown dtype '{dtype}'. Known: {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
 
 
 def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from verl.models.load import DTYPES
 from verl.models.lora import adapted_layers, plain_modules, plain_parameters
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import nearest_names
@@ -21,25 +22,16 @@ from verl.weight_sync.fingerprint import Fingerprint, Part, fingerprints, parts_
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ALIGNMENT = 256  # bytes; the widest loads of matrix kernels need 16, and memory moves in lines of 128
 
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "float64": torch.float64,
-}
+ROLLOUT_DTYPES = {**DTYPES, "half": torch.float16}
 
 
 def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device) -> torch.dtype:
     """The dtype that `rollout.dtype` names; None is bfloat16 on CUDA and the trainer's own dtype on CPU."""
     if name is None:
         return torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype
-    if name not in _DTYPES:
-        raise ConfigError(f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
+    if name not in ROLLOUT_DTYPES:
+        raise ConfigError(f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(ROLLOUT_DTYPES)}.")
+    return ROLLOUT_DTYPES[name]
 
 
 class ModelTwin:
