@@ -2,18 +2,10 @@
 
 from collections import Counter
 
-from verl.config.evaluation import EvaluationConfig
-from verl.config.generation import GenerationConfig
+from verl.config import load
 from verl.config.keys import Key, keys_of
-from verl.config.sft import SFTConfig
-from verl.config.train import TrainConfig
 
-ROOTS = {
-    "verl.trainer.main_ppo": TrainConfig,
-    "verl.trainer.main_sft": SFTConfig,
-    "verl.trainer.main_generation": GenerationConfig,
-    "verl.trainer.main_eval": EvaluationConfig,
-}
+ROOTS = {root.module: root.schema for root in load.ROOTS.values()}
 _INTRODUCTION = """\
 # Configuration keys
 
