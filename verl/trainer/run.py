@@ -177,7 +177,7 @@ class TrainingRun(ABC, Generic[Config]):
         """Several ranks cannot begin a pass again where one ran out of memory: leave the smaller size for a restart."""
         shortage = error if isinstance(error, OutOfMemoryError) else error.__cause__
         if isinstance(shortage, OutOfMemoryError) and shortage.lowered:
-            file = self.checkpoints.root / LOWERED_BUDGETS
+            file = self._lowered_budgets_file
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({**self._noted_budgets(), **shortage.lowered}), encoding="utf-8")
             logger.error("The same command again begins with %s, which %s says.", dict(shortage.lowered), file)
@@ -186,15 +186,19 @@ class TrainingRun(ABC, Generic[Config]):
         """Begin with the sizes of passes that `note_shortage` left, unless `trainer.resume_mode=disable`."""
         sizes = {} if self.config.trainer.resume_mode == "disable" else self._noted_budgets()
         if sizes:
-            file = self.checkpoints.root / LOWERED_BUDGETS
+            file = self._lowered_budgets_file
             logger.warning(
                 "Passes are made with at most %s, where memory ran out before. Remove %s to forget it.", sizes, file
             )
             for group in self.worker_groups():
                 group.lower_budgets(sizes)  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def _lowered_budgets_file(self) -> Path:
+        return self.checkpoints.root / LOWERED_BUDGETS
+
     def _noted_budgets(self) -> dict[str, int]:
-        file = self.checkpoints.root / LOWERED_BUDGETS
+        file = self._lowered_budgets_file
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     # ---------------------------------------------------------------- checkpoints

@@ -143,11 +143,10 @@ def scores_row_by_row(config: RewardModelConfig, reward_fn: Any) -> bool:
 
 
 def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
-    """RewardError for the first row that no rule scores, where the manager goes by rules."""
-    key, with_rule = manager.reward_fn_key, set[str]()
-    for (place, source), (_, truth) in (
-        zip(dataset.column(key), dataset.column("reward_model")) if manager.by_rule else ()
-    ):
+    """RewardError for the first row that no rule scores, of a manager that goes by rules."""
+    with_rule = set[str]()
+    rows = zip(dataset.column(manager.reward_fn_key), dataset.column("reward_model"))
+    for (place, source), (_, truth) in rows:
         try:
             if source not in with_rule:
                 find_rule(source)
@@ -164,9 +163,10 @@ def check_reward(
     """Every row has a rule, where rules score, and the reward works on a few rows of the data: told before a weight is
     loaded. A reward model is not there yet."""
     if not config.reward_model.enable:
-        for loader in (train_loader, val_loader):
-            if loader is not None and isinstance(loader.dataset, RLDataset) and isinstance(reward_fn, RewardManager):
-                check_rows(loader.dataset, reward_fn)
+        if isinstance(reward_fn, RewardManager) and reward_fn.by_rule:
+            for loader in (train_loader, val_loader):
+                if loader is not None and isinstance(loader.dataset, RLDataset):
+                    check_rows(loader.dataset, reward_fn)
         preflight(config, train_loader.dataset, reward_fn)
 
 
