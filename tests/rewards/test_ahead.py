@@ -279,3 +279,25 @@ def test_several_threads_know_the_first_failure_by_row():
     outcomes = Caller(compute_score, 60.0)([{"row": row} for row in range(50)], stop_at_failure=True, at_once=4)
     failed = [row for row, outcome in enumerate(outcomes) if outcome is not None and outcome.failed]
     assert failed[0] == 2
+
+
+@pytest.mark.timeout(30)
+def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
+    """Its thread was woken for it, and got the lock only after the caller had reckoned how long to wait."""
+    release, first_done = threading.Event(), threading.Event()
+
+    def hang(number):
+        first_done.set() if number == 0 else release.wait()
+
+    caller = Caller(hang, timeout_s=0.2)
+    calls = caller.begin()
+    calls.add(0, lambda: {"number": 0})
+    assert first_done.wait(10)
+    while calls.outcomes[0] is None:
+        time.sleep(0.01)
+    with calls._changed:
+        calls.add(1, lambda: {"number": 1})
+        first, second = caller.finish(calls)
+    release.set()
+    assert not first.failed
+    assert second.timed_out

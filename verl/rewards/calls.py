@@ -288,8 +288,10 @@ class _Threads:
         return not self._has_next() and not any(row < self._failed_row for row in under_way)
 
     def _until_next_deadline(self) -> float:
-        oldest = min((began for _, began in self._running.values()), default=time.monotonic())
-        return min(max(oldest + self.timeout_s - time.monotonic(), 0.001), threading.TIMEOUT_MAX)
+        now = time.monotonic()
+        # A thread that has no call yet may take one as soon as the lock is free: that call cannot be late any sooner.
+        oldest = min((began for _, began in self._running.values()), default=now)
+        return min(max(min(oldest, now) + self.timeout_s - now, 0.001), threading.TIMEOUT_MAX)
 
     def _leave_late_ones(self) -> None:
         now = time.monotonic()
