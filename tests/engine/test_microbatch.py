@@ -87,6 +87,13 @@ def test_a_prompt_too_long_for_one_micro_batch_is_dealt_evenly():
     assert plan_micro_batches(lengths, TokenBudget(max_tokens=75), prompts) == [[0, 2, 4, 5], [1, 3]]
 
 
+def test_prompts_a_little_too_long_fill_their_micro_batches():
+    """Halves of 16 responses would leave half of every micro-batch empty."""
+    lengths, prompts = shared([(256, [1024] * 16)] * 12)
+    plan = plan_micro_batches(lengths, TokenBudget(max_tokens=16_384), prompts)
+    assert len(plan) == 13
+
+
 @given(lengths=LENGTHS, max_tokens=integers(60, 400))
 def test_prompts_of_one_row_each_change_no_plan(lengths, max_tokens):
     alone = SharedPrompts(list(range(len(lengths))), [1] * len(lengths))

@@ -29,13 +29,19 @@ def attend(function: Callable[..., Tensor], drawn: list[Tensor], weight: Tensor,
     return [out.detach(), *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)]
 
 
+# Three pieces of responses each, of which one may be empty.
+PIECES: tuple[Group, ...] = ((300, (1100, 900, 70)), (140, (1, 1)), (5, (600, 700)))
+
+
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("window", [None, 2, 16, 200, 5000])
-def test_the_kernel_agrees_with_blocks_in_float64(key_heads: int, head_dim: int, window: int | None) -> None:
+@pytest.mark.parametrize(("groups", "window"), [*((LONG, size) for size in (None, 2, 16, 200, 5000)), (PIECES, None)])
+def test_the_kernel_agrees_with_blocks_in_float64(
+    groups: tuple[Group, ...], key_heads: int, head_dim: int, window: int | None
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    layout = layout_of(grouped_rows(LONG), share=True)
-    assert layout.shared == (4, 2, 3, 2)
+    layout = layout_of(grouped_rows(groups), share=True)
+    assert layout.shared == ((4, 2, 3, 2) if groups is LONG else (3, 2, 2))
     total = layout.starts[-1]
     facts = Facts(scale=head_dim**-0.5, window=window, cap=None, sinks=None)
     drawn = [
@@ -105,4 +111,5 @@ def test_offsets_reach_the_device_without_a_wait() -> None:
         torch.cuda.set_sync_debug_mode(mode)
     assert parts.across.query_offsets.tolist() == [0, 465, 668, 1052, 1204]
     assert parts.across.key_offsets.tolist() == [0, 300, 305, 433, 434]
+    assert parts.copied.device.type == parts.copies.device.type == "cuda"
     assert int(ends[-1]) == len(keys)

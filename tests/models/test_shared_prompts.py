@@ -16,6 +16,7 @@ from tests.models.grouped import Rows, grouped_rows, kernel_backward, kernel_for
 from tests.models.rows import KeepFloat64
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, tiny_model
 from verl.models import attention, attention_kernels, packed, shared_prompts, varlen
+from verl.models import layout as layout_module
 from verl.models.attention import Facts, Layout, apply_checkpointing, block_attention
 from verl.models.critic import CriticModel
 from verl.models.packed import PackedBatch, PackedCausalLM, PackedValueModel
@@ -192,9 +193,13 @@ def shared_layout(rows: Rows) -> Layout:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("window", [None, 1, 5, 30, 500])
-def test_kernel_calls_give_what_blocks_give(rows: Rows, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "piece"), [(None, 1024), (None, 17), (1, 17), (5, 17), (30, 17), (500, 17)])
+def test_kernel_calls_give_what_blocks_give(
+    rows: Rows, window: int | None, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_module, "_PIECE", piece)
     layout = shared_layout(rows)
+    assert len(layout.parts.across.query_offsets) == (4 if piece == 1024 else 13)
     for ours, theirs in zip(
         attend(attention._varlen_attention, layout, window), attend(block_attention, layout, window), strict=True
     ):

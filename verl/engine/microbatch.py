@@ -1,7 +1,7 @@
 """Which rows share a micro-batch: planned once from the lengths, the same on every rank and in every run."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ def plan_micro_batches(
 
     By rows: consecutive chunks. By tokens: no more bins than first-fit decreasing needs (<= 11/9 of the optimum + 1),
     filled evenly where an even filling fits, in the order of their first rows. A shared prompt counts once; its rows
-    stay together, or, where they exceed the budget, are dealt evenly to micro-batches that compute the prompt again.
+    stay together, or, where they exceed the budget, are dealt to micro-batches that compute the prompt again: evenly,
+    or the first ones full, whichever gives fewer micro-batches.
     Raises ConfigError for a row longer than the budget. O(rows * log(bins)) for each count of bins tried.
     """
     if budget.rows is not None:
@@ -67,14 +68,22 @@ def plan_micro_batches(
             )
     if prompts is None:
         return _ordered(_fill(lengths, budget.max_tokens))
-    units = _inseparable(lengths, prompts, budget.max_tokens)
-    tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
-    bins = _fill(tokens, budget.max_tokens)
-    return _ordered([[row for unit in members for row in units[unit]] for members in bins])
+    plans = []
+    for deal in (_fill, _first_fit_decreasing):
+        units = _inseparable(lengths, prompts, budget.max_tokens, deal)
+        tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
+        bins = _fill(tokens, budget.max_tokens)
+        plans.append(_ordered([[row for unit in members for row in units[unit]] for members in bins]))
+    return min(plans, key=len)
 
 
-def _inseparable(lengths: Sequence[int], prompts: SharedPrompts, max_tokens: int) -> list[list[int]]:
-    """The rows of each prompt, in as few parts as the budget allows."""
+def _inseparable(
+    lengths: Sequence[int],
+    prompts: SharedPrompts,
+    max_tokens: int,
+    deal: Callable[[Sequence[int], int], list[list[int]]],
+) -> list[list[int]]:
+    """The rows of each prompt; those that exceed the budget in the parts that `deal` makes of them."""
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(prompts.number):
         rows_of.setdefault(number, []).append(row)
@@ -84,7 +93,7 @@ def _inseparable(lengths: Sequence[int], prompts: SharedPrompts, max_tokens: int
             units.append(rows)
             continue
         responses = [lengths[row] - prompts.lengths[row] for row in rows]
-        parts = _fill(responses, max_tokens - prompts.lengths[rows[0]])
+        parts = deal(responses, max_tokens - prompts.lengths[rows[0]])
         units += [[rows[member] for member in part] for part in parts]
     return units
 

@@ -1,6 +1,6 @@
 """Where the segments of a packed batch lie, and how attention cuts them into padded blocks or kernel calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,6 +18,8 @@ _LINEAR_COST = 64
 _MAX_WASTE = 1.4
 # Largest s * L * L of a block of more than one sequence: bounds the score matrix of explicit attention.
 _MAX_BLOCK = 2**24
+# Tokens of responses to a shared prompt that see one copy of its keys.
+_PIECE = 1024
 
 
 class Block(NamedTuple):
@@ -71,22 +73,27 @@ class Layout:
 
     @cached_property
     def parts(self) -> SharedParts:
-        """The kernel calls for shared prompts. Offsets are made on the device: the host does not wait for it."""
-        segments = [prompt for prompt, _ in self.prompts]
-        first_prompt, first_response, ends = segments[0], segments[-1] + 1, self.cu_seqlens
-        bounds = torch.stack([ends[first_response], *(ends[responses.stop] for _, responses in self.prompts)])
-        own = max(self.lengths)
+        """The kernel calls for shared prompts."""
+        first_prompt, first_response = self.prompts[0][0], self.prompts[-1][0] + 1
+        prompts, own = self.lengths[first_prompt:first_response], max(self.lengths)
+        counts = [sum(self.lengths[i] for i in responses) for _, responses in self.prompts]
+        pieces = -(-max(counts) // _PIECE)
+        queries = [count * (i + 1) // pieces - count * i // pieces for count in counts for i in range(pieces)]
+        keys = [length for length in prompts for _ in range(pieces)]
+        starts = [0, *accumulate(prompts)]
+        copied = [torch.arange(start, stop).repeat(pieces) for start, stop in pairwise(starts)]
+        # Copy i of token t of a prompt of L tokens, before which those of P tokens lie.
+        copies = [
+            pieces * start + torch.arange(pieces)[:, None] * length + torch.arange(length)
+            for start, length in zip(starts, prompts)
+        ]
         return SharedParts(
-            own=Sequences(ends, ends, own, own, causal=True),
-            across=Sequences(
-                bounds - ends[first_response],
-                ends[first_prompt : first_response + 1] - ends[first_prompt],
-                max(sum(self.lengths[i] for i in responses) for _, responses in self.prompts),
-                max(self.lengths[prompt] for prompt in segments),
-                causal=False,
-            ),
+            own=Sequences(self.cu_seqlens, self.cu_seqlens, own, own, causal=True),
+            across=Sequences(self._offsets(queries), self._offsets(keys), max(queries), max(prompts), causal=False),
             prompts=slice(self.starts[first_prompt], self.starts[first_response]),
             responses=slice(self.starts[first_response], self.starts[-1]),
+            copied=self._send(torch.cat(copied)),
+            copies=self._send(torch.cat(copies, dim=1).flatten()),
         )
 
     def keys_within(self, window: int) -> tuple[Tensor, Tensor]:
@@ -103,9 +110,11 @@ class Layout:
             own = [range(start, stop) for start, stop in pairwise(self.starts)]
             keys = torch.cat([torch.arange(part.start, part.stop) for pair in zip(contexts, own) for part in pair])
             counts = (len(context) + length for context, length in zip(contexts, self.lengths))
-            ends = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-            self._keys[window] = self._send(keys), self._send(ends)
+            self._keys[window] = self._send(keys), self._offsets(counts)
         return self._keys[window]
+
+    def _offsets(self, counts: Iterable[int]) -> Tensor:
+        return self._send(torch.tensor([0, *accumulate(counts)], dtype=torch.int32))
 
     def _send(self, tensor: Tensor) -> Tensor:
         """To the batch's device; from pinned memory, or the host would wait for all work queued before the copy."""

@@ -1,11 +1,12 @@
 """Attention of responses that share a prompt, whose keys and values exist once.
 
-Two kernel calls: every segment causally to itself, and all responses of a prompt, as one query sequence, to all of the
-prompt. Softmax over both sets of keys is the average of the two outputs weighted by exp(log-sum-exp). In the backward
-pass each call gets the output and log-sum-exp of the whole and gives its exact share of the gradients
+Two kernel calls: every segment causally to itself, and all responses of a prompt, end to end and cut into pieces, to
+all of the prompt. Softmax over both sets of keys is the average of the two outputs weighted by exp(log-sum-exp). In the
+backward pass each call gets the output and log-sum-exp of the whole and gives its exact share of the gradients
 (`varlen.backward`).
 """
 
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,19 @@ from verl.models.varlen import Sequences
 
 
 class SharedParts(NamedTuple):
-    """The calls over N packed tokens, of which `prompts` are those of shared prompts, `responses` those after them."""
+    """The calls over N packed tokens, of which `prompts` are those of P tokens of shared prompts, `responses` those
+    after them.
+
+    The backward kernel works on blocks of keys at once, of which a prompt has few: each of C pieces of the responses
+    gets a copy of the prompt's keys to itself.
+    """
 
     own: Sequences  # every segment to itself
-    across: Sequences  # the responses of each shared prompt to it
+    across: Sequences  # C pieces of the responses of each shared prompt, each to its copy
     prompts: slice
     responses: slice
+    copied: Tensor  # (C * P,) int64, of which prompt token each copied key is
+    copies: Tensor  # (C * P,) int64, where the copies of the prompt tokens are, the first of all, the second of all ...
 
 
 def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float) -> Tensor:
@@ -35,7 +43,8 @@ class _SharedPromptAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float) -> Tensor:
         prompts, responses = parts.prompts, parts.responses
         out, lse = varlen.forward(q, k, v, parts.own, scale)
-        other, other_lse = varlen.forward(q[responses], k[prompts], v[prompts], parts.across, scale)
+        keys, values = k[prompts][parts.copied], v[prompts][parts.copied]
+        other, other_lse = varlen.forward(q[responses], keys, values, parts.across, scale)
         _merge_(out[responses], lse[:, responses], other, other_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.parts, ctx.scale = parts, scale
@@ -51,21 +60,25 @@ class _SharedPromptAttention(torch.autograd.Function):
         more_q, more_k, more_v = varlen.backward(
             grad_out[responses],
             q[responses],
-            k[prompts],
-            v[prompts],
+            k[prompts][parts.copied],
+            v[prompts][parts.copied],
             out[responses],
             lse[:, responses],
             parts.across,
             ctx.scale,
         )
         grad_q[responses] += more_q
-        grad_k[prompts] += more_k
-        grad_v[prompts] += more_v
+        for grad, more in ((grad_k, more_k), (grad_v, more_v)):
+            own = grad[prompts]
+            own += more[parts.copies].view(-1, *own.shape).sum(0)
         return grad_q, grad_k, grad_v, None, None
 
 
 def _merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Make `out` (n, H, D) and `lse` (H, n) those of attention to both sets of keys, in place, by way of fp32."""
+    if out.is_cuda:
+        # Triton exists beside CUDA only.
+        return importlib.import_module("verl.models.shared_prompts_kernels").merge_(out, lse, other, other_lse)
     share = torch.sigmoid(lse - other_lse).t()[..., None]
     out.copy_(torch.lerp(other.to(share.dtype), out.to(share.dtype), share))
     torch.logaddexp(lse, other_lse, out=lse)
