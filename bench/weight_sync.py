@@ -48,6 +48,9 @@ class Engine:
     def update_weights(self, named_tensors: Any) -> None:
         self.twin.update(named_tensors)
 
+    def weight_place(self, name: str) -> torch.Tensor | None:
+        return self.twin.place(name)
+
     def weight_fingerprints(self) -> dict[str, Fingerprint]:
         return self.twin.fingerprints()
 
@@ -147,7 +150,9 @@ def measure(name: str, bucket_bytes: int, repeats: int, device: torch.device) ->
     sender = DirectSender(engine, world=world)
 
     def hand_over(log: FingerprintLog | None) -> None:
-        named = trainer.parameters_for_rollout(dtype=engine.weight_dtype, bucket_bytes=bucket_bytes, log=log)
+        named = trainer.parameters_for_rollout(
+            dtype=engine.weight_dtype, bucket_bytes=bucket_bytes, log=log, place=engine.weight_place
+        )
         sender.send(named, log)
 
     num_bytes = engine.twin.copied_bytes

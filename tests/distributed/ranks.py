@@ -1,4 +1,4 @@
-"""Some gloo ranks that wait for functions to run together, as torchrun would have started them."""
+"""Some ranks that wait for functions to run together, as torchrun would have started them."""
 
 import multiprocessing
 import os
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 # Of one call on all ranks. A rank that waits for a collective which the others never make would wait for 30 minutes.
 TIMEOUT_S = 90
 
@@ -16,9 +18,12 @@ class Ranks:
     """`size` processes; `call` runs a module-level function on each of them and gives the list of what they return."""
 
     def __init__(self, size: int) -> None:
-        # A server that has imported everything once and forks: a second group of ranks costs nothing.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.jobs", "peft"])
+        if torch.cuda.is_available():  # which no fork may use after one of the imports has looked for it
+            context = multiprocessing.get_context("spawn")
+        else:
+            # A server that has imported everything once and forks: a second group of ranks costs nothing.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["tests.distributed.jobs", "peft"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -55,8 +60,6 @@ class Ranks:
 
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
-    import torch
-
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

@@ -141,6 +141,17 @@ def gather_model(setup: jobs.Setup, dtype: torch.dtype | None, bucket_bytes: int
     return tensors, log.read()
 
 
+def gather_to_places(places: Tensors) -> tuple[Tensors, list[str]]:
+    """What is handed over of a matrix of even rows and of `odd_rows`, and which of it came at its place at once."""
+    mesh: Mesh = init_mesh(torch.device("cpu"))
+    module = odd_rows()
+    module.append(torch.randn((6, 4), generator=torch.Generator().manual_seed(2)))
+    fully_shard(module, mesh=mesh.weights)
+    named = gathered(module.named_parameters(), bucket_bytes=400, dtype=torch.bfloat16, place=places.get)
+    tensors = dict(named)
+    return tensors, [name for name, tensor in tensors.items() if tensor is places.get(name)]
+
+
 def gather_odd_rows() -> tuple[Tensors, dict[str, int]]:
     """Rows that the ranks do not divide: the last one has fewer, or none."""
     mesh: Mesh = init_mesh(torch.device("cpu"))

@@ -40,6 +40,17 @@ def test_rows_that_ranks_do_not_divide(two_ranks: Ranks):
         assert log == dict(zip(expected, fingerprints(list(expected.values())).tolist()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_fits_is_gathered_at_its_place(two_ranks: Ranks, dtype: torch.dtype):
+    expected = {name: value.detach().to(torch.bfloat16) for name, value in jobs.odd_rows().named_parameters()}
+    places = {name: torch.full(value.shape, torch.nan, dtype=dtype) for name, value in expected.items()}
+    places["4"] = torch.full((6, 4), torch.nan, dtype=dtype)
+    for tensors, placed in two_ranks.call(jobs.gather_to_places, places):
+        assert all(torch.equal(tensors[name], value) for name, value in expected.items())
+        assert torch.isfinite(tensors["4"]).all()
+        assert placed == (["4"] if dtype == torch.bfloat16 else [])
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_sound_engines_are_proved(two_ranks: Ranks, halves: bool):
     assert two_ranks.call(jobs.hand_over, None, halves) == [(True, "")] * 2

@@ -283,19 +283,24 @@ class TrainEngine:
     # ---------------------------------------------------------------- weights
 
     def parameters_for_rollout(
-        self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20, log: FingerprintLog | None = None
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 512 << 20,
+        log: FingerprintLog | None = None,
+        place: Callable[[str], torch.Tensor | None] = lambda name: None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied weight once).
 
         The tensors alias the parameters wherever this rank has all of them: read, don't write. Shards are gathered a
-        bucket at a time, in `dtype` if that is narrower; see `gathered`. Adapters are merged into new tensors,
-        one after the other.
+        bucket at a time, in `dtype` if that is narrower, each to its `place`; see `gathered`. Adapters are merged into
+        new tensors, one after the other.
         """
         named = self._named_parameters
         if self._is_adapted:
             named, bucket_bytes = merged_parameters(self.hf_model), 0
         with self.on_device():
-            for name, tensor in gathered(named, bucket_bytes=bucket_bytes, dtype=dtype, log=log):
+            for name, tensor in gathered(named, bucket_bytes=bucket_bytes, dtype=dtype, log=log, place=place):
                 # What this rank has all of is the parameter's own memory, which goes away afterwards.
                 yield name, tensor if self._parameters is None else tensor.clone()
                 del tensor  # or it would live while the next one is made

@@ -61,6 +61,10 @@ class LocalEngine:
         """See `WeightTaker.weight_dtype`."""
         return self.twin.dtype
 
+    def weight_place(self, name: str) -> torch.Tensor | None:
+        """See `WeightTaker.weight_place`."""
+        return self.twin.place(name)
+
     def weight_fingerprints(self) -> dict[str, Fingerprint]:
         """See `WeightTaker.weight_fingerprints`."""
         return self.twin.fingerprints()

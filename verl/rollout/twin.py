@@ -126,6 +126,10 @@ class ModelTwin:
             )
         self.ready = True
 
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where a whole new value may be written before `update` is given it; None: `update` has to see it first."""
+        return None if name in self._aliased or name in self._cuts else self._held.get(name)
+
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Of every parameter as it stands here; of one that is cut, the part's share of the whole one's."""
         names: list[str] = []
@@ -185,6 +189,8 @@ class ModelTwin:
         return offsets, end
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor is self._placed(name):
+            return  # gathered at its place
         source = self._parameters[name]
         if self._can_alias(name) and tensor.data_ptr() == source.data_ptr():
             self._aliased.add(name)

@@ -25,6 +25,10 @@ class WeightTaker(Protocol):
         """Take every tensor before asking for the next one, whose memory may be the same."""
         ...
 
+    def weight_place(self, name: str) -> torch.Tensor | None:
+        """The engine's own tensor of that name, if what `update_weights` is about to be given may be written there."""
+        ...
+
     def weight_fingerprints(self) -> Mapping[str, Fingerprint]:
         """Of the tensors as the engine has them now, by name."""
         ...

@@ -20,27 +20,32 @@ def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     """See `verl.weight_sync.fingerprint.fingerprints`. `bits`: flat contiguous integers on one device."""
     device = bits[0].device
     sums = torch.zeros(len(bits), dtype=torch.int64, device=device)
-    rows = [(values.data_ptr(), values.numel(), *part) for values, part in zip(bits, parts)]
-    # The host waits for nothing: pageable memory is read before `to` returns.
-    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    # Where blocks are whole and the address allows it, loads are wide and not masked.
-    whole = np.array([values.numel() // _SIZE * (values.data_ptr() % 16 == 0) for values in bits])
-    blocks = np.array([-(-values.numel() // _SIZE) for values in bits])
-    kinds = np.array([(values.itemsize, part.run > 0) for values, part in zip(bits, parts)])
-    for itemsize, strided in np.unique(kinds, axis=0).tolist():
-        numbers = np.flatnonzero((kinds == (itemsize, strided)).all(1))
-        for full, first, end in ((True, 0 * whole, whole), (False, whole, blocks)):
-            todo = _numbered(numbers, first[numbers], end[numbers] - first[numbers])
-            if len(todo):
-                _sum_of_bits[(len(todo),)](
-                    table, torch.from_numpy(todo).to(device, non_blocking=True), sums,
-                    ELEMENT=_TYPES[itemsize], FULL=full, STRIDED=bool(strided), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8,
-                )  # fmt: skip
+    table = [(values.data_ptr(), values.numel(), *part) for values, part in zip(bits, parts)]
+    blocks: dict[tuple[int, bool, bool], list[tuple[int, int, int]]] = {}  # of tensors: number, first block, last
+    for number, (values, (address, size, _, run, _)) in enumerate(zip(bits, table)):
+        # Where blocks are whole and the address allows it, loads are wide and not masked.
+        whole, all_of_it = size // _SIZE * (address % 16 == 0), -(-size // _SIZE)
+        for full, first, end in ((True, 0, whole), (False, whole, all_of_it)):
+            if first < end:
+                blocks.setdefault((values.itemsize, run > 0, full), []).append((number, first, end))
+    lists = [_numbered(np.array(each)) for each in blocks.values()]
+    # One copy for everything. The host waits for nothing: pageable memory is read before `to` returns.
+    numbers = np.concatenate([np.array(table, dtype=np.int64).ravel(), *(each.ravel() for each in lists)])
+    on_device = torch.from_numpy(numbers).to(device, non_blocking=True)
+    start = 5 * len(table)
+    for (itemsize, strided, full), each in zip(blocks, lists):
+        _sum_of_bits[(len(each),)](
+            on_device, on_device[start:], sums,
+            ELEMENT=_TYPES[itemsize], FULL=full, STRIDED=strided, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8,
+        )  # fmt: skip
+        start += each.size
     return sums
 
 
-def _numbered(tensors: np.ndarray, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(all blocks, 2): number of the tensor, and of the block in it, for `counts` blocks of each from `first` on."""
+def _numbered(blocks: np.ndarray) -> np.ndarray:
+    """(all blocks, 2): number of the tensor, and of the block in it; `blocks` (n, 3) has the first and last of each."""
+    tensors, first, end = blocks.T
+    counts = end - first
     before = np.repeat(np.cumsum(counts) - counts - first, counts)
     return np.stack([np.repeat(tensors, counts), np.arange(counts.sum()) - before], 1)
 

@@ -1,6 +1,7 @@
 """Whole tensors from FSDP2's shards, a bucket at a time: one is gathered while the one before is read."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
@@ -26,6 +27,7 @@ def gathered(
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
     log: FingerprintLog | None = None,
+    place: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of tensors that may be sharded over several ranks, all of which must go through all of it.
 
@@ -35,6 +37,8 @@ def gathered(
     Args:
         dtype: of the receiver, for what is floating point: what is wider is cast before it travels.
         log: gets the fingerprints, in the receiver's dtype, taken from the shards themselves.
+        place: the receiver's own contiguous tensor of that name, if it may be written to: what is gathered comes there
+            at once, and is that tensor.
     """
     waiting: list[_Bucket] = []
     proofs: list[tuple[_Bucket, Tensor]] = []
@@ -45,12 +49,13 @@ def gathered(
         waiting.append(bucket)
         # One is on its way meanwhile; what this rank has all of waits for nothing.
         while waiting and (len(waiting) > 1 or bucket.mesh is None):
-            yield from waiting.pop(0).finish()
+            yield from waiting.pop(0).finish(place)
     for bucket in waiting:
-        yield from bucket.finish()
+        yield from bucket.finish(place)
     if log is not None:
+        _add_up([bucket for bucket, _ in proofs], [values for _, values in proofs])
         for bucket, values in proofs:
-            log.add(bucket.names, bucket.added_up(values))
+            log.add(bucket.names, values)
 
 
 @dataclass
@@ -77,8 +82,12 @@ class _Bucket:
         self._whole = torch.empty(size, sum(self._chunks), dtype=self.dtype, device=_device_of(self.mesh))
         mine = self._whole[self.mesh.get_local_rank(self.axis)]
         # The last ranks have fewer rows, or none: the rest of their chunks is never read.
-        places = [chunk[: shard.numel()] for chunk, shard in zip(mine.split_with_sizes(self._chunks), self.shards)]
-        torch._foreach_copy_(places, [shard.reshape(-1) for shard in self.shards])
+        flat = [shard.reshape(-1) for shard in self.shards]
+        places = [
+            chunk if len(chunk) == len(shard) else chunk[: len(shard)]
+            for chunk, shard in zip(mine.split_with_sizes(self._chunks), flat)
+        ]
+        torch._foreach_copy_(places, flat)
         self.shards = places
         group = self.mesh.get_group(self.axis)
         self._work: Any = _all_gather(self._whole.view(-1), mine, group=group, async_op=True)
@@ -92,32 +101,43 @@ class _Bucket:
         rank = self.mesh.get_local_rank(self.axis)
         return fingerprints(cast, [Part(rank * chunk) for chunk in self._chunks])
 
-    def added_up(self, values: Tensor) -> Tensor:
-        """Fingerprints of the whole tensors from those of every rank's shards."""
-        if self.mesh is not None:
-            dist.all_reduce(values, group=self.mesh.get_group(self.axis))
-        return values
-
-    def finish(self) -> Iterator[tuple[str, Tensor]]:
+    def finish(self, place: Callable[[str], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
         """The whole tensors. Nothing of them stays here."""
         tensors, self.shards = self.shards, []
-        if self.mesh is not None:
-            tensors = self._in_order()
-        for name, shape, tensor in zip(self.names, self.shapes, tensors):
-            yield name, tensor if self.mesh is None else tensor[: shape.numel()].view(shape)
+        yield from zip(self.names, tensors if self.mesh is None else self._in_order(place))
 
     @torch.no_grad()
-    def _in_order(self) -> list[Tensor]:
-        """Flat whole tensors, with what lies behind the last rows."""
+    def _in_order(self, place: Callable[[str], Tensor | None]) -> list[Tensor]:
         self._work.wait()
-        whole = self._whole
+        whole, ranks = self._whole, len(self._whole)
         del self._whole, self._work
-        if len(self.names) == 1:
-            return [whole.view(-1)]
-        tensors = torch.empty_like(whole).view(-1).split_with_sizes([len(whole) * chunk for chunk in self._chunks])
-        by_rank = [tensor.view(len(whole), -1) for tensor in tensors]
-        torch.split_with_sizes_copy(whole, self._chunks, dim=1, out=by_rank)
-        return list(tensors)
+        sizes = [shape.numel() for shape in self.shapes]
+        places = [place(name) for name in self.names]
+        for number, (given, size, chunk) in enumerate(zip(places, sizes, self._chunks)):
+            # Where ranks have unequal shares, what comes of the last ones has more than the tensor.
+            if given is not None and (size < ranks * chunk or given.dtype != self.dtype):
+                places[number] = None
+        if len(places) == 1 and places[0] is None:
+            return [whole.view(-1)[: sizes[0]].view(self.shapes[0])]
+        missing = [ranks * chunk for given, chunk in zip(places, self._chunks) if given is None]
+        scratch = iter(torch.empty(sum(missing), dtype=self.dtype, device=whole.device).split_with_sizes(missing))
+        flat = [next(scratch) if given is None else given.view(-1) for given in places]
+        torch.split_with_sizes_copy(whole, self._chunks, dim=1, out=[tensor.view(ranks, -1) for tensor in flat])
+        return [
+            tensor[:size].view(shape) if given is None else given
+            for given, tensor, size, shape in zip(places, flat, sizes, self.shapes)
+        ]
+
+
+def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
+    """Make fingerprints of this rank's shards those of the whole tensors, in place."""
+    groups = [None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis) for bucket in buckets]
+    for group in dict.fromkeys(groups):
+        if group is not None:
+            own = [value for value, other in zip(values, groups) if other is group]
+            total = torch.cat(own)
+            dist.all_reduce(total, group=group)
+            torch._foreach_copy_(own, list(total.split([len(value) for value in own])))
 
 
 def _buckets(named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None) -> Iterator[_Bucket]:
@@ -151,13 +171,18 @@ def _sharding(tensor: Tensor) -> tuple[DeviceMesh | None, int]:
     """The mesh and its axis along which `tensor` is sharded; no mesh where this rank has all of it."""
     if not isinstance(tensor, DTensor):
         return None, 0
-    mesh, placements = tensor.device_mesh, tensor.placements
+    axis = _sharded_axis(tensor.device_mesh, tensor.placements)
+    return (None, 0) if axis is None else (tensor.device_mesh, axis)
+
+
+@functools.cache
+def _sharded_axis(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int | None:
     axes = [axis for axis, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(axis) > 1]
     if not axes:
-        return None, 0
+        return None
     assert len(axes) == 1, f"sharded along {len(axes)} axes of {mesh}"
     assert placements[axes[0]] == Shard(0), f"{placements}: FSDP2 shards rows"
-    return mesh, axes[0]
+    return axes[0]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -221,6 +221,7 @@ class ActorRolloutWorker(TrainedWorker):
                 dtype=self.rollout.weight_dtype,
                 bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
                 log=log,
+                place=self.rollout.weight_place,
             )
             self.weight_sender.send(named_tensors, log)
             self.rollout_has_weights = True
