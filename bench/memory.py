@@ -212,9 +212,8 @@ class Run:
         found = {"load": self._told("load")}
         todo = {"weights to the rollout": self.sync, "rollout": self.generate, "old log-probs": self.log_probs,
                 "actor update": self.update}  # fmt: skip
-        if "actor update" in self.case.phases:
-            self._sleep()
-            self.update()
+        self._sleep()
+        self.update()
         for phase in PHASES[1:]:
             if phase not in self.case.phases:
                 continue

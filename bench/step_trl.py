@@ -5,6 +5,7 @@ All responses get the longest length: TRL has no limit for each sample, and woul
 token of its own.
 """
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ class DeviceStopwatch(Stopwatch):
         self.device = device
 
     def timing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def whole(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             synchronize(self.device)
@@ -47,6 +49,7 @@ class DeviceStopwatch(Stopwatch):
 
         timed = super().timing(name, whole)
 
+        @functools.wraps(function)
         def alone(*args: Any, **kwargs: Any) -> Any:
             synchronize(self.device)
             return timed(*args, **kwargs)

@@ -6,6 +6,7 @@ warm-up, in seconds.
 """
 
 import argparse
+import functools
 import os
 import tempfile
 import time
@@ -39,6 +40,7 @@ class Stopwatch(TrainerCallback):
     def timing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, adding its time to `name`; a call within another timed call belongs to the outer one."""
 
+        @functools.wraps(function)  # transformers looks at the parameters of `forward`
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return function(*args, **kwargs)
