@@ -218,17 +218,17 @@ class _Planner:
         return parts
 
     def _gathered(self) -> int:
-        """Two buckets of whole tensors, see `verl.weight_sync.shards`: in the engine's dtype from shards, in fp32 where
-        adapters are merged in."""
-        model, rollout = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.rollout
-        footprint, merges = self.roles["actor"].footprint, model.lora_rank > 0
-        if footprint.setup.shard_ranks == 1 and not merges:
+        """Two buckets of whole tensors in the engine's dtype (`verl.weight_sync.shards`); or the one weight that
+        adapters are merged into, in fp32, and on several ranks what it is made of."""
+        footprint = self.roles["actor"].footprint
+        several = footprint.setup.shard_ranks > 1
+        if self.config.actor_rollout_ref.model.lora_rank > 0:
+            return (2 if several else 1) * 4 * max(each.numel() for each in footprint.shape.weights if each.in_layer)
+        if not several:
             return 0
-        width = 4 if merges else self.rollout.itemsize
-        weights = [weight for weight in footprint.shape.weights if weight.in_layer or not merges]
-        largest = width * max(weight.numel() for weight in weights)
-        # A bucket counts what its tensors will be.
-        bucket = (rollout.update_weights_bucket_megabytes << 20) * width // self.rollout.itemsize
+        width = self.rollout.itemsize
+        largest = width * max(weight.numel() for weight in footprint.shape.weights)
+        bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
         return 2 * min(max(bucket, largest), width * footprint.shape.numel)
 
     def _awake(self) -> int:

@@ -200,7 +200,7 @@ class EngineFootprint:
         layer = [weight for weight in self.shape.weights if weight.in_first_layer]
         whole = max(sum(weight.numel() * weight.itemsize for weight in part) for part in (rest, layer))
         shards = 0 if self.setup.offload_policy else self.parameters
-        return shards + (whole if self._ranks > 1 or self.setup.offload_policy else self.largest_whole)
+        return shards + whole
 
     @property
     def largest_whole(self) -> int:

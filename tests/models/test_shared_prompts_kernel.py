@@ -1,0 +1,26 @@
+"""The kernel that averages two attentions, interpreted on the CPU, beside the same in plain operations."""
+
+import pytest
+import torch
+
+from tests.rollout.interpreter import interpreted
+from verl.models.shared_prompts import _merge_
+from verl.models.shared_prompts_kernels import merge_
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(3, 8), (4, 24)])
+@interpreted
+def test_the_kernel_gives_what_plain_operations_give(heads: int, dim: int):
+    generator = torch.Generator().manual_seed(0)
+    whole, whole_lse = torch.randn(7, heads, dim, generator=generator), 3 * torch.randn(heads, 7, generator=generator)
+    # Parts of larger tensors, as the responses of a batch are.
+    out, lse = whole[2:], whole_lse[:, 2:]
+    other, other_lse = torch.randn(5, heads, dim, generator=generator), torch.randn(heads, 5, generator=generator)
+    expected, expected_lse = whole.clone()[2:], whole_lse.clone()[:, 2:]
+    _merge_(expected, expected_lse, other, other_lse)
+    before = whole[:2].clone(), whole_lse[:, :2].clone()
+    merge_(out, lse, other, other_lse)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-6)
+    assert torch.equal(whole[:2], before[0])
+    assert torch.equal(whole_lse[:, :2], before[1])
