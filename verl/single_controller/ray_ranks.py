@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -46,13 +47,13 @@ class Place(NamedTuple):
 
 
 Key = TypeVar("Key", int, str)
-Answer = tuple[Raised | None, Any]  # of one call on one rank
+Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]  # role, method, arguments, whether `tell` is heard
 
 
 class HandedOn(NamedTuple):
     """Among the arguments of a call: the answer of another, which travels from rank to rank."""
 
-    answer: Any  # reference of an Answer
+    answer: Any  # its reference
 
 
 class Reply:
@@ -60,8 +61,15 @@ class Reply:
 
     def __init__(self, actor: Any, call: Any, on_told: OnTold) -> None:
         self.actor, self.on_told, self.value = actor, on_told, None
-        self.reference = actor.run.remote(call, on_told is not None)
+        self.reference = actor.run.remote(call)
         self._asked: Any = None
+
+    def take(self, answer: Any) -> Raised | Lost | None:
+        """Keep what the call gave; gives how it ended."""
+        if isinstance(answer, Raised | Lost):
+            return answer
+        self.value = answer
+        return None
 
     def hear(self) -> None:
         """Take what has been told since the last time, if that has come, and ask for more."""
@@ -96,15 +104,15 @@ class RankProcess:
     def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
         os.environ.update({**defaults, **os.environ, **values})
 
-    def run(self, call: tuple[str, str, tuple[Any, ...], dict[str, Any]], is_heard: bool) -> "Answer":
-        """How it ended and what it gave."""
-        role, method, args, kwargs = call
+    def run(self, call: Call | bytes) -> Any:
+        """What a method gave, or a Raised."""
         self.told.clear()
         try:
+            role, method, args, kwargs, is_heard = cloudpickle.loads(call) if isinstance(call, bytes) else call
             on_told = self.told.append if is_heard else None
-            return None, self.host.run(role, method, *each_argument(_opened, args, kwargs), on_told)
+            return self.host.run(role, method, *each_argument(_opened, args, kwargs), on_told)
         except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
-            return Raised.from_error(error), None
+            return Raised.from_error(error)
 
     @ray.method(concurrency_group="watch")
     def whereabouts(self) -> tuple[str, dict[int, str]]:
@@ -183,9 +191,9 @@ class RayRanks:
     ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
-        calls: dict[int, Any] = {id(share): (role, method, *share) for share in arguments.values()}
-        if len(calls) < len(arguments):  # what several ranks get is stored once; Ray stores what one gets by itself
-            calls = {key: ray.put(call) if _holds_rows(call) else call for key, call in calls.items()}
+        calls: dict[int, Any] = {id(share): (role, method, *share, on_told is not None) for share in arguments.values()}
+        if len(calls) < len(arguments):
+            calls = {key: _shared(call) for key, call in calls.items()}
         return {rank: Reply(self.actors[rank], calls[id(share)], on_told) for rank, share in arguments.items()}
 
     def wait(self, replies: Mapping[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
@@ -199,8 +207,8 @@ class RayRanks:
             of = {reply.reference: rank for rank, reply in waiting.items()}
             done, _ = ray.wait(list(of), num_returns=len(of), timeout=min(max(left, 0.0), _POLL_S))
             for reference in done:
-                answer, rank = _answer(reference), of[reference]
-                ended[rank], waiting.pop(rank).value = answer if isinstance(answer, tuple) else (answer, None)
+                rank = of[reference]
+                ended[rank] = waiting.pop(rank).take(_answer(reference))
             if left <= 0:
                 break
         return ended
@@ -208,15 +216,10 @@ class RayRanks:
     def _all_at_once(self, waiting: dict[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
         """How calls ended where all do soon and no actor dies: one request to Ray instead of three."""
         try:
-            answers: list[Answer] = ray.get(
-                [reply.reference for reply in waiting.values()], timeout=min(timeout_s, _POLL_S)
-            )
+            answers = ray.get([reply.reference for reply in waiting.values()], timeout=min(timeout_s, _POLL_S))
         except (GetTimeoutError, RayError):
             return {}
-        ended: dict[int, Raised | Lost | None] = {}
-        for rank, (end, value) in zip(list(waiting), answers):
-            ended[rank], waiting.pop(rank).value = end, value
-        return ended
+        return {rank: waiting.pop(rank).take(answer) for rank, answer in zip(list(waiting), answers)}
 
     def values(self, replies: Sequence[Reply]) -> list[Any]:
         return [reply.value for reply in replies]
@@ -312,9 +315,9 @@ def _opened(value: Any) -> Any:
     """What an argument stands for. Raises WorkerError where the call that should have given it raised."""
     if not isinstance(value, HandedOn):
         return value
-    end, answer = ray.get(value.answer)
-    if end is not None:
-        raise WorkerError(f"An argument was to come from a call that raised: {end.summary}\n{end.traceback}")
+    answer = ray.get(value.answer)
+    if isinstance(answer, Raised):
+        raise WorkerError(f"An argument was to come from a call that raised: {answer.summary}\n{answer.traceback}")
     return answer
 
 
@@ -336,6 +339,11 @@ def _answer(reference: Any) -> Any:
         return Lost(" ".join(str(error).split("Some common causes")[0].split()))  # Ray's guesses are a page long
 
 
-def _holds_rows(call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> bool:
-    _, _, args, kwargs = call
-    return any(isinstance(value, DataProto) for value in (*args, *kwargs.values()))
+def _shared(call: Call) -> Any:
+    """A call that several ranks get. Its rows are stored once; without any it is pickled once, for Ray would do so for
+    every rank, an eighth of the time of a small call. References must be pickled by Ray, which counts them."""
+    _, _, args, kwargs, _ = call
+    values = (*args, *kwargs.values())
+    if any(isinstance(value, DataProto) for value in values):
+        return ray.put(call)
+    return call if any(isinstance(value, HandedOn) for value in values) else cloudpickle.dumps(call)
