@@ -1,6 +1,7 @@
 """What the ranks of a test do: train a tiny model on their rows of a mini-batch. One process alone does the same."""
 
 import functools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from tests.engine.batches import COLUMNS, Shape, gradients_of, make_batch, momen
 from tests.tiny_models import tiny_model
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.collectives import Axis
+from verl.distributed.fsdp import agree_on_weights, full_tensor
+from verl.distributed.mesh import init_mesh
 from verl.distributed.sequence_parallel import apply_sequence_parallel
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.models.critic import CriticModel
+from verl.models.load import load_causal_lm
 from verl.models.lora import apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
 from verl.protocol import DataProto
@@ -239,3 +243,39 @@ def _error(function: Any) -> str:
         numbers = re.search(r"got \w+ (and|to) \w+", str(error))
         return f"{type(error).__name__}: {numbers[0] if numbers else error}"
     return "none"
+
+
+def weights_that_were_read(folder: Path, dtype: str, lora_rank: int = 0) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of an engine whose model the first rank has read."""
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # adapters are drawn
+    model = load_causal_lm(folder, dtype=dtype, weights=os.environ["RANK"] == "0")
+    if lora_rank:
+        apply_lora(model, rank=lora_rank, alpha=8)
+    engine = _plain_engine(model)
+    found = {name: full_tensor(value).cpu() for name, value in engine.hf_model.named_parameters()}
+    return {**found, **{name: value.cpu() for name, value in engine.hf_model.named_buffers()}}
+
+
+def mismatch_of_folders(folders: list[Path]) -> str:
+    """What a rank hears whose folder is another than the first rank's."""
+    rank = int(os.environ["RANK"])
+    model = load_causal_lm(folders[rank], dtype="float32", weights=rank == 0)
+    mesh = init_mesh(torch.device("cpu"))
+    assert mesh.weights is not None
+    try:
+        agree_on_weights(model)
+    except VerlError as error:
+        return str(error)
+    return ""
+
+
+def _plain_engine(model: Any) -> TrainEngine:
+    return TrainEngine(
+        PackedCausalLM(model),
+        optim=None,
+        fsdp=FSDPConfig(),
+        grad_clip=None,
+        device=torch.device("cpu"),
+        total_steps=1,
+        gradient_checkpointing=False,
+    )

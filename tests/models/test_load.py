@@ -34,6 +34,20 @@ def test_every_family_loads_and_passes_the_check(family: str, tmp_path: Path) ->
     assert model.config._attn_implementation == IMPLEMENTATION
     assert not model.training
     CriticModel.from_pretrained(tmp_path)
+    # What a rank has that gets its weights from another one: all but the weights.
+    empty = load_causal_lm(tmp_path, dtype="float32", weights=False)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert described(empty) == described(model)
+    expected = dict(model.named_buffers())
+    assert expected.keys() == dict(empty.named_buffers()).keys()
+    for name, buffer in empty.named_buffers():
+        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
+    assert empty.generation_config.to_dict() == model.generation_config.to_dict()
+    assert empty.config.to_dict() == model.config.to_dict()
+
+
+def described(model: torch.nn.Module) -> dict[str, tuple]:
+    return {name: (value.shape, value.dtype, value.requires_grad) for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])

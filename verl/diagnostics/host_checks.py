@@ -81,7 +81,7 @@ def memory(world: World) -> Iterator[Finding]:
     elif host.ram < max(32 * GIB, on_gpus):
         yield Finding(
             "swap", "warn",
-            f"none, with {host.ram / GIB:.0f} GiB of RAM: off-load, or ranks that load at once, may end in Errno 12",
+            f"none, with {host.ram / GIB:.0f} GiB of RAM: off-load, or reading a large model, may end in Errno 12",
             "sudo fallocate -l 32G /swap && sudo chmod 600 /swap && sudo mkswap /swap && sudo swapon /swap",
         )  # fmt: skip
     else:

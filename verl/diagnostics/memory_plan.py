@@ -123,7 +123,8 @@ class _Planner:
     # ---------------------------------------------------------------- phases
 
     def _loading(self) -> Iterator[PhasePlan]:
-        """Every process reads the whole model of a role on its host, then keeps its shards on the device."""
+        """The first process of a role reads the whole model on its host, and all cut their shards from it on the
+        device. A user's class of critic is read by every process."""
         there: dict[str, dict[str, int]] = {}  # what the roles before have on their devices
         on_host = dict.fromkeys(self.roles, 0)
         for name, role in self.roles.items():
@@ -136,9 +137,11 @@ class _Planner:
             if name == "actor":
                 there[name]["rollout weights"] = self.rollout.weights
                 parts["rollout weights"] = 0 if kept else self.rollout.weights
-            held = dict(on_host)
-            held[name] += role.full_bytes if on_cuda or footprint.setup.shards else 0
-            yield PhasePlan(role=name, phase="load", device=_present(parts), host=self._host(name, parts, held, there))
+            held, first = dict(on_host), role.full_bytes if on_cuda or footprint.setup.shards else 0
+            if name == "critic" and self.config.critic.model.custom_cls.path is not None:
+                held[name], first = held[name] + first, 0
+            host = self._host(name, parts, held, there) + first
+            yield PhasePlan(role=name, phase="load", device=_present(parts), host=host)
             on_host[name] = footprint.parameters if kept else 0
 
     def _passes(self, name: str, phase: str) -> PhasePlan:

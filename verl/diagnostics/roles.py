@@ -45,7 +45,7 @@ class Role:
 
     @property
     def full_bytes(self) -> int:
-        """Of the whole model, as each process reads it."""
+        """Of the whole model, as it is read."""
         return sum(weight.numel() * weight.itemsize for weight in self.footprint.shape.weights)
 
 

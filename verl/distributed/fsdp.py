@@ -3,12 +3,15 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config import FSDPConfig
+from verl.distributed.collectives import Axis, gather_objects
+from verl.utils.errors import ModelError
 
 # On one rank gathered weights stay from pass to pass if they, parameters, gradients and AdamW's moments take no more
 # than this share of the device. Copies and additions for it, in each of four passes, were 95 ms of an update's 1,490 on
@@ -49,7 +52,10 @@ def apply_fsdp(
     the denominators of the whole mini-batch already.
 
     With `offload_policy` parameters, gradients and moments live on the host, and an optimizer step is made there.
+
+    Parameters that are on the meta device on some ranks get the values of the first rank, unit by unit.
     """
+    fills = agree_on_weights(module)
     keep_gathered = keeps_gathered(module, mesh, config, compute_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
@@ -57,6 +63,8 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload_policy else OffloadPolicy()
 
     def shard(unit: nn.Module, reshard_after_forward: bool) -> None:
+        if fills:
+            _fill(unit, torch.device(mesh.device_type))
         fully_shard(
             unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward
         )  # fmt: skip
@@ -72,6 +80,55 @@ def apply_fsdp(
     # The rest is needed again at once in backward (the head is last in and first out), so it stays gathered.
     shard(module, False)
     return keep_gathered
+
+
+def agree_on_weights(module: nn.Module) -> bool:
+    """Whether some rank has only the shapes of its parameters; they take the dtypes of the first rank's here.
+
+    Raises ModelError where shapes differ.
+    """
+    if not dist.is_initialized():
+        return False
+    mine = {
+        name: (parameter.is_meta, parameter.shape, parameter.dtype) for name, parameter in module.named_parameters()
+    }
+    everybody = gather_objects(mine, Axis(dist.get_world_size(), dist.get_rank()))
+    if not any(is_meta for each in everybody for is_meta, *_ in each.values()):
+        return False
+    first = everybody[0]
+    differ = [
+        name for name in {**first, **mine} if name not in first or name not in mine or first[name][1] != mine[name][1]
+    ]
+    if differ:
+        raise ModelError(
+            f"{len(differ)} parameters have other shapes on this rank than on the first, which reads the weights for "
+            f"all, first {differ[0]}. Give every machine the same model folder."
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            parameter.data = parameter.data.to(first[name][2])
+    return True
+
+
+def _fill(unit: nn.Module, device: torch.device) -> None:
+    """Give the parameters and buffers of a unit that are not sharded yet the values that they have on the first rank.
+    Every rank must call it. They are on `device` then, all of the unit at once."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # by what stood there: tied weights stay one
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if parameter not in replaced:
+                full = (
+                    torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+                )
+                dist.broadcast(full, 0)
+                replaced[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+            module._parameters[name] = replaced[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and dist.get_world_size() > 1:
+                module._buffers[name] = buffer = buffer.to(device)
+                dist.broadcast(buffer, 0)
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

@@ -45,11 +45,12 @@ class CriticModel(nn.Module):
         override_config: dict[str, Any] | None = None,
         max_length: int | None = None,
         check: bool = True,
+        weights: bool = True,
     ) -> "CriticModel":
         """A critic from the folder of a saved critic, or from a causal LM under a new value head, in eval mode, ready
         to be called on padded rows. The arguments are those of `load_causal_lm`. Raises ModelError with the way out.
         """
-        body = load_transformer(AutoModel, path, dtype, device, trust_remote_code, override_config, max_length)
+        body = load_transformer(AutoModel, path, dtype, device, trust_remote_code, override_config, max_length, weights)
         if check and body.device.type != "meta":
             check_packed(body)
         critic = cls(body)
@@ -60,7 +61,8 @@ class CriticModel(nn.Module):
                 f"{cls.__name__} has weights outside of body and value_head, first {strays[:3]}, which no checkpoint "
                 "would keep. Make them parts of value_head."
             )
-        critic.load_value_head(resolve_path(path))
+        if weights:
+            critic.load_value_head(resolve_path(path))
         critic.use_own_attention()
         return critic.eval()
 

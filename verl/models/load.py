@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -86,14 +87,18 @@ def load_causal_lm(
     override_config: dict[str, Any] | None = None,
     max_length: int | None = None,
     check: bool = True,
+    weights: bool = True,
 ) -> PreTrainedModel:
     """A causal LM in eval mode on `device`, dropout zeroed, attention packed and checked (see `check_packed`).
 
     `override_config` changes keys of its configuration before loading; `max_length` is the longest sequence that will
-    be given, where the family's positions depend on it; `check=False` skips the check.
+    be given, where the family's positions depend on it; `check=False` skips the check. Without `weights` parameters
+    have only their shapes (on the meta device): those of the first rank come when the module is sharded.
     Raises ModelError with the way out, naming the family where it cannot be run packed.
     """
-    model = load_transformer(AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length)
+    model = load_transformer(
+        AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length, weights
+    )
     head_of(model)
     if check and model.device.type != "meta":
         check_packed(model)
@@ -132,22 +137,27 @@ def load_transformer(
     trust_remote_code: bool,
     override_config: dict[str, Any] | None,
     max_length: int | None,
+    weights: bool = True,
 ) -> PreTrainedModel:
     """What `auto_class` of transformers makes of a folder, as `load_causal_lm` says, not yet checked."""
     config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     source = resolve_path(path)
     _need_files(source, _WEIGHT_FILES, "weights", "model.safetensors")
     refuse_unpackable(config, max_length)
+    kind = {
+        "dtype": torch_dtype(dtype),
+        "trust_remote_code": trust_remote_code,
+        "attn_implementation": IMPLEMENTATION,
+    }
+    model: Any
+    missing: list[str] = []
     try:
         with quiet_transformers():
-            model, info = auto_class.from_pretrained(
-                source,
-                config=config,
-                dtype=torch_dtype(dtype),
-                trust_remote_code=trust_remote_code,
-                attn_implementation=IMPLEMENTATION,
-                output_loading_info=True,
-            )
+            if weights:
+                model, info = auto_class.from_pretrained(source, config=config, output_loading_info=True, **kind)
+                missing = sorted(info["missing_keys"])
+            else:
+                model = _without_weights(auto_class, source, config, kind)
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         if IMPLEMENTATION in str(error):
             raise ModelError(
@@ -155,16 +165,29 @@ def load_transformer(
                 "interface. Choose a family that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT and their like)."
             ) from error
         raise _explained(source, f"model of family '{config.model_type}'", error) from error
-    missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"The weights in '{source}' lack {len(missing)} tensors of family '{config.model_type}', first "
             f"{missing[:3]}; they would be random. Give the folder of a complete model, or undo override_config."
         )
     zero_module_dropout(model)
-    model.to(device)
+    if weights:
+        model.to(device)
     prepare(model)
     return model.eval()
+
+
+def _without_weights(auto_class: Any, source: str, config: PreTrainedConfig, kind: dict[str, Any]) -> PreTrainedModel:
+    """The model of a folder with parameters on the meta device. Buffers are computed: no checkpoint has them all."""
+    from accelerate import init_empty_weights  # not at the top: it takes a second to import
+
+    with init_empty_weights(include_buffers=False):
+        model = auto_class.from_config(config, **kind)
+    model.tie_weights()  # which making them anew has undone
+    if model.can_generate():
+        with suppress(OSError):  # a folder without one has what the configuration says
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class RewardModel(nn.Module):
         override_config: dict[str, Any] | None = None,
         max_length: int | None = None,
         check: bool = True,
+        weights: bool = True,
         attention_kernel: str = "auto",
     ) -> "RewardModel":
         """A reward model in eval mode, from a checkpoint of transformers' AutoModelForSequenceClassification.
@@ -51,7 +52,8 @@ class RewardModel(nn.Module):
         """
         load_reward_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         model = load_transformer(
-            AutoModelForSequenceClassification, path, dtype, device, trust_remote_code, override_config, max_length
+            AutoModelForSequenceClassification,
+            *(path, dtype, device, trust_remote_code, override_config, max_length, weights),
         )
         made = cls(model, attention_kernel=attention_kernel)  # which looks at the head first
         if check and model.device.type != "meta":

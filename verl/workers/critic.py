@@ -45,14 +45,18 @@ class CriticWorker(TrainedWorker):
         assert config.model.path is not None
         import_user_code(config.model.external_lib)
         # A new value head is drawn, and must be the same on every rank.
+        kind = critic_class(config.model)
+        # A user's class may compute with the weights when it is made.
+        empty: dict[str, Any] = {"weights": False} if kind is CriticModel and self.rank > 0 else {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            critic = critic_class(config.model).from_pretrained(
+            critic = kind.from_pretrained(
                 config.model.path,
                 dtype=parameter_dtype(config.model, device),
                 trust_remote_code=config.model.trust_remote_code,
                 override_config=config.model.override_config,
                 max_length=max_length,
+                **empty,
             )
         add_adapters(critic.body, config.model, "critic.model")
         if config.model.lora_rank > 0 and device.type == "cuda":

@@ -48,6 +48,7 @@ class SFTWorker(TrainedWorker):
             trust_remote_code=section.trust_remote_code,
             override_config=section.override_config,
             max_length=max_length,
+            weights=self.rank == 0,
         )
         check_vocabulary(model, tokenizer)
         add_adapters(model, section, "actor_rollout_ref.model")
