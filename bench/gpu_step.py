@@ -60,8 +60,9 @@ def even_share(batch: DataProto, return_dict: bool = False) -> Any:
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
-def write_model(folder: Path, shape: dict[str, Any], device: torch.device) -> int:
-    """A random model in bf16 and a small tokenizer, whose ids all fit; gives the number of parameters."""
+def write_model(folder: Path, shape: dict[str, Any], device: torch.device, *, gain: float = 1.0) -> int:
+    """A random model in bf16, its logits `gain` times as large as those of transformers' initialization, and a small
+    tokenizer, whose ids all fit; gives the number of parameters."""
     tokenizer = make_tokenizer(seed=0)
     numbers: dict[str, Any] = dict(shape)
     special: Any = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -74,6 +75,7 @@ def write_model(folder: Path, shape: dict[str, Any], device: torch.device) -> in
     torch.manual_seed(0)
     with device:
         model: Any = Qwen2ForCausalLM(config)
+    model.model.norm.weight.data.mul_(gain)
     model = model.to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

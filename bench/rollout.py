@@ -154,11 +154,13 @@ def refuse_what_cannot_run(plan: Plan) -> None:
         raise SystemExit("rollout.py: --tiny runs on CPU, where vLLM is not measured. Take --engines ours,hf.")
 
 
-def run_process(command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> bool:
+def run_process(
+    command: Sequence[str], log: Path, environment: dict[str, str] | None = None, *, python: str = sys.executable
+) -> bool:
     """Run a script of ours with its output in `log`; False, with the log's end printed, where it fails."""
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
-            [sys.executable, *command],
+            [python, *command],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},

@@ -25,9 +25,9 @@ class VLLM:
         self.versions = f"vllm {vllm.__version__}, torch {torch.__version__}"
         self.engine = vllm.LLM(
             model=job.folder,
-            load_format="dummy",
+            load_format=job.load_format,
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=job.dtype,
             max_model_len=job.prompt_tokens + job.response_tokens,
             max_num_seqs=job.max_num_seqs,
             gpu_memory_utilization=job.gpu_memory_utilization,
@@ -48,12 +48,15 @@ class VLLM:
         return self.engine.generate(prompts, params, use_tqdm=False)
 
     def answers(self, generated: list[Any], asks: Sequence[Ask]) -> list[Answer]:
-        answers = []
-        for request in generated:
-            output = request.outputs[0]
-            drawn = [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
-            answers.append(Answer(len(output.token_ids), all(map(math.isfinite, drawn))))
-        return answers
+        return [Answer(len(tokens), all(map(math.isfinite, drawn))) for tokens, drawn in self.drawn(generated)]
+
+    def drawn(self, generated: list[Any]) -> list[tuple[list[int], list[float]]]:
+        """Tokens and their log-probs, sample by sample."""
+        outputs = [request.outputs[0] for request in generated]
+        return [
+            (list(each.token_ids), [at[token].logprob for token, at in zip(each.token_ids, each.logprobs, strict=True)])
+            for each in outputs
+        ]
 
     def statistics(self) -> dict[str, float]:
         return {}

@@ -69,6 +69,8 @@ class Job:
     repeats: int
     seed: int
     workloads: tuple[Workload, ...]
+    dtype: str = "bfloat16"  # vLLM's
+    load_format: str = "dummy"  # vLLM's: random weights; auto: those in the folder
 
     @property
     def prompt_tokens(self) -> int:
