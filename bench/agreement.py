@@ -11,7 +11,7 @@ KL(rollout || trainer), and the mean log-prob, which tells how peaked the model 
 vocabulary, have their logits multiplied by `--gain`.
 
 Run `python bench/agreement.py --device cuda`, or `python bench/agreement.py --device cpu --model FOLDER --vllm-python
-VENV/bin/python` where vLLM is in an environment of its own.
+VENV/bin/python` where vLLM is in an environment of its own. On a CPU it needs heads of 32 at least: `widen_heads.py`.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--model", help=f"a folder, or of {', '.join(SHAPES)} [cpu: tiny; cuda: 1.5b]")
-    parser.add_argument("--gain", type=float, default=6.0, help="factor of a random model's logits [6]")
+    parser.add_argument("--gain", type=float, default=8.0, help="factor of a random model's logits [8]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[bfloat16]")
     parser.add_argument("--engines", default="ours,vllm", help="[ours,vllm]")
     for name, count in {"prompts": 32, "samples": 8, "prompt-tokens": 64, "new-tokens": 256}.items():

@@ -29,13 +29,13 @@ def widen_heads(model: LlamaForCausalLM, wide: int = WIDE) -> LlamaForCausalLM:
 
     def widen(rows: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         heads = rows.unflatten(0, (-1, small))
-        out = heads.new_zeros(heads.shape[0], wide, heads.shape[2])
+        out = heads.new_zeros(heads.shape[0], wide, *heads.shape[2:])
         out[:, places] = heads * factor
         return out.flatten(0, 1)
 
     weights = model.state_dict()
     for name, weight in weights.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        if any(part in name for part in ("q_proj", "k_proj", "v_proj")):
             weights[name] = widen(weight, ratio**0.5 if "q_proj" in name else 1.0)
         elif name.endswith("o_proj.weight"):
             weights[name] = widen(weight.t()).t()
