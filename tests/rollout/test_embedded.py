@@ -17,6 +17,7 @@ from tests.tiny_models import FAMILIES, MORE_FAMILIES
 from verl.models.attention import Facts
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import attention as paged
+from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 from verl.utils.errors import ConfigError, EngineAsleepError, RolloutError
 
 
@@ -337,6 +338,15 @@ def test_bfloat16_copies_the_weights_and_stays_close():
     rounded = talkative_model("qwen2", dtype=torch.bfloat16).float()
     sampled = run(engine, PROMPTS, n=2)
     assert worst_log_prob_error(rounded, sampled, 2, 1.0) <= 0.5
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_bfloat16_decodes_with_the_bits_of_the_modules_own_layers(family, monkeypatch):
+    """Each rounding of the trainer's layers that a step leaves out, or has of its own, is a mismatch."""
+    model = talkative_model(family)
+    fused = run(make_engine(model, dtype="bfloat16"), PROMPTS, n=2)
+    monkeypatch.setattr("verl.rollout.embedded.runner.can_fuse", lambda module: False)
+    assert run(make_engine(model, dtype="bfloat16"), PROMPTS, n=2) == fused
 
 
 def test_long_generations_show_progress(monkeypatch, caplog):
