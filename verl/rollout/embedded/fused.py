@@ -125,7 +125,7 @@ class FusedDecoder(ABC):
 
 class TorchDecoder(FusedDecoder):
     """`FusedDecoder` by plain operations of torch, which round where transformers rounds: in bf16 a log-prob is nearer
-    to the trainer's by an eighth."""
+    to the trainer's by a seventh."""
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
         """See `FusedDecoder.add_norm`."""
