@@ -116,6 +116,7 @@ PUBLISHED = {
         compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask, config=None, **kwargs)
         compute_gpg_outcome_advantage({_INDEXED}, f_norm=1.0, alpha=1.0, config=None, **kwargs)
         agg_loss(loss_mat, loss_mask, loss_agg_mode)
+        kl_penalty(logprob, ref_logprob, kl_penalty)
         compute_policy_loss({_LOSS}, cliprange=None, cliprange_low=None, cliprange_high=None, clip_ratio_c=3.0, \
 loss_agg_mode="token-mean")
         compute_policy_loss_gpg({_LOSS}, loss_agg_mode="token-mean", config=None)

@@ -45,7 +45,7 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
         "AdvantageEstimator": _REGISTRIES,
         "POLICY_LOSS_REGISTRY": _REGISTRIES,
         "ADV_ESTIMATOR_REGISTRY": _REGISTRIES,
-        "kl_penalty": "verl.algorithms.kl",
+        "kl_penalty": _CORE,
         "AdaptiveKLController": "verl.algorithms.kl",
         "FixedKLController": "verl.algorithms.kl",
         "get_kl_controller": "verl.algorithms.kl",

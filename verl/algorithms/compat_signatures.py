@@ -21,6 +21,7 @@ from verl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from verl.algorithms.kl import kl_penalty as estimated_kl
 from verl.algorithms.masked import agg_loss, aggregation_weights
 from verl.algorithms.padded import Scalar, mean_of, padded_loss, padded_signature
 from verl.algorithms.reinforce import reinforce_plus_plus, remax
@@ -177,6 +178,13 @@ def compute_entropy_loss(
     """Aggregated entropy of softmax(logits): H = logsumexp(z) - sum over v of p_v z_v."""
     entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
     return agg_loss(entropy, response_mask, loss_agg_mode)
+
+
+def kl_penalty(
+    logprob: Float[Tensor, "*tokens"], ref_logprob: Float[Tensor, "*tokens"], kl_penalty: str
+) -> Float[Tensor, "*tokens"]:
+    """KL of each token by the estimator that `kl_penalty` names, see `kl.kl_penalty`."""
+    return estimated_kl(logprob, ref_logprob, kl_penalty)
 
 
 def _scores_and_group(
