@@ -7,6 +7,7 @@ import textwrap
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -165,6 +166,47 @@ def test_processes_end_with_the_trainer(reward_file):
     assert done.returncode == 0, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
+
+
+HANGING = """
+import os, re, time
+from pathlib import Path
+
+def sleeps(data_source, solution_str, ground_truth, extra_info=None):
+    Path(solution_str).write_text(str(os.getpid()))
+    time.sleep(10**6)
+
+def keeps_the_interpreter(data_source, solution_str, ground_truth, extra_info=None):
+    Path(solution_str).write_text(str(os.getpid()))
+    re.match("(a+)+$", "a" * 60 + "b")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("sleeps", "exits"), ("keeps_the_interpreter", "exits"), ("sleeps", "killed")]
+)
+def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, way):
+    file, told = tmp_path / "hanging.py", tmp_path / "pid"
+    file.write_text(HANGING)
+    code = f"""
+        import os, signal, threading, time
+        from pathlib import Path
+        from verl.rewards.custom import load_custom_reward
+        from verl.rewards.processes import ProcessFunction
+        function = ProcessFunction(load_custom_reward({str(file)!r}, {name!r}), timeout_s=600)
+        call = {{"data_source": "s", "solution_str": {str(told)!r}, "ground_truth": None}}
+        threading.Thread(target=function, kwargs=call, daemon=True).start()
+        while not (Path({str(told)!r}).exists() and Path({str(told)!r}).read_text()):
+            time.sleep(0.01)
+        if {way!r} == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
+    assert done.returncode == (0 if way == "exits" else -9)
+    pid, deadline = int(told.read_text()), time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid)
 
 
 # ---------------------------------------------------------------- policies

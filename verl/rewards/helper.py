@@ -88,10 +88,7 @@ class Helper:
         """Kill the child and what it has started in its own session; nothing in a fork of its owner."""
         if self._owner != os.getpid():
             return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            self._process.kill()
+        self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -99,6 +96,15 @@ class Helper:
                 pipe.close()
             except BrokenPipeError:
                 continue  # an unsent rest, which nobody is there to read
+
+    def kill(self) -> None:
+        """As `close`, from any thread: who waits for an answer gets HelperDied."""
+        if self._owner != os.getpid():
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self._process.kill()
 
     def _write(self, message: Any) -> None:
         assert self._process.stdin is not None
@@ -143,17 +149,22 @@ class HelperPool:
     def __init__(self, start: Callable[[], Helper]) -> None:
         self._start = start
         self._idle: deque[Helper] = deque()
-        weakref.finalize(self, _close_all, self._idle)  # at exit too
+        self._at_work: set[Helper] = set()
+        weakref.finalize(self, _end, self._idle, self._at_work)  # at exit too
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """The answer of a helper that has nothing else to do. HelperTimeout, HelperDied: the next call has another."""
         helper = self._borrow()
-        answer = helper.ask(message, timeout_s)
+        self._at_work.add(helper)
+        try:
+            answer = helper.ask(message, timeout_s)
+        finally:
+            self._at_work.discard(helper)
         self._idle.append(helper)
         return answer
 
     def close(self) -> None:
-        """Idle helpers end here; one at work ends when its pipe closes with our process."""
+        """Idle helpers end here; one at work ends with our process."""
         _close_all(self._idle)
 
     def _borrow(self) -> Helper:
@@ -167,6 +178,12 @@ class HelperPool:
 def _close_all(helpers: deque[Helper]) -> None:
     for helper in _taken(helpers):
         helper.close()
+
+
+def _end(idle: deque[Helper], at_work: set[Helper]) -> None:
+    _close_all(idle)
+    for helper in list(at_work):  # a call may hang for ever
+        helper.kill()
 
 
 def _taken(helpers: deque[Helper]) -> Iterator[Helper]:

@@ -4,7 +4,10 @@ import asyncio
 import inspect
 import json
 import os
+import queue
+import signal
 import sys
+import threading
 import traceback
 
 from verl.utils.errors import sendable
@@ -15,7 +18,9 @@ def main() -> None:
     # A print of the user's function must not end up between our answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
-    first = json.loads(sys.stdin.readline())
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    first = json.loads(requests.get())
     sys.path[:] = first["path"]
     from verl.rewards.processes import pack, unpack
     from verl.utils.imports import load_module
@@ -27,7 +32,8 @@ def main() -> None:
         function(**warm_up)
     loop = asyncio.new_event_loop()
     print(json.dumps("ready"), file=answers)
-    for line in sys.stdin:
+    while True:
+        line = requests.get()
         try:
             value = function(**unpack(json.loads(line)))
             if inspect.isawaitable(value):
@@ -36,6 +42,14 @@ def main() -> None:
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; told to the caller)
             answer = ["error", pack(_told(error))]
         print(json.dumps(answer), file=answers)
+
+
+def _listen(requests: queue.SimpleQueue[str]) -> None:
+    """Hand requests on until the parent is gone; then end this process and what its function has started, also in the
+    middle of a call, which may hang for ever."""
+    for line in sys.stdin:
+        requests.put(line)
+    os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own
 
 
 def _told(error: BaseException) -> tuple[BaseException, str]:
