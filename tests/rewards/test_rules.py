@@ -156,6 +156,11 @@ def test_math_answers(answer, truth, score):
     assert default_compute_score("DigitalLearningGmbH/MATH-lighteval", answer, truth) == score
 
 
+@pytest.mark.parametrize("source", ["math_dapo", "aime2024"])
+def test_dapos_own_data_and_its_validation_have_a_rule(source):
+    assert [default_compute_score(source, f"17 * 2 is it.\n\nAnswer: {n}", "34") for n in (34, 35)] == [1.0, 0.0]
+
+
 def test_last_boxed_balances_its_brackets():
     assert math.last_boxed("\\boxed{1} then \\boxed{\\sqrt{\\frac{a}{b}}} end") == "\\sqrt{\\frac{a}{b}}"
     assert math.last_boxed("\\boxed 7$ and") == "7"

@@ -15,7 +15,7 @@ ANSWER_TIMEOUT_S = 15.0  # above that of its steps: two parses, one comparison
 TAIL_CHARACTERS = 500
 _SOURCES = (
     "math", "MATH", "math500", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
-    "EleutherAI/hendrycks_math",
+    "EleutherAI/hendrycks_math", "math_dapo", "aime*",
 )  # fmt: skip
 
 
