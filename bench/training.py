@@ -156,7 +156,7 @@ def run_engine(job: Job, engine: str, folder: Path, limit_s: float) -> dict[str,
     job.write(files["job.json"])
     files["json"].unlink(missing_ok=True)
     command = [str(HERE / ENGINES[engine][0]), "--job", str(files["job.json"]), "--json", str(files["json"])]
-    # Rows of other lengths leave holes in torch's allocator that expandable segments do not have.
+    # As the trainer has it (`use_expandable_segments`).
     problem = run_limited(
         command, files["log"], limit_s=limit_s, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     )

@@ -245,13 +245,23 @@ def _error(function: Any) -> str:
     return "none"
 
 
-def weights_that_were_read(folder: Path, dtype: str, lora_rank: int = 0) -> dict[str, torch.Tensor]:
+def weights_that_were_read(
+    folder: Path, dtype: str, lora_rank: int = 0, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """All parameters and buffers of an engine whose model the first rank has read."""
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # adapters are drawn
     model = load_causal_lm(folder, dtype=dtype, weights=os.environ["RANK"] == "0")
     if lora_rank:
         apply_lora(model, rank=lora_rank, alpha=8)
-    engine = _plain_engine(model)
+    engine = TrainEngine(
+        PackedCausalLM(model),
+        optim=None,
+        fsdp=FSDPConfig(),
+        grad_clip=None,
+        device=torch.device(device),
+        total_steps=1,
+        gradient_checkpointing=False,
+    )
     found = {name: full_tensor(value).cpu() for name, value in engine.hf_model.named_parameters()}
     return {**found, **{name: value.cpu() for name, value in engine.hf_model.named_buffers()}}
 
@@ -267,15 +277,3 @@ def mismatch_of_folders(folders: list[Path]) -> str:
     except VerlError as error:
         return str(error)
     return ""
-
-
-def _plain_engine(model: Any) -> TrainEngine:
-    return TrainEngine(
-        PackedCausalLM(model),
-        optim=None,
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=torch.device("cpu"),
-        total_steps=1,
-        gradient_checkpointing=False,
-    )

@@ -3,13 +3,17 @@
 `pytest -m multi_gpu tests/gpu/test_multi_gpu.py` on a machine with two devices.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.distributed import jobs
 from tests.distributed.jobs import WHOLE, Setup
 from tests.distributed.ranks import Ranks
+from tests.tiny_models import save_tiny
 from verl.engine.microbatch import TokenBudget
+from verl.models.load import load_causal_lm
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 
@@ -56,6 +60,19 @@ def test_two_gpus_train_like_one(two_gpus: Ranks, settings: dict):
     expected = jobs.train(EXACT, SHAPES, ALL_ROWS, WHOLE, 3)
     for found in two_gpus.call(jobs.train, with_(EXACT, settings), SHAPES, deal, WHOLE, 3):
         assert found["log"] == [pytest.approx(line, rel=1e-2) for line in expected["log"]]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_second_gpu_has_the_weights_that_the_first_rank_read(two_gpus: Ranks, tmp_path: Path, lora_rank: int):
+    save_tiny(tmp_path, tie_word_embeddings=True)
+    first, second = two_gpus.call(jobs.weights_that_were_read, tmp_path, "bfloat16", lora_rank, "cuda")
+    expected = dict(load_causal_lm(tmp_path, dtype="bfloat16").named_parameters())
+    assert first.keys() == second.keys()
+    for name, value in second.items():
+        torch.testing.assert_close(value, first[name], rtol=0, atol=0)
+        if name in expected:
+            torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=0)
+    assert lora_rank or expected.keys() <= second.keys()
 
 
 def test_a_spoilt_row_is_named_on_both_gpus(two_gpus: Ranks):

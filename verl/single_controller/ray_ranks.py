@@ -29,7 +29,7 @@ from verl.utils.errors import WorkerError, WorkerLostError
 from verl.utils.logging import logger
 
 # Beginnings of variables that workers on every node get from the driver.
-FORWARDED = ("NCCL_", "TORCH_NCCL_")
+FORWARDED = ("NCCL_", "TORCH_NCCL_", "PYTORCH_")
 _POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
 _START_S = 300.0  # for Ray to start all processes, and for them to import this package

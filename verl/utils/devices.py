@@ -1,14 +1,19 @@
 """Which device this process computes on, and how much of it was used."""
 
+import os
+
 import torch
 
 from verl.utils.errors import ConfigError
 from verl.utils.peaks import phase_peaks
 from verl.utils.units import GIB as GIB
 
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+
 
 def visible_device(requested: str | None = None) -> torch.device:
     """The device asked for, or (None, "auto") the first visible one: CUDA when there is any, else CPU."""
+    use_expandable_segments()
     if requested in (None, "auto", "cuda"):
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -19,6 +24,16 @@ def visible_device(requested: str | None = None) -> torch.device:
             )
         return torch.device("cpu")
     return torch.device(requested)
+
+
+def use_expandable_segments() -> None:
+    """Let CUDA's allocator grow the pieces of memory that it has, unless the user has configured it.
+
+    Batches of ever other lengths leave holes between pieces of fixed sizes, which no plan of memory counts. Settled
+    when CUDA is first used, and taken over by the processes that this one starts.
+    """
+    if os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF", ALLOCATOR_SETTINGS)):
+        os.environ[ALLOCATOR_SETTINGS] = "expandable_segments:True"
 
 
 def describe_device(device: torch.device) -> str:

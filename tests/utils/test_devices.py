@@ -1,0 +1,25 @@
+"""What is settled before a device is used."""
+
+import os
+
+import pytest
+
+from verl.single_controller.ray_ranks import forwarded
+from verl.utils.devices import ALLOCATOR_SETTINGS, visible_device
+
+
+def test_the_allocator_grows_its_segments_on_every_node(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(ALLOCATOR_SETTINGS, "")  # so that it is undone
+    monkeypatch.delenv(ALLOCATOR_SETTINGS)
+    visible_device("cpu")
+    assert forwarded()[ALLOCATOR_SETTINGS] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", ALLOCATOR_SETTINGS])
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    visible_device("cpu")
+    assert os.environ[name] == "max_split_size_mb:512"
+    assert (ALLOCATOR_SETTINGS in os.environ) == (name == ALLOCATOR_SETTINGS)
