@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +26,8 @@ pytestmark = pytest.mark.timeout(300)
 HAND_OVERS = 2
 
 
-def take(connection: Connection, visible: str | None, uuid: str, fault: str) -> None:
+def take(connection: Connection, uuid: str, fault: str) -> None:
     """Another process, to which the GPUs may have other numbers: takes the weights, and says where it has what."""
-    if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
     device = device_of(uuid)
     torch.cuda.set_device(device)
     receiver = SharedMemoryReceiver(connection, device)
@@ -46,8 +45,10 @@ def hand_over(device: torch.device, memory: torch.device, *, visible: str | None
     """Send from `device` through `memory` to another process on the same GPU: what it says, and our own error."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=take, args=(theirs, visible, gpu_uuid(device), fault), daemon=True)
-    process.start()
+    process = context.Process(target=take, args=(theirs, gpu_uuid(device), fault), daemon=True)
+    # Before it starts, as launchers do: what it imports may look for GPUs.
+    with mock.patch.dict(os.environ, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}):
+        process.start()
     theirs.close()
     error = ""
     try:
