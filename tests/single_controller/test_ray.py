@@ -248,10 +248,25 @@ def test_a_runtime_environment_may_be_a_file(tmp_path):
     file.write_text("excludes: [data/]")
     assert "data/" in merged_runtime_env(str(file))["excludes"]
     file.write_text("- data/")
-    with pytest.raises(ConfigError, match="must hold a mapping, got list"):
+    with pytest.raises(ConfigError, match=r"must hold a mapping, got \['data/'\] \(list\)"):
         merged_runtime_env(str(file))
     with pytest.raises(ConfigError, match="not a YAML file that can be read"):
         merged_runtime_env("no/such/file.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (7, "must hold a mapping, got 7"),
+        ({"excludes": 7}, "excludes must be a list of patterns"),
+        ({"excludes": "data/"}, "excludes must be a list of patterns"),
+        ({"env_vars": 7}, "env_vars must map names to texts"),
+        ({"env_vars": {"A": 7}}, "env_vars must map names to texts"),
+    ],
+)
+def test_a_runtime_environment_of_another_kind_is_refused(given, told):
+    with pytest.raises(ConfigError, match=f"ray_init.runtime_env.*{told}"):
+        merged_runtime_env(given)
 
 
 def test_a_cluster_that_does_not_answer_is_told_at_once(monkeypatch):

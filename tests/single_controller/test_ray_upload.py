@@ -71,6 +71,18 @@ def test_another_error_is_not_about_an_upload(folder: Path):
     assert refused_upload(RuntimeError("Request Entity Too Large"), {}) is None
 
 
+def test_what_ray_takes_for_wrong_is_one_sentence(monkeypatch):
+    """Here, since the cluster of another test would be joined, whatever the address."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"ray_init.address=nonsense: Invalid address format.*An address is HOST:6379"
+    ):
+        connect(address="nonsense")
+    with pytest.raises(ConfigError, match="py_modules must be a List"):
+        connect(address="local", num_cpus=1, runtime_env={"py_modules": 7}, **QUIET)
+    assert not ray.is_initialized()
+
+
 def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch):
     """As `ray job submit --runtime-env-json` starts its driver: with the variables, and with all of it as JSON."""
     of_job = {"excludes": ["data/"], "env_vars": {"NCCL_DEBUG": "INFO", "OF_JOB": "1"}}

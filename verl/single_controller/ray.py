@@ -25,20 +25,31 @@ RUNTIME_ENV: dict[str, Any] = {"excludes": EXCLUDES, "env_vars": {"TOKENIZERS_PA
 def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """`RUNTIME_ENV` and the `forwarded` variables, extended by a user's, a mapping or the path of a YAML file:
     excludes are joined, variables merged, everything else is the user's."""
-    given = dict((_read_yaml(given) if isinstance(given, str) else given) or {})
-    excludes = [*RUNTIME_ENV["excludes"], *given.pop("excludes", [])]
-    variables = {**RUNTIME_ENV["env_vars"], **forwarded(), **given.pop("env_vars", {})}
-    return {**given, "excludes": excludes, "env_vars": variables}
+    where = f"ray_init.runtime_env={given}" if isinstance(given, str) else "ray_init.runtime_env"
+    content = _read_yaml(given) if isinstance(given, str) else given
+    if not isinstance(content, Mapping | None):
+        raise ConfigError(
+            f"{where} must hold a mapping, got {content!r} ({type(content).__name__}). "
+            "Write {env_vars: {NAME: text}}, say."
+        )
+    rest = dict(content or {})
+    excludes, variables = rest.pop("excludes", None) or [], rest.pop("env_vars", None) or {}
+    if isinstance(excludes, str) or not isinstance(excludes, Sequence):
+        raise ConfigError(f"{where}: excludes must be a list of patterns, [data/] say, got {excludes!r}.")
+    if not isinstance(variables, Mapping) or not all(isinstance(value, str) for value in variables.values()):
+        raise ConfigError(f"{where}: env_vars must map names to texts, {{NAME: '7'}} say, got {variables!r}.")
+    return {
+        **rest,
+        "excludes": [*RUNTIME_ENV["excludes"], *excludes],
+        "env_vars": {**RUNTIME_ENV["env_vars"], **forwarded(), **variables},
+    }
 
 
 def _read_yaml(path: str) -> Any:
     try:
-        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"ray_init.runtime_env={path} is not a YAML file that can be read: {error}") from error
-    if not isinstance(content, Mapping | None):
-        raise ConfigError(f"ray_init.runtime_env={path} must hold a mapping, got {type(content).__name__}.")
-    return content
 
 
 def _check_address(address: str | None) -> None:
@@ -58,8 +69,8 @@ def _check_address(address: str | None) -> None:
 def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: Any) -> None:
     """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is.
 
-    Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`, and, with the largest
-    files, where Ray refuses to upload the folders of `runtime_env`.
+    Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`, where Ray takes any
+    other argument for wrong, and, with the largest files, where it refuses to upload the folders of `runtime_env`.
     """
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")
@@ -78,9 +89,16 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
                 "already, which has its number. Leave it unset, or set ray_init.address=local for one of the run's own."
             ) from error
         refused = refused_upload(error, runtime_env)
-        if refused is None:
-            raise
-        raise refused from error
+        if refused is not None:
+            raise refused from error
+        if isinstance(error, (ValueError, TypeError, ConnectionError)):
+            address, told = ray_init.get("address") or os.environ.get("RAY_ADDRESS"), " ".join(str(error).split())
+            raise ConfigError(
+                f"Ray cannot be started or joined, with ray_init.address={address}: {told.removesuffix('.')}. "
+                "An address is HOST:6379, ray://HOST:10001, auto (a cluster that runs on this machine), or local for "
+                "one of the run's own."
+            ) from error
+        raise
 
 
 class RayResourcePool:

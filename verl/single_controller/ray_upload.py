@@ -44,9 +44,11 @@ def _walk(folder: Path, ignored: list[tuple[Path, Any]]) -> Iterator[Path]:
 
 def refused_upload(error: Exception, runtime_env: Mapping[str, Any]) -> ConfigError | None:
     """What to tell where Ray refused to take the local folders of `runtime_env`; None for any other error."""
+    if not _REFUSALS.search(str(error)):
+        return None
     folders = [Path(str(given)) for given in (runtime_env.get("working_dir"), *runtime_env.get("py_modules", ()))]
     folders = [folder.absolute() for folder in folders if folder.is_dir()]
-    if not folders or not _REFUSALS.search(str(error)):
+    if not folders:
         return None
     return ConfigError(
         f"Ray refused to upload runtime_env's {', '.join(map(str, folders))}: {' '.join(str(error).split())[:300]}\n"
