@@ -145,6 +145,33 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "told"),
+    [
+        ("lone", "rewards", "must return a pair (advantages, returns), both of shape (16, 8) (rows, response tokens), "
+         "got Tensor of shape (16, 8)."),
+        ("flat", "(rewards.sum(-1), rewards)", "got a tuple of 2: Tensor of shape (16,), Tensor of shape (16, 8)."),
+        ("nothing", "None", "got NoneType."),
+        ("divides", "(rewards / 0, rewards)", "gave NaN or infinity for finite rewards in 16 of 16 rows"),
+        ("raises", "rewards.nonsense", "raised AttributeError in line 6: 'Tensor' object has no attribute 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_an_estimator_of_the_users_is_named(tmp_path, capfd, name, answer, told):
+    path = tmp_path / "mine.py"
+    path.write_text(f"""from verl.algorithms.advantages import advantage_estimators
+
+@advantage_estimators.register("test_{name}")
+def estimator(inputs):
+    rewards = inputs.token_level_rewards
+    return {answer}
+""")
+    own = [f"algorithm.adv_estimator=test_{name}", f"actor_rollout_ref.model.external_lib={path}"]
+    text = message(capfd, run(tmp_path, *own))
+    assert text.startswith(f"The advantage estimator 'test_{name}' ({path}) ")
+    assert told in text
+    assert len(text.splitlines()) == 1
+
+
 def test_a_failing_reward_may_count_as_zero(tmp_path):
     fails = reward_file(tmp_path, "raise KeyError('no such answer')")
     assert run(tmp_path, *fails, "reward_model.on_error=zero") == 0

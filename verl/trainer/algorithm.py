@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.advantages import AdvantageEstimator, AdvantageInputs, advantage_estimators
 from verl.algorithms.entropy import AdaptiveEntropyController, FixedEntropyController
 from verl.algorithms.kl import AdaptiveKLController, FixedKLController, apply_kl_penalty, kl_penalty
 from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
@@ -13,7 +13,8 @@ from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import TrainConfig
 from verl.protocol import DataProto
 from verl.trainer.setup import group_numbers
-from verl.utils.errors import ConfigError, RewardError
+from verl.utils.errors import AlgorithmError, ConfigError, RewardError
+from verl.utils.user_parts import NamedPart
 from verl.workers.losses import loss_in_words
 
 
@@ -67,6 +68,35 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
         columns=dict(columns.items()),
         config=algorithm,
     )
+
+
+def estimated(
+    estimator: AdvantageEstimator, config: TrainConfig, inputs: AdvantageInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns), (B, R) each, by the estimator that `algorithm.adv_estimator` names.
+
+    Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for finite rewards.
+    """
+    part, rewards = (
+        NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator),
+        inputs.token_level_rewards,
+    )
+    with part.told():
+        answer = estimator(inputs)
+    shapes = [getattr(column, "shape", None) for column in answer] if isinstance(answer, (tuple, list)) else []
+    if shapes != [rewards.shape, rewards.shape]:
+        expected = f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response tokens)"
+        raise part.must_return(expected, answer)
+    advantages, returns = map(torch.as_tensor, answer)
+    own = inputs.response_mask.bool()
+    wrong = (~(advantages.isfinite() & returns.isfinite()) & own).any(-1).nonzero().flatten().tolist()
+    # A critic that diverged is for the engine, which skips the update.
+    if wrong and all(column is None or column[own].isfinite().all() for column in (rewards, inputs.values)):
+        raise AlgorithmError(
+            f"{part} gave NaN or infinity for finite rewards in {len(wrong)} of {len(own)} rows, the first of which is "
+            f"row {wrong[0]}. Add a small number to what it divides by, say."
+        )
+    return advantages, returns
 
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:

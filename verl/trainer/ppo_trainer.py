@@ -22,6 +22,7 @@ from verl.trainer.algorithm import (
     chosen_samples,
     corrected_rollout,
     entropy_controller,
+    estimated,
     is_corrected,
     penalised_scores,
 )
@@ -31,6 +32,7 @@ from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
 from verl.utils.errors import RewardError
 from verl.utils.logging import logger
+from verl.utils.user_parts import is_our_own
 from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 
@@ -176,7 +178,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     ) -> AbstractContextManager[OnTold]:
         """Score responses as they finish, where no answer can depend on that: gives what hears of them, or None."""
         phases = ("collect", "generate", "_generate", "score", "add_rm_scores")
-        phase_replaced = not all(setup.is_our_own(getattr(type(self), name)) for name in phases)
+        phase_replaced = not all(is_our_own(getattr(type(self), name)) for name in phases)
         if phase_replaced or not setup.scores_row_by_row(self.config.reward_model, reward_fn):
             return nullcontext()
         return reward_fn.ahead(prompts, n, first_row * n)
@@ -259,14 +261,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         reads_before = self.reads_old_log_probs or self.config.algorithm.use_kl_in_reward or is_corrected(self.config)
         phases = ("fit", "run_step", "step", "estimate_advantages", "update")
         users = [self.estimator, *(getattr(type(self), name) for name in phases)]
-        return reads_before or not all(setup.is_our_own(part) for part in users) or not one_update
+        return reads_before or not all(is_our_own(part) for part in users) or not one_update
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
         columns = batch.batch
         columns["token_level_rewards"], metrics = penalised_scores(batch, self.config, self.kl_controller)
         self.metrics.update(metrics)
-        columns["advantages"], columns["returns"] = self.estimator(advantage_inputs(batch, self.config))
+        inputs = advantage_inputs(batch, self.config)
+        columns["advantages"], columns["returns"] = estimated(self.estimator, self.config, inputs)
         return batch
 
     def update(self, batch: DataProto) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
 from verl.utils.logging import say_once
+from verl.utils.user_parts import is_our_own
 
 ALL_DROPPED = (
     "All samples of {} were dropped: no reward could be had for any. Mend the reward function (the warning above names "
@@ -65,11 +66,6 @@ def check_step(config: TrainConfig) -> None:
     ):
         if asked:
             raise ConfigError(f"algorithm.{key} needs verl.trainer.{kind} or a subclass, got PPOTrainer.")
-
-
-def is_our_own(function: Callable[..., Any]) -> bool:
-    """Whether a registered function comes with this package, so that we know what it reads."""
-    return getattr(function, "__module__", "").startswith("verl.")
 
 
 def build_tokenizer(config: TrainConfig) -> Any:

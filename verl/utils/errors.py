@@ -41,6 +41,10 @@ class RewardError(VerlError, RuntimeError):
     """A reward function raised, timed out or returned something that is not a finite score."""
 
 
+class AlgorithmError(VerlError, RuntimeError):
+    """A user's advantage estimator or loss raised, or returned something else than asked."""
+
+
 class CheckpointError(VerlError, RuntimeError):
     """A checkpoint is missing, incomplete or does not match its checksums."""
 
