@@ -172,6 +172,42 @@ def estimator(inputs):
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "told"),
+    [
+        ("raises", "inputs.nonsense", "raised AttributeError in line 5: 'PolicyLossInputs' object has no"),
+        ("vector", "PolicyLossOutput(loss=terms, means={})", "a scalar tensor as loss, got Tensor of shape ("),
+        ("bare", "terms.sum()", "must return a PolicyLossOutput with a scalar tensor as loss, got Tensor of shape ()."),
+        ("number", "PolicyLossOutput(loss=1.0, means={})", "got float."),
+    ],
+)
+def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, told):
+    path, own = own_policy_loss(tmp_path, name, answer)
+    text = message(capfd, run(tmp_path, *own))
+    assert text.startswith(f"The policy loss 'test_{name}' ({path}) ")
+    assert told in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_policy_loss_of_the_users_that_is_not_finite_is_named(tmp_path, capfd):
+    path, own = own_policy_loss(tmp_path, "divides", "PolicyLossOutput(loss=terms.sum() * math.nan, means={})")
+    assert run(tmp_path, *own) == 0
+    warning = f"The policy loss 'test_divides' ({path}) gave nan for finite log-probs and advantages."
+    assert capfd.readouterr().out.count(warning) == 1
+
+
+def own_policy_loss(tmp_path: Path, name: str, answer: str) -> tuple[Path, list[str]]:
+    path = tmp_path / "mine.py"
+    path.write_text(f"""import math; from verl.algorithms.policy_losses import PolicyLossOutput, policy_losses
+@policy_losses.register("test_{name}")
+def loss(inputs, **_):
+    terms = inputs.log_probs * inputs.weights
+    return {answer}
+""")
+    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode=test_{name}"
+    return path, [mode, f"actor_rollout_ref.model.external_lib={path}"]
+
+
 def test_a_failing_reward_may_count_as_zero(tmp_path):
     fails = reward_file(tmp_path, "raise KeyError('no such answer')")
     assert run(tmp_path, *fails, "reward_model.on_error=zero") == 0

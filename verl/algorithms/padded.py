@@ -26,6 +26,7 @@ from verl.algorithms.policy_losses import (
 )
 from verl.config import ActorConfig, AlgorithmConfig
 from verl.config.choices import SEQUENCE_LOSSES
+from verl.utils.user_parts import NamedPart
 
 Scalar = Float[Tensor, ""]
 
@@ -105,7 +106,11 @@ class PaddedPolicyLoss:
         mask = padded(inputs.own.long())
         scale = _share(inputs, aggregation_weights(mask, loss_agg_mode)[slot, column])
         old, new, advantages = map(padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages))
-        loss, *numbers = self.function(old, new, advantages, mask, loss_agg_mode, _viewed(actor))
+        answer = self.function(old, new, advantages, mask, loss_agg_mode, _viewed(actor))
+        if not isinstance(answer, (tuple, list)) or any(torch.as_tensor(number).numel() != 1 for number in answer):
+            part = NamedPart("policy loss", self.function.__name__, self.function)
+            raise part.must_return("four numbers, (loss, clip_fraction, ppo_kl, clip_fraction_lower)", answer)
+        loss, *numbers = answer
         names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
         means = {
             name: torch.full_like(inputs.advantages, float(torch.as_tensor(number).detach()))

@@ -1,5 +1,6 @@
 """What the actor and the critic minimise: packed model outputs and batch columns in, one loss out."""
 
+import logging
 import zlib
 from collections.abc import Callable
 
@@ -14,7 +15,10 @@ from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.engine.base import LossOutput
+from verl.engine.memory import shortage_of
 from verl.protocol import DataProto
+from verl.utils.logging import say_once
+from verl.utils.user_parts import NamedPart, is_our_own
 
 Columns = dict[str, torch.Tensor]
 
@@ -54,10 +58,14 @@ class PolicyObjective(Objective):
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.policy_loss = policy_losses.get(config.policy_loss.loss_mode)
+        self.part = NamedPart("policy loss", config.policy_loss.loss_mode, self.policy_loss)
         self.selection = selections.get(name) if (name := config.policy_loss.loss_mode) in selections else None
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
         self.entropy_coeff = config.entropy_coeff
-        self.extra_terms = [(extra_losses.get(term.name), term.coef) for term in config.loss_extra]
+        self.extra_terms = [
+            (NamedPart("extra loss term", term.name, extra_losses.get(term.name)), term.coef)
+            for term in config.loss_extra
+        ]
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._is_looking_for_offenders = False
 
@@ -88,8 +96,14 @@ class PolicyObjective(Objective):
         # The correction is the policy loss's alone: KL and entropy are of the current policy, whoever drew the token.
         correction = columns.get("rollout_is_weights")
         corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
-        policy = self.policy_loss(corrected, **self.settings)
-        loss = policy.loss
+        with self.part.told(passes=_is_shortage):
+            policy = self.policy_loss(corrected, **self.settings)
+        loss = getattr(policy, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            expected = "a PolicyLossOutput with a scalar tensor as loss"
+            raise self.part.must_return(expected, policy if loss is None else loss)
+        if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
+            self._tell_who_spoilt(policy.loss, corrected)
         sums = {"actor/pg_loss": policy.loss.detach()}
         means = {f"actor/{name}": value for name, value in policy.means.items()}
         means["actor/entropy"] = outputs["entropy"].detach()
@@ -100,9 +114,18 @@ class PolicyObjective(Objective):
             kl_loss = (kl * weights).sum()
             loss = loss + self.config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
-        for term, coef in self.extra_terms:
-            loss = loss + coef * term(inputs, columns)
+        for part, coef in self.extra_terms:
+            with part.told(passes=_is_shortage):
+                term = part.function(inputs, columns)
+            if isinstance(term, torch.Tensor) and term.numel() != 1:
+                raise part.must_return("a scalar", term)
+            loss = loss + coef * term
         return LossOutput(loss=loss, means=means, sums=sums)
+
+    def _tell_who_spoilt(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
+        read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
+        if not loss.isfinite() and all(column.isfinite().all() for column in read):
+            say_once(f"{self.part} gave {loss.item()} for finite log-probs and advantages.", logging.WARNING)
 
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
         """See `Objective.begin`: writes `selected` for a loss that has a selection."""
@@ -136,6 +159,11 @@ class PolicyObjective(Objective):
             return {}
         trainer, rollout, mask = (torch.cat(pieces) for pieces in zip(*seen))
         return mismatch_of_all(rollout, trainer, mask, data)
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Memory that runs out in a user's function is for the engine, which makes smaller passes."""
+    return shortage_of(error, torch.device("cpu")) is not None
 
 
 def loss_in_words(config: ActorConfig) -> str:
