@@ -154,6 +154,8 @@ def test_noise_follows_the_seed(untrained):
     [
         ([], r"at least one, got \[\]"),
         ("1 + 1 = ?", "needs a list of prompts"),
+        (None, "needs a list of prompts .* got None"),
+        (CHATS[0][0], "needs a list of prompts .* got {'role'"),
         ([CHATS[0], 3], "Prompt 1 must be a list of messages"),
         (CHATS[0], "Prompt 0 must be a list of messages"),
         (["ok", "1 + " * 30], "Prompt 1 has .* tokens, data.max_prompt_length allows 24. Raise it"),
@@ -255,6 +257,7 @@ def test_a_failing_reward_is_an_error_with_the_number_of_its_response(tmp_path):
         ([[3, 4]], {"data_source": "toy", "ground_truth": "1"}, RewardError, "Response 0 must be a text .* got .3, 4"),
         ([], {"data_source": "toy", "ground_truth": "1"}, DataError, "at least one"),
         ("1", {"data_source": "toy", "ground_truth": "1"}, DataError, "needs a list of responses"),
+        (None, {"data_source": "toy", "ground_truth": "1"}, DataError, "needs a list of responses, .* got None"),
     ],
 )
 def test_what_no_function_can_score_is_told(untrained, responses, columns, error, told):

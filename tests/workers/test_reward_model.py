@@ -195,6 +195,7 @@ def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
     [
         ("one text", None, DataError, "needs a list of responses"),
         ([], None, DataError, "needs a list of responses"),
+        (None, None, DataError, "needs a list of responses .* got None"),
         (torch.tensor([1, 2]), None, DataError, r"needs a list.*got \(2,\)"),
         (["a", ""], None, RewardError, "Response 1 is empty"),
         (["a", None], None, RewardError, "Response 1 is missing"),

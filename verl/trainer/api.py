@@ -1,7 +1,9 @@
 """Training from a program or a notebook: one object that trains, rolls out and scores."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -154,8 +156,8 @@ class RLTrainer:
             DataError: there is no prompt, or one that is none or too long; the message has its number.
             RolloutError: the engine did not answer every prompt.
         """
-        if n < 1:
-            raise ConfigError(f"rollout(n=...) must be at least 1, got {n}.")
+        if not isinstance(n, Integral) or n < 1:
+            raise ConfigError(f"rollout(n=...) must be a whole number, at least 1, got {n!r}.")
         batch = self._prompts(prompts)
         self._load_models()
         params = setup.sampling_params(self.rollout_config)
@@ -213,9 +215,7 @@ class RLTrainer:
                 "reward_fn reads batches of tokens, so compute_reward cannot call it on texts. Give it a batch: "
                 "compute_reward(trainer.rollout(prompts, as_batch=True))."
             )
-        if isinstance(responses, str) or not len(responses):
-            raise DataError(f"compute_reward needs a list of responses, at least one, got {responses!r:.80}.")
-        return self._reward_function.score(list(responses), prompts, columns)
+        return self._reward_function.score(_listed("compute_reward", "responses", responses), prompts, columns)
 
     # ---------------------------------------------------------------- parts
 
@@ -251,11 +251,7 @@ class RLTrainer:
 
     def _prompts(self, prompts: Any) -> DataProto:
         """A batch of prompts, none too long."""
-        if not isinstance(prompts, str | DataProto):
-            prompts = list(prompts)
-        if isinstance(prompts, str) or not len(prompts):
-            raise DataError(f"rollout needs a list of prompts (texts or chats), at least one, got {prompts!r:.80}.")
-        if isinstance(prompts, DataProto):
+        if isinstance(prompts, DataProto) and len(prompts):
             if "raw_prompt_ids" not in prompts.non_tensor_batch:
                 raise DataError(
                     "A batch for rollout needs the object column raw_prompt_ids (lists of token ids), got "
@@ -266,7 +262,7 @@ class RLTrainer:
             batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(non_tensors={"": ids}).non_tensor_batch[""]
             return batch
         rows = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(_listed("rollout", "prompts (texts or chats)", prompts)):
             try:
                 messages = as_messages(prompt)
                 ids = apply_chat_template(self.tokenizer, messages)
@@ -303,6 +299,14 @@ class LiveRole:
                 "verl.model_merger merge` makes a folder of transformers)."
             )
         return self.group.worker.engine.hf_model
+
+
+def _listed(call: str, what: str, given: Any) -> list[Any]:
+    """The entries of a list or another iterable. DataError where there is none, or one text or mapping by itself."""
+    entries = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto)) else []
+    if not entries:
+        raise DataError(f"{call} needs a list of {what}, at least one, got {given!r:.80}.")
+    return entries
 
 
 class _NoRows:

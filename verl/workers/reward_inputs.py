@@ -1,6 +1,6 @@
 """What a reward model reads: conversations in tokens of its own, none of them longer than it takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,7 +97,8 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
             not finite; the message has its number.
         DataError: no fit between responses and prompts, or a chat template that refuses the conversation.
     """
-    if isinstance(responses, str) or (isinstance(responses, Tensor) and responses.ndim != 2) or not len(responses):
+    is_list = isinstance(responses, Sized) and not isinstance(responses, (str, Mapping))
+    if not is_list or (isinstance(responses, Tensor) and responses.ndim != 2) or not len(responses):
         raise DataError(
             "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of ids, got "
             f"{tuple(responses.shape) if isinstance(responses, Tensor) else responses!r:.80}."
