@@ -288,6 +288,13 @@ def test_own_data_and_an_own_reward_need_nothing_in_the_config(tmp_path):
     )
     metrics = trainer.train()
     assert metrics["critic/score/mean"] == metrics["response_length/mean"]
+    validated = {**keys, "algorithm.adv_estimator": "grpo", "trainer.test_freq": 1}
+    with pytest.raises(ConfigError, match="has no validation split. Set data.val_files, or give a val_dataset"):
+        PPOTrainer(validated, **parts)
+    by_class = PPOTrainer(validated, **parts, val_dataset=Sums())
+    assert len(by_class.train_loader) == len(by_class.val_loader) * 2
+    with pytest.raises(DataError, match="No training data"):
+        PPOTrainer(keys | {"algorithm.adv_estimator": "grpo"})
     batch = trainer.rollout(ASKED, as_batch=True)
     assert trainer.compute_reward(batch).tolist() == batch.batch["response_mask"].sum(-1).tolist()
     with pytest.raises(ConfigError, match="reward_fn reads batches of tokens"):

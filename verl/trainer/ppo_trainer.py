@@ -10,6 +10,7 @@ import numpy as np
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.kl import get_kl_controller
 from verl.config import TrainConfig
+from verl.config.keywords import config_from_keywords
 from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
@@ -43,7 +44,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     and `sync_weights`; a new algorithm overrides the one that differs, or `step`, or `fit`.
 
     Args:
-        config: the whole configuration, already validated.
+        config: a TrainConfig; or what becomes one: keys (nested, dotted, a DictConfig) or the path of a YAML file.
         tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the config names.
     """
 
@@ -57,7 +58,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: Any,
         *,
         tokenizer: Any = None,
         reward_fn: Callable[..., Any] | None = None,
@@ -65,6 +66,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         train_dataset: Any = None,
         val_dataset: Any = None,
     ) -> None:
+        config = config if isinstance(config, TrainConfig) else config_from_keywords(config, {})
         super().__init__(config, setup.checkpoints_to_keep(config))
         setup.load_user_code(config)
         setup.check_names(config)

@@ -114,7 +114,8 @@ def build_loaders(
         if config.trainer.val_only or config.trainer.test_freq > 0:
             raise ConfigError(
                 f"trainer.val_only={config.trainer.val_only} and trainer.test_freq={config.trainer.test_freq} ask for "
-                f"validation, but '{data.dataset_name}' has no validation split. Set data.val_files."
+                f"validation, but data.dataset_name={data.dataset_name} has no validation split. Set data.val_files, "
+                "or give a val_dataset."
             )
         return train_loader, None
     val_batch_size = min(data.val_batch_size or len(val), len(val))
