@@ -319,10 +319,13 @@ def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
 
 
 def _has_misfits(key: Key, value: Any) -> bool:
-    """Entries of a list, or what becomes one, of another kind than is due: OmegaConf lets them pass."""
+    """What OmegaConf lets pass: other numbers than 0 and 1 for True and False, whole numbers that torch cannot take,
+    entries of a list, or what becomes one, of another kind than is due."""
     if key.setting.many:
         entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         return not all(isinstance(entry, (str, Path)) for entry in entries)
+    if isinstance(value, int) and not isinstance(value, bool) and (_plain_type(key) is bool or abs(value) > _LARGEST):
+        return _plain_type(key) is not bool or value not in (0, 1)
     if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
         return False
     return any(entry is None or isinstance(entry, (list, dict)) for entry in value)
@@ -330,9 +333,12 @@ def _has_misfits(key: Key, value: Any) -> bool:
 
 def _type_message(key: Key, value: Any, written_as: str) -> str:
     hint = " Write null for no value." if value in ("None", "none") else ""
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        hint = f" The largest is {_LARGEST}."
     return f"{written_as} expects {describe_type(key)}, got {value!r} ({type(value).__name__}).{hint}"
 
 
+_LARGEST = 2**63 - 1  # of torch
 _TYPE_NAMES = {
     bool: "True or False",
     int: "a whole number",

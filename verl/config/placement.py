@@ -69,7 +69,12 @@ def roles_are_placed(config: TrainConfig) -> Iterator[str]:
 
 
 def placement_doubts(config: TrainConfig) -> Iterator[str]:
-    """Ranks without work."""
+    """Ranks without work, and places without a role."""
     idle = set(range(number_of_ranks(config))).difference(*ranks_of_roles(config).values())
     if idle:
         yield f"trainer.placement gives no role to the ranks {sorted(idle)}: they stay idle."
+    active = ("actor", *_active(config))
+    for role in ROLES:
+        ranks = getattr(config.trainer.placement, role)
+        if ranks is not None and role not in active:
+            yield f"trainer.placement.{role}={ranks} has no effect: this run has no {role} with a model of its own."

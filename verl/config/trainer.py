@@ -30,9 +30,12 @@ class TrainerConfig:
         None, "cpu or cuda; null: the first visible GPU, else the CPU", choices=("auto", "cpu", "cuda")
     )
     num_threads: int | None = setting(None, "CPU threads that torch computes with; null: one a core", above=0)
-    nnodes: int = setting(1, "machines", above=0)
+    nnodes: int = setting(1, "machines", above=0, at_most=100_000)
     n_gpus_per_node: int | None = setting(
-        None, "ranks a machine: torchrun's where it launched them, else Ray's; null: those launched", above=0
+        None,
+        "ranks a machine: torchrun's where it launched them, else Ray's; null: those launched",
+        above=0,
+        at_most=1024,
     )
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     project_name: str = setting("verl_examples", "project, for trackers and folders")
