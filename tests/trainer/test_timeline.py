@@ -27,9 +27,10 @@ def rows_of(path) -> dict[tuple[str, str], list[dict]]:
     return dict(spans)
 
 
-def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path):
-    assert run(tmp_path, *PPO, "trainer.max_steps=2", "trainer.profile_steps=[2]", "trainer.test_freq=-1") == 0
+def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
+    assert run(tmp_path, *PPO, "trainer.max_steps=2", "trainer.profile_steps=[0,2,9]", "trainer.test_freq=-1") == 0
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["global_step_2.json"]
+    assert "profile_steps: no timeline is written of [0, 9], for this run ends with 2." in capfd.readouterr().out
     spans = rows_of(tmp_path / "timeline" / "global_step_2.json")
     ((process,),) = [{process for process, _ in spans}]
     assert process.startswith("driver, actor_rollout 0, critic 0 (pid ")

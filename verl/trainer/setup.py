@@ -26,7 +26,7 @@ from verl.rollout import rollout_engines
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
-from verl.utils.logging import say_once
+from verl.utils.logging import logger, say_once
 from verl.utils.user_parts import is_our_own
 
 ALL_DROPPED = (
@@ -169,10 +169,14 @@ def check_reward(
 
 def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
     """Training steps of the run: those asked for, or all epochs over the data."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    assert config.trainer.total_epochs is not None, "the configuration was checked"
-    return steps_an_epoch * config.trainer.total_epochs
+    trainer, steps = config.trainer, config.trainer.total_training_steps
+    if steps is None:
+        assert trainer.total_epochs is not None, "the configuration was checked"
+        steps = steps_an_epoch * trainer.total_epochs
+    missed = [step for step in trainer.profile_steps or () if not 1 <= step <= steps]
+    if missed:
+        logger.warning("trainer.profile_steps: no timeline is written of %s, for this run ends with %d.", missed, steps)
+    return steps
 
 
 def checkpoints_to_keep(config: TrainConfig) -> int | None:
