@@ -39,7 +39,7 @@ def test_the_console_line(tmp_path, capsys):
     speed = {"perf/total_num_tokens": 300, "perf/time_per_step": 1.5}
     tracker.log({"train/loss": 2.5, "train/lr": 1e-5, "train/grad_norm": 0.25, **speed}, 3)
     assert capsys.readouterr().out.splitlines() == [
-        "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.0012",
+        "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333",  # no KL without a reference
         "[Step 2/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.2000 | Critic loss: 0.5000 | "
         "Response length: 12.3 | 1.23 s/step",
         "[Step 3/10] Loss: 2.5000 | Learning rate: 1e-05 | Gradient norm: 0.250 | 200 tokens/s | 1.50 s/step",
@@ -48,7 +48,7 @@ def test_the_console_line(tmp_path, capsys):
 
 def test_the_console_during_critic_warm_up_and_with_numbers_at_the_edge(tmp_path, capsys):
     tracker = make_tracker(tmp_path, ["console"])
-    tracker.log({"critic/score/mean": -0.00001, "actor/ppo_kl": math.nan}, 3)
+    tracker.log({"critic/score/mean": -0.00001, "actor/reward_kl_penalty": math.nan}, 3)
     assert capsys.readouterr().out == "[Step 3] Actor loss: n/a | Reward: 0.0000 | KL: nan\n"
 
 

@@ -3,13 +3,12 @@
 from verl.tracking.backends import Metrics, Rows, TrackerBackend, tracker_backends
 
 # What the line of a step shows: form, digits, and the metrics it is taken from, the first that is there.
-# KL is the distance to the reference where there is one, else between the policy before and after the update.
 _ALWAYS = (
     ("Actor loss: {}", ".4f", ("actor/loss", "actor/pg_loss")),
     ("Reward: {}", ".4f", ("critic/score/mean", "critic/rewards/mean")),
-    ("KL: {}", ".4f", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")),
 )
 _WHERE_MEASURED = (
+    ("KL: {}", ".4f", ("actor/kl_loss", "actor/reward_kl_penalty")),  # to the reference, where there is one
     ("Critic loss: {}", ".4f", ("critic/vf_loss",)),
     ("Response length: {}", ".1f", ("response_length/mean",)),
     ("{} s/step", ".2f", ("timing_s/step", "perf/time_per_step")),
