@@ -266,7 +266,9 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run(tmp_path, *COMMAND) == 0
-    assert "Training completed" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert f"Nothing is left to train: step {LAST} is done, and the run ends with step {LAST}. Raise trainer" in out
+    assert "Training completed" in out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 

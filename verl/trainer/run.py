@@ -110,6 +110,13 @@ class TrainingRun(ABC, Generic[Config]):
         try:
             self.load_checkpoint()
             self.lower_budgets()
+            if self.global_step >= self.total_steps:
+                logger.warning(
+                    "Nothing is left to train: step %d is done, and the run ends with step %d. Raise "
+                    "trainer.total_training_steps (or total_epochs) to go on; or start from the beginning with "
+                    "trainer.resume_mode=disable or another trainer.default_local_dir.",
+                    self.global_step, self.total_steps,
+                )  # fmt: skip
             if self.global_step == 0 and self.config.trainer.val_before_train and self.val_loader is not None:
                 self.tracker.log(self.validate(), 0)
             while self.global_step < self.total_steps:
