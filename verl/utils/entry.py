@@ -9,8 +9,8 @@ from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
 
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
-# A disk that is full or a file that grew too large: the error does not name the file.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A disk that is full or may not be written, a file that grew too large: not every library names the file in `filename`.
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def exit_code(job: Callable[[], int | None]) -> int:
@@ -27,7 +27,7 @@ def exit_code(job: Callable[[], int | None]) -> int:
             raise
         return _told(_named(MissingDependencyError(missing)), error)
     except OSError as error:
-        if error.filename is None and error.errno not in _NO_ROOM:
+        if error.filename is None and error.errno not in _NOT_WRITTEN:
             raise
         way_out = "Make room, or name another folder. VERL_TRACEBACK=1 shows what it was wanted for."
         return _told(f"{_named(error)}. {way_out}", error)
@@ -40,7 +40,7 @@ def _named(error: Exception) -> str:
 
 
 def _told(text: str, error: BaseException, code: int = 1) -> int:
-    print(text, file=sys.stderr, flush=True)
     if os.environ.get("VERL_TRACEBACK"):
-        raise error
+        raise error  # Python prints the traceback, whose last line is the message
+    print(text, file=sys.stderr, flush=True)
     return code
