@@ -18,7 +18,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import load_dataset
+
+from verl.data.files import load_from_hub
+from verl.utils.entry import exit_code
 
 SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
 FILES = {"humaneval": "HumanEval.jsonl", "mbpp": "mbpp.jsonl"}
@@ -31,7 +33,7 @@ MBPP_INSTRUCTION = (
 def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
     """All problems, from a folder, or else from the hub. Ends the script if the folder has no such file."""
     if folder is None:
-        splits: Any = load_dataset(SOURCES[dataset])
+        splits: Any = load_from_hub(SOURCES[dataset])
         return (row for split in splits.values() for row in split)
     for name in (FILES[dataset], f"{FILES[dataset]}.gz"):
         path = Path(folder).expanduser() / name
@@ -91,4 +93,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -7,6 +7,7 @@ The same seed makes the same files; no problem of the test set is in the trainin
 
 import argparse
 import random
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from verl.utils.entry import exit_code
 
 DATA_SOURCE = "countdown"
 MAX_MISSES = 20_000  # draws in a row without a new problem after which there is taken to be none
@@ -101,4 +104,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -15,9 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import load_dataset
 
+from verl.data.files import load_from_hub
 from verl.rewards.builtin.gsm8k import extract_answer
+from verl.utils.entry import exit_code
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -27,8 +28,7 @@ SPLITS = ("train", "test")
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     """Questions and answers of a split, from a folder, or else from the hub. Ends the script if the folder has none."""
     if folder is None:
-        hub: Any = load_dataset(DATA_SOURCE, "main", split=split)
-        return hub
+        return load_from_hub(DATA_SOURCE, "main", split=split)
     path = Path(folder).expanduser() / f"{split}.jsonl"
     if not path.is_file():
         sys.exit(f"'{path.parent}' must hold {path.name} for the split {split}, found none.")
@@ -63,4 +63,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

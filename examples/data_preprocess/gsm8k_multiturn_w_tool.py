@@ -10,11 +10,14 @@ it is created with) and `need_tools_kwargs`. `agent_name` picks the agent loop.
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from verl.utils.entry import exit_code
 
 TOOL = "calc_gsm8k_reward"
 INTERACTION = "gsm8k"
@@ -67,4 +70,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -12,13 +12,16 @@ import argparse
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import load_dataset
+
+from verl.data.files import load_from_hub
+from verl.utils.entry import exit_code
 
 DATA_SOURCE = "Anthropic/hh-rlhf"
 SPLITS = ("train", "test")
@@ -29,8 +32,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     """Pairs of a split, from a folder, or else from the hub; none where the folder has no file of that split."""
     if folder is None:
-        hub: Any = load_dataset(DATA_SOURCE, split=split)
-        return hub
+        return load_from_hub(DATA_SOURCE, split=split)
     files = sorted(Path(folder).expanduser().glob(f"*{split}*.jsonl*"))
     return [json.loads(line) for file in files for line in _text(file).split("\n") if line.strip()]
 
@@ -98,4 +100,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -16,9 +16,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import load_dataset
 
+from verl.data.files import load_from_hub
 from verl.rewards.builtin.math import last_boxed
+from verl.utils.entry import exit_code
 
 DATA_SOURCE = "lighteval/MATH"
 HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"
@@ -32,8 +33,7 @@ FILES = {
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     """Problems of a split, from a folder, or else from the hub. Ends the script if the folder has none."""
     if folder is None:
-        hub: Any = load_dataset(HUB_NAME, split=split)
-        return hub
+        return load_from_hub(HUB_NAME, split=split)
     root = Path(folder).expanduser()
     for name in FILES[split]:
         if (root / name).is_file():
@@ -90,4 +90,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -2,16 +2,19 @@
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.scripts import load_script
+from tests.data.scripts import EXAMPLES, load_script
 from tests.shared_files import SHARED, needs_shared
 from verl.config import DataConfig
-from verl.data import RLDataset
+from verl.data import RLDataset, files
+from verl.utils.errors import DataError
 
 
 def load_rows(folder: Path, split: str, tokenizer) -> list[dict]:
@@ -27,6 +30,30 @@ def test_gsm8k_has_all_rows(tmp_path):
     assert {split: table.num_rows for split, table in tables.items()} == {"train": 7473, "test": 1319}
     truths = [row["ground_truth"] for row in tables["train"].column("reward_model").to_pylist()]
     assert all(float(truth.replace(",", "")) is not None for truth in truths)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("gsm8k", []), ("math_dataset", []), ("hh_rlhf", []), ("code_problems", ["--dataset", "mbpp"]),
+    ],
+)  # fmt: skip
+def test_a_hub_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, script, arguments):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach it on the Hub")
+
+    monkeypatch.setattr(files, "load_dataset", unreachable)
+    with pytest.raises(DataError, match="cannot be had from the hub: Couldn't reach .* --local_dataset_path"):
+        load_script(f"data_preprocess/{script}.py").main([*arguments, "--local_save_dir", str(tmp_path)])
+
+
+def test_a_target_that_is_no_folder_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, EXAMPLES / "data_preprocess/countdown.py", "--local_save_dir", tmp_path / "file" / "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("NotADirectoryError: ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_gsm8k_rows(tmp_path, tokenizer):

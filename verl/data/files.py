@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import DatasetDict, load_from_disk
+from datasets import DatasetDict, load_dataset, load_from_disk
 
 from verl.utils.errors import DataError
 
@@ -201,3 +201,14 @@ def _open_folder(path: Path, split: str) -> Rows:
         f"Folder '{path}' has the splits {', '.join(splits)}, but none for {split}: expected "
         f"{' or '.join(SPLITS[split])}. Save it again under such a name."
     )
+
+
+def load_from_hub(name: str, *arguments: Any, **keywords: Any) -> Any:
+    """`datasets.load_dataset`; DataError where the hub does not answer."""
+    try:
+        return load_dataset(name, *arguments, **keywords)
+    except (ConnectionError, TimeoutError) as error:
+        raise DataError(
+            f"The set '{name}' cannot be had from the hub: {error}. Mend the network (HF_ENDPOINT names a mirror, "
+            "HF_HUB_OFFLINE=1 forbids it), or give files that are here with --local_dataset_path."
+        ) from error
