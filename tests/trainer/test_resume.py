@@ -69,11 +69,7 @@ ALGORITHMS = {
 Patch = pytest.MonkeyPatch
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at_call(patch: Patch, owner: Any, name: str, number: int) -> None:
+def die_at_call(patch: Patch, owner: Any, name: str, number: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Kill this process in the `number`th call of a function, after it has done its work."""
     original, calls = getattr(owner, name), 0
 
@@ -82,7 +78,7 @@ def die_at_call(patch: Patch, owner: Any, name: str, number: int) -> None:
         calls += 1
         result = original(*args, **kwargs)
         if calls == number:
-            die()
+            os.kill(os.getpid(), by)
         return result
 
     patch.setattr(owner, name, wrapped)
@@ -181,13 +177,17 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
-def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(tmp_path, undisturbed, capfd):
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(
+    tmp_path, undisturbed, capfd, by
+):
     """The second of three checkpoints has all its files when the process dies; the first one has its name."""
     command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
-        die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2)
+        die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2, by)
         status = run_in_child(lambda: run(tmp_path, *command))
-    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == by
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_1"]
     assert len(list(tmp_path.glob(".tmp-global_step_2-*"))) == 1
     capfd.readouterr()
@@ -285,6 +285,26 @@ def test_resume_path_takes_the_checkpoint_it_names(tmp_path, undisturbed):
     named = undisturbed("grpo") / "global_step_2"
     assert run(tmp_path, *COMMAND, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}") == 0
     assert same_bits(weights(tmp_path, LAST), weights(undisturbed("grpo"), LAST))
+
+
+def test_a_named_checkpoint_without_one_role_is_refused(tmp_path, undisturbed, capfd):
+    named = tmp_path / "global_step_2"
+    shutil.copytree(undisturbed("ppo") / "global_step_2", named)
+    shutil.rmtree(named / "critic")
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
+    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
+    told = capfd.readouterr().err
+    assert told.startswith(f"CheckpointError: {named} is damaged: ")
+    assert "critic/progress.json is missing" in told
+    assert "actor/" not in told
+
+
+def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbed, capfd):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 1
+    told = capfd.readouterr().err
+    assert "found no progress.json there. A run of other roles has saved it" in told
+    assert f"global_step_{LAST}/critic" in told
 
 
 def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):

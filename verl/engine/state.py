@@ -78,7 +78,11 @@ def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | N
     """
     file = folder / PROGRESS_FILE
     if not file.is_file():
-        raise CheckpointError(f"Expected a role's part of a checkpoint in {folder}, found no {PROGRESS_FILE} there.")
+        raise CheckpointError(
+            f"Expected a role's part of a checkpoint in {folder}, found no {PROGRESS_FILE} there. "
+            "A run of other roles has saved it, as GRPO has no critic: name another folder with "
+            "trainer.default_local_dir, or start from the beginning with trainer.resume_mode=disable."
+        )
     progress = json.loads(file.read_text(encoding="utf-8"))
     has_optimizer = progress.pop("has_optimizer")
     if adapted_layers(hf_model):
