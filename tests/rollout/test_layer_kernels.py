@@ -36,6 +36,26 @@ def test_add_rms_norm(width: int, dtype: torch.dtype):
     assert torch.equal(state, residual + x)
 
 
+@pytest.mark.parametrize("round_sum", [False, True])
+@pytest.mark.parametrize("round_normed", [False, True])
+@interpreted
+def test_add_rms_norm_rounds_where_it_is_told(round_sum: bool, round_normed: bool):
+    x, residual = torch.randn(2, 30, 64).half().unbind()
+    weight = torch.rand(64).half()
+
+    def expected(round_sum: bool, round_normed: bool) -> Tensor:
+        wide = (residual + x).float() if round_sum else residual.float() + x.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        return ((normed.half().float() if round_normed else normed) * weight.float()).half()
+
+    out = add_rms_norm(x, residual.clone(), weight, EPS, round_sum=round_sum, round_normed=round_normed)
+    for other_sum in (False, True):
+        for other_normed in (False, True):
+            same = (out == expected(other_sum, other_normed)).float().mean().item()
+            # Of some numbers the variance, added up in another order, changes the last bit.
+            assert (same > 0.99) == ((other_sum, other_normed) == (round_sum, round_normed)), same
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [11, 1030])
 @interpreted

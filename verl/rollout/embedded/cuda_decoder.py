@@ -86,10 +86,15 @@ class TritonDecoder(FusedDecoder):
             )
             for layer in self.layers
         }
+        self._inner_norms = {layer.post_norm for layer in self.layers}
 
     def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
-        """See `FusedDecoder.add_norm`."""
-        return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+        """See `FusedDecoder.add_norm`. A layer of the trainer is compiled by itself: the sum that it ends with is
+        written before the next one reads it, and the last norm, outside of all, rounds as transformers does."""
+        within = norm in self._inner_norms
+        return add_rms_norm(
+            x, residual, norm.weight, norm.variance_epsilon, round_sum=not within, round_normed=norm is self.norm
+        )
 
     def places(self, positions: Tensor) -> Tensor:
         """The positions themselves."""

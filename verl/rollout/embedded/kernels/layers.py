@@ -1,7 +1,7 @@
 """The element-wise parts of a decoder layer, each in one pass over its tensors.
 
-Sums and products are in fp32 and rounded where transformers rounds: the residual after each addition, the normed
-states before they meet the weight.
+Sums and products are in fp32 and rounded once, when they are written, as `torch.compile` has them in the trainer's
+layers: what else is rounded there is an argument.
 """
 
 import torch
@@ -13,17 +13,27 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    round_sum: bool = True,
+    round_normed: bool = False,
+) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019, equation 4) of residual + x, which `residual` (b, H) becomes; x (b, H) or None.
 
-    Gives (b, H), contiguous.
+    `round_sum`: the norm is of the sum as it is written, else as it was added up; `round_normed`: the normed states are
+    rounded before they meet the weight. Gives (b, H), contiguous.
     """
     out = torch.empty_like(residual)
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
     _add_rms_norm[(rows,)](
         residual if x is None else x, residual, weight, out, width, eps,
-        HAS_X=x is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        HAS_X=x is not None, ROUND_SUM=round_sum, ROUND_NORMED=round_normed, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
 
@@ -73,20 +83,25 @@ def rope_store(
 
 
 @triton.jit
-def _add_rms_norm(X, RESIDUAL, WEIGHT, OUT, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    X, RESIDUAL, WEIGHT, OUT, width, eps,
+    HAS_X: tl.constexpr, ROUND_SUM: tl.constexpr, ROUND_NORMED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    state = tl.load(RESIDUAL + row * width + column, mask=inside, other=0.0)
+    dtype = RESIDUAL.dtype.element_ty
+    wide = tl.load(RESIDUAL + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_X:
-        added = state.to(tl.float32) + tl.load(X + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        state = added.to(state.dtype)
-        tl.store(RESIDUAL + row * width + column, state, mask=inside)
-    wide = state.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    weight = tl.load(WEIGHT + column, mask=inside, other=0.0)
-    normed = (wide * scale).to(state.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(OUT + row * width + column, normed.to(state.dtype), mask=inside)
+        wide += tl.load(X + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(RESIDUAL + row * width + column, wide.to(dtype), mask=inside)
+        if ROUND_SUM:
+            wide = wide.to(dtype).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    if ROUND_NORMED:
+        normed = normed.to(dtype).to(tl.float32)
+    weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -97,7 +112,7 @@ def _swiglu(GATE_UP, OUT, width, BLOCK: tl.constexpr):
     gate = tl.load(GATE_UP + row * 2 * width + column, mask=inside, other=0.0)
     up = tl.load(GATE_UP + row * 2 * width + width + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    active = wide / (1.0 + tl.exp(-wide))
     tl.store(OUT + row * width + column, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
@@ -159,6 +174,6 @@ def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
         column = tl.arange(0, low.shape[1])
         low_norm = tl.load(NORM + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
         high_norm = tl.load(NORM + D // 2 + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
-        low = ((low * scale).to(dtype).to(tl.float32) * low_norm).to(dtype).to(tl.float32)
-        high = ((high * scale).to(dtype).to(tl.float32) * high_norm).to(dtype).to(tl.float32)
+        low = (low * scale * low_norm).to(dtype).to(tl.float32)
+        high = (high * scale * high_norm).to(dtype).to(tl.float32)
     return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
