@@ -209,6 +209,22 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
     assert not psutil.pid_exists(pid)
 
 
+def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of_its_process(tmp_path):
+    file = tmp_path / "heavy.py"
+    file.write_text(
+        "import time\n"
+        "time.sleep(1)  # such as an import\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    time.sleep(float(solution_str))\n"
+        "    return 1.0\n"
+    )
+    manager = PrimeRewardManager(CharTokenizer(), 0, load_custom_reward(str(file)), num_processes=1, timeout_s=600)
+    samples = manager.read(make_batch(["0", "9"]))
+    quick, late = manager.call(samples, timeout_s=0.5)
+    assert quick is not None and quick.value == 1.0  # noqa: PT018
+    assert late is not None and late.timed_out  # noqa: PT018
+
+
 # ---------------------------------------------------------------- policies
 
 

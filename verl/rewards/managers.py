@@ -74,11 +74,20 @@ class PrimeRewardManager(RewardManager):
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
-        function = ProcessFunction(
+        self._function = ProcessFunction(
             self.compute_score, timeout_s=self.timeout_s, num_processes=num_processes or count_cores()
         )
         # The process has the deadline: from the moment it gets the sample, its start not counted.
-        self._caller = Caller(function, float("inf"))
+        self._caller = Caller(self._function, float("inf"))
+
+    def call(
+        self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
+    ) -> Sequence[Outcome | None]:
+        self._function.timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
+        try:
+            return super().call(samples, stop_at_failure=stop_at_failure)
+        finally:
+            self._function.timeout_s = self.timeout_s
 
 
 @reward_managers.register("dapo")
