@@ -56,6 +56,11 @@ def test_a_column_that_training_writes_is_left_out(parquet, tokenizer):
     [
         ({"prompt": [{"role": "user"}]}, r"rows\.jsonl, row 1, column 'prompt': message 0 lacks its content"),
         ({"prompt": [{"content": "x"}]}, r"row 1, column 'prompt': message 0 lacks its role"),
+        ({"prompt": " "}, r"row 1, column 'prompt': ends with an empty message, so there is nothing to answer"),
+        (
+            {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}]},
+            r"row 1, column 'prompt': ends with an empty message.*'role': 'user'",
+        ),
         ({"prompt": 3}, r"row 1, column 'prompt': must be a list of messages .* got int"),
         ({"prompt": None}, r"row 1, column 'prompt': must be a list of messages .* got NoneType"),
         ({"data_source": 3}, r"row 1, column 'data_source': must be a text .* got int"),

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from verl.columns import COLUMNS
 from verl.config import DataConfig
-from verl.data.chat import apply_chat_template, as_messages
+from verl.data.chat import Message, apply_chat_template, as_messages
 from verl.data.files import Rows, as_file_list, content_fingerprint, open_rows, require_column, told_of
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.utils.errors import DataError
@@ -149,16 +149,23 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
 
 
 def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
-    """DataError for the first row whose prompt, data source, reward_model or extra_info has the wrong type."""
+    """DataError for the first row whose prompt is empty, or with a column of ours of the wrong type."""
     key = config.prompt_key
     for number, value in enumerate(rows.column(key)):
         with told_of(f"{file}, row {number}, column '{key}'"):
-            as_messages(value)
+            last = as_messages(value)[-1]
+            if last["role"] != "tool" and not _has_content(last):
+                raise DataError(f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}")
     if config.reward_fn_key in rows.columns:
         _check_type(file, config.reward_fn_key, rows.column(config.reward_fn_key), str, "a text such as 'openai/gsm8k'")
     for name in _DICT_COLUMNS:
         if name in rows.columns:
             _check_type(file, name, rows.column(name), dict, "a dict")
+
+
+def _has_content(message: Message) -> bool:
+    content = message.get("content")
+    return bool(content.strip() if isinstance(content, str) else content)
 
 
 def _check_type(file: str, column: str, values: Iterable[Any], kind: type, expected: str) -> None:
