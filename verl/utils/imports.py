@@ -64,14 +64,24 @@ def load_module(path_or_name: str) -> ModuleType:
                 raise ConfigError(
                     f"'{path}', line {error.lineno}, is not Python: {error.msg}. Mend that line."
                 ) from error
+            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == spec.origin]
+            if isinstance(error, ModuleNotFoundError) and error.name and _lies_beside(path, error.name):
+                raise ConfigError(
+                    f"'{path}', line {lines[-1]}, imports '{error.name}', which lies beside it, where Python does not "
+                    f"look. Make that folder known: export PYTHONPATH={path.resolve().parent}"
+                ) from error
             if isinstance(error, Exception) and not isinstance(error, (VerlError, ModuleNotFoundError)):
-                lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == spec.origin]
                 raise ConfigError(
                     f"'{path}', line {lines[-1]}, raised {type(error).__name__}: {error}. Mend it; VERL_TRACEBACK=1 "
                     "shows the way there."
                 ) from error
             raise
     return sys.modules[name]
+
+
+def _lies_beside(file: Path, module: str) -> bool:
+    beside = file.parent / module.split(".")[0]
+    return beside.is_dir() or beside.with_suffix(".py").is_file()
 
 
 def load_extern_type(file_path: str, type_name: str) -> Any:
