@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -206,6 +207,25 @@ def test_a_full_disk_is_recognised_behind_errors_that_do_not_say_so(tmp_path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match="no space left"):
         manager.save(4, {"actor": fail})
+
+
+def test_a_limit_on_the_size_of_files_is_told(tmp_path):
+    def fail(folder):
+        (folder / "weights.bin").write_bytes(b"x" * 3000)
+
+    manager = CheckpointManager(tmp_path)
+    good = save(manager, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"global_step_4 was not written: no file may grow.*ulimit -f"):
+            manager.save(4, {"actor": fail})
+        with pytest.raises(KeyError, match="a bug"):
+            manager.save(4, {"actor": lambda folder: {}["a bug of the writer"]})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
+    assert manager.latest() == good
 
 
 def test_other_trouble_with_the_disk_is_told_with_its_path(tmp_path):

@@ -9,6 +9,7 @@ root/.old-global_step_N-<pid>                        one that is being replaced 
 import errno
 import os
 import re
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -223,7 +224,7 @@ class CheckpointManager:
         try:
             yield
         except Exception as error:
-            reason = self._why_unwritten(error)
+            reason = _grown_too_large(temporary) or self._why_unwritten(error)
             shutil.rmtree(temporary, ignore_errors=True)
             if reason is None:
                 raise
@@ -285,6 +286,15 @@ class CheckpointManager:
         if isinstance(error, OSError):
             return f"{error}."
         return None
+
+
+def _grown_too_large(folder: Path) -> str | None:
+    """Whether a file in it stands at the size that none may grow beyond: torch and safetensors do not tell."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sizes = (file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if limit == resource.RLIM_INFINITY or max(sizes, default=0) < limit:
+        return None
+    return f"no file may grow beyond {limit / 2**20:.3g} MiB here (ulimit -f). Start from a shell without that limit."
 
 
 def step_of(folder: Path | str) -> int:
