@@ -122,6 +122,37 @@ def test_any_flipped_bit_is_noticed(tmp_path_factory, flip, part):
         manager.verify(folder)
 
 
+HOLDER = """
+    import sys, time
+    from pathlib import Path
+    from verl.checkpoint.manager import CheckpointManager
+    root = Path(sys.argv[1])
+    manager = CheckpointManager(root)
+    manager.claim()
+    (root / ".tmp-global_step_3-1").mkdir()
+    print("claimed", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_folder_is_one_runs_alone_until_it_ends_or_is_killed(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(CheckpointError, match=rf"Another run \(pid {other.pid} on .*trainer\.experiment_name"):
+            CheckpointManager(tmp_path).claim()
+        reader = CheckpointManager(tmp_path)
+        reader.clean()
+        assert (tmp_path / ".tmp-global_step_3-1").exists(), "it is being written"
+        other.kill()
+    reader.clean()
+    assert names(tmp_path) == {".in_use"}
+    reader.claim()
+    reader.claim()
+    reader.release()
+
+
 def test_resume_modes(tmp_path):
     manager = CheckpointManager(tmp_path)
     first, second = save(manager, 2), save(manager, 4)

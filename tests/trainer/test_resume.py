@@ -157,7 +157,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, undisturbed, capfd, algo
     saved = 4 if moment is before_latest else 2
     assert f"global_step_{saved}: step {saved} of {LAST}" in capfd.readouterr().out
     assert_same_end(tmp_path, undisturbed(algorithm), algorithm)
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".in_use"]
 
 
 def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):

@@ -4,6 +4,7 @@ root/global_step_20/{actor,critic,trainer,...}/...   one checkpoint, its manifes
 root/latest_checkpointed_iteration.txt               step of the one written last, for other tools
 root/.tmp-global_step_N-<pid>                        one that is being written or removed; never read
 root/.old-global_step_N-<pid>                        one that is being replaced by a new one of the same step
+root/.in_use                                         locked by the run that writes here
 """
 
 import errno
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from verl.checkpoint.background import Background
+from verl.checkpoint.claim import Claim
 from verl.checkpoint.manifest import (
     SHARD_METADATA,
     SHARED_FILES,
@@ -67,6 +69,7 @@ class CheckpointManager:
     def __init__(self, root: Path | str, max_to_keep: int | None = None) -> None:
         self.root = Path(root).expanduser().absolute()  # workers may have another working directory
         self.max_to_keep = max_to_keep
+        self._claim = Claim(self.root)
         self._cleaned = False
         self._pending: _Pending | None = None
 
@@ -109,6 +112,19 @@ class CheckpointManager:
                 f"Checkpoints cannot be written into {self.root}: {error.strerror}. Set trainer.default_local_dir to a "
                 "folder that can be, or trainer.save_freq=-1 for no checkpoints."
             ) from error
+
+    def claim(self) -> None:
+        """Keep the folder, which must exist, for this process until `release`. CheckpointError: another has it."""
+        holder = self._claim.take()
+        if holder is not None:
+            raise CheckpointError(
+                f"Another run ({holder}) writes its checkpoints into {self.root}. Wait for its end, or give this one a "
+                "folder of its own: set trainer.experiment_name or trainer.default_local_dir."
+            )
+
+    def release(self) -> None:
+        """Undo `claim`."""
+        self._claim.give_back()
 
     def newest_name(self) -> str | None:
         """The name of the one written last, sound or not; None where there is none."""
@@ -202,14 +218,15 @@ class CheckpointManager:
     def clean(self) -> None:
         """Remove what a killed process left behind; done once, before the first save or by `resolve`.
 
-        For the process that writes into this folder alone: another one's unfinished checkpoint looks the same.
+        Nothing is where another run has claimed the folder, whose unfinished checkpoint looks the same.
         """
         if self._cleaned or not self.root.is_dir():
             return
-        for path in sorted(self.root.iterdir()):
-            leftover = _LEFTOVER.fullmatch(path.name)
-            if leftover is None:
-                continue
+        leftovers = [(path, found) for path in sorted(self.root.iterdir()) if (found := _LEFTOVER.fullmatch(path.name))]
+        for_long = self._claim.is_held
+        if leftovers and self._claim.take() is not None:
+            return
+        for path, leftover in leftovers:
             kind, name = leftover.groups()
             if kind == "old" and not (self.root / name).exists():
                 os.replace(path, self.root / name)  # killed between the two renames of `_publish`
@@ -217,6 +234,8 @@ class CheckpointManager:
             else:
                 shutil.rmtree(path)
                 logger.info("Removed %s, which an interrupted run left behind.", path)
+        if not for_long:
+            self.release()
         self._cleaned = True
 
     @contextmanager

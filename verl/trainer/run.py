@@ -108,6 +108,8 @@ class TrainingRun(ABC, Generic[Config]):
         """Train to the last step, validating and saving on the way; resumes where a killed run was saved."""
         started = time.perf_counter()
         try:
+            if self.config.trainer.save_freq > 0:
+                self.checkpoints.claim()
             self.load_checkpoint()
             self.lower_budgets()
             if self.global_step >= self.total_steps:
@@ -134,6 +136,7 @@ class TrainingRun(ABC, Generic[Config]):
                 )  # fmt: skip
             raise
         finally:
+            self.checkpoints.release()
             self.tracker.finish()
         print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
 

@@ -1,0 +1,49 @@
+"""A folder that one process at a time writes into."""
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import TextIO
+
+from verl.utils.logging import logger
+
+
+class Claim:
+    """A lock on a file in `folder`. It ends with the process, however that ends, and forks have no part in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / ".in_use"
+        self._held: TextIO | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the folder is ours."""
+        return self._held is not None
+
+    def take(self) -> str | None:
+        """Who has the folder instead of us; None: it is ours now. OSError where nothing can be written there."""
+        if self._held is not None:
+            return None
+        file = self.file.open("a+", encoding="utf-8")
+        try:
+            # Not flock, whose locks live on in forked children.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read() or "unknown"
+            file.close()
+            return holder
+        except OSError as error:
+            logger.info("%s takes no locks (%s); see that no other run writes there.", self.file.parent, error.strerror)
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._held = file
+        return None
+
+    def give_back(self) -> None:
+        """Others may have the folder."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
