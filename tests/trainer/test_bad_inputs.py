@@ -1,6 +1,7 @@
 """What a user can get wrong ends in one clear message and exit code 1, and never in a traceback of ours."""
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -365,11 +366,19 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capfd):
     assert len(text.splitlines()) == 1
 
 
-def test_ctrl_c_ends_a_run_in_one_line(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, name):
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    reward = reward_file(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)")
+    reward = reward_file(tmp_path, f"import os, signal; os.kill(os.getpid(), signal.{name}); time.sleep(5)")
     assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
-    assert run(tmp_path, "trainer.save_freq=1", "reward_model.preflight=False", *reward) == INTERRUPTED
-    assert capfd.readouterr().err == "Interrupted.\n"
+    again = ["trainer.save_freq=1", "reward_model.preflight=False", *reward]
+    if name == "SIGINT":
+        assert run(tmp_path, *again) == INTERRUPTED
+        assert capfd.readouterr().err == "Interrupted.\n"
+    else:
+        with pytest.raises(SystemExit) as caught:
+            run(tmp_path, *again)
+        assert caught.value.code == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "what it was"
     assert said == [f"Interrupted in step 2 of 2. Newest checkpoint in {tmp_path}: global_step_1."]

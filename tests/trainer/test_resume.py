@@ -177,16 +177,13 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(
-    tmp_path, undisturbed, capfd, by
-):
+def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(tmp_path, undisturbed, capfd):
     """The second of three checkpoints has all its files when the process dies; the first one has its name."""
     command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
-        die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2, by)
+        die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2)
         status = run_in_child(lambda: run(tmp_path, *command))
-    assert os.WTERMSIG(status) == by
+    assert os.WTERMSIG(status) == signal.SIGKILL
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == ["global_step_1"]
     assert len(list(tmp_path.glob(".tmp-global_step_2-*"))) == 1
@@ -198,6 +195,21 @@ def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_sam
     assert sorted(folder.name for folder in tmp_path.glob("*global_step_*")) == [
         f"global_step_{step}" for step in range(1, LAST + 1)
     ]
+
+
+def test_sigterm_waits_for_the_checkpoint_that_is_written_beside_the_steps(tmp_path, undisturbed, capfd):
+    command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2, signal.SIGTERM)
+        status = run_in_child(lambda: run(tmp_path, *command))
+    assert os.WIFEXITED(status), "by SystemExit"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert not list(tmp_path.glob(".tmp-*"))
+    capfd.readouterr()
+
+    assert run(tmp_path, *command) == 0
+    assert f"global_step_2: step 2 of {LAST}" in capfd.readouterr().out
+    assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
 def test_what_was_written_beside_the_steps_resumes_with_the_same_bits(tmp_path, undisturbed):

@@ -23,12 +23,13 @@ from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, OnTold, Raised
 from verl.single_controller.parts import SpmdPart, split_launch
-from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, handle_sigterm, launched_rank, serve
+from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, launched_rank, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
+from verl.utils.sigterm import handle_sigterm
 
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
 _POLL_S = 0.5  # for deaths of ranks that a call does not wait for

@@ -28,6 +28,7 @@ from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, OnTold, Raised
 from verl.single_controller.wire import Incoming, Kind, Link
 from verl.utils.errors import ConfigError, WorkerLostError
+from verl.utils.sigterm import handle_sigterm
 
 _TOKEN_BYTES = 32
 _STALL_S = 60  # within a message: a peer that neither takes nor gives a byte for so long is gone
@@ -234,12 +235,6 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path) -> None:
         if message.kind is Kind.END:
             return
         del message
-
-
-def handle_sigterm(handler: Any) -> None:
-    """In this process, not in those that it forks: torch ends the workers of its data loaders by this signal."""
-    signal.signal(signal.SIGTERM, handler)
-    os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
 
 
 def _leave_later(signum: int, frame: Any) -> None:

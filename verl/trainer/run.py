@@ -22,6 +22,7 @@ from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import NonFiniteError, OutOfMemoryError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
+from verl.utils.sigterm import sigterm_as_exit
 from verl.utils.timing import PhaseTimer
 
 # In the folder of checkpoints: sizes of passes that another start begins with.
@@ -107,6 +108,11 @@ class TrainingRun(ABC, Generic[Config]):
     def fit(self) -> None:
         """Train to the last step, validating and saving on the way; resumes where a killed run was saved."""
         started = time.perf_counter()
+        with sigterm_as_exit():
+            self._fit()
+        print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
+
+    def _fit(self) -> None:
         try:
             if self.config.trainer.save_freq > 0:
                 self.checkpoints.claim()
@@ -126,10 +132,10 @@ class TrainingRun(ABC, Generic[Config]):
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             self.note_shortage(error)
             self.checkpoints.rescue()
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 logger.warning(
                     "Interrupted in step %d of %d. Newest checkpoint in %s: %s.",
                     self.global_step, self.total_steps, self.checkpoints.root, self.checkpoints.newest_name() or "none",
@@ -138,7 +144,6 @@ class TrainingRun(ABC, Generic[Config]):
         finally:
             self.checkpoints.release()
             self.tracker.finish()
-        print(f"Training completed in {time.perf_counter() - started:.1f}s", flush=True)
 
     def run_step(self, prompts: DataProto) -> None:
         """One step with everything around it: timing, validation, checkpoint and log."""
