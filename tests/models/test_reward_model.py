@@ -121,6 +121,8 @@ def test_ids_that_are_no_rows_are_told() -> None:
     model, (ids, mask) = RewardModel(tiny_classifier()), rows()
     with pytest.raises(RewardError, match=r"shape \(B, T\).*got \(42,\) and none.*input_ids\[None\]"):
         model(ids[0])
+    with pytest.raises(RewardError, match=r"below \d+; they reach from \d+ to 99999"):
+        model(torch.where(ids == ids.max(), 99999, ids), mask)
     with pytest.raises(RewardError, match=r"got \(4, 42\) and \(4, 41\)"):
         model(ids, mask[:, 1:])
 

@@ -80,8 +80,8 @@ class RewardModel(nn.Module):
         """Score rows (B, T), each at its last real token, packed: padding, on whatever side, is not computed.
 
         Without `attention_mask` (B, T) the pad tokens at both ends of a row are its padding.
-        Raises RewardError for other shapes and, naming the response, for one without a token or with a score that is
-        not finite.
+        Raises RewardError for other shapes, for ids that the model has not and, naming the response, for one without a
+        token or with a score that is not finite.
         """
         if input_ids.ndim != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
             mask = "none" if attention_mask is None else tuple(attention_mask.shape)
@@ -93,6 +93,13 @@ class RewardModel(nn.Module):
         lengths = real.sum(1).tolist()
         if 0 in lengths:
             raise RewardError(f"Response {lengths.index(0)} has no token, so there is nothing to score.")
+        embeddings: Any = self.packed.model.get_input_embeddings()
+        vocabulary: int = embeddings.num_embeddings
+        if int(input_ids[real].min()) < 0 or int(input_ids[real].max()) >= vocabulary:
+            raise RewardError(
+                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}; they reach from "
+                f"{int(input_ids[real].min())} to {int(input_ids[real].max())}."
+            )
         return RewardOutput(self._score(input_ids[real], (real.cumsum(1) - 1)[real], lengths))
 
     @torch.no_grad()
