@@ -209,6 +209,22 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
     assert not psutil.pid_exists(pid)
 
 
+def test_a_function_in_a_process_may_fork_processes_of_its_own(tmp_path):
+    file = tmp_path / "forks.py"
+    file.write_text(
+        "import multiprocessing\n"
+        "def answer(queue):\n"
+        "    queue.put(3.0)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    context = multiprocessing.get_context('fork')\n"
+        "    queue = context.Queue()\n"
+        "    context.Process(target=answer, args=(queue,)).start()\n"
+        "    return queue.get()\n"
+    )
+    function = ProcessFunction(load_custom_reward(str(file)), timeout_s=30)
+    assert function(data_source="s", solution_str="a", ground_truth=None) == 3.0
+
+
 def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of_its_process(tmp_path):
     file = tmp_path / "heavy.py"
     file.write_text(

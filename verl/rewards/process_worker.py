@@ -9,17 +9,21 @@ import signal
 import sys
 import threading
 import traceback
+from typing import TextIO
 
 from verl.utils.errors import sendable
 
 
 def main() -> None:
     """Answer until the parent closes the pipe, also by being killed."""
-    # A print of the user's function must not end up between our answers.
+    # A print of the user's function must not end up between our answers. Nor does it share our standard input: a child
+    # that multiprocessing forks closes that, for which it would wait for the lock that `_listen` holds while it reads.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    threading.Thread(target=_listen, args=(lines, requests), daemon=True).start()
     first = json.loads(requests.get())
     sys.path[:] = first["path"]
     from verl.rewards.processes import pack, unpack
@@ -44,10 +48,10 @@ def main() -> None:
         print(json.dumps(answer), file=answers)
 
 
-def _listen(requests: queue.SimpleQueue[str]) -> None:
+def _listen(lines: TextIO, requests: queue.SimpleQueue[str]) -> None:
     """Hand requests on until the parent is gone; then end this process and what its function has started, also in the
     middle of a call, which may hang for ever."""
-    for line in sys.stdin:
+    for line in lines:
         requests.put(line)
     os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own
 
