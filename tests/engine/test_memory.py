@@ -273,4 +273,5 @@ def test_host_memory_that_really_runs_out(tmp_path, monkeypatch):
         return 0 if engine.module.sizes[-1] < 2**16 and engine.step().grad_norm > 0 else 3
 
     assert run_in_child(train_in_little_room) == 0
-    assert re.search("Out of host memory in the actor's update: .* asked, .* RAM and .* of swap free", log.read_text())
+    told = r"Out of host memory in the actor's update: .* asked, .* RAM and .* of swap free, in a .*\(ulimit -v\)"
+    assert re.search(told, log.read_text())

@@ -8,6 +8,7 @@ only stop the run with its name.
 import errno
 import gc
 import re
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -55,6 +56,9 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
     if is_host or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         free = f"{_gib(memory.available)} of {_gib(memory.total)} RAM and {_gib(swap.free)} of swap free"
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            free += f", in a process that may have {_gib(limit)} of addresses (ulimit -v)"
         return Shortage(False, _bytes_in(text, r"tried to allocate"), free)
     return None
 
