@@ -14,6 +14,7 @@ import torch
 from tests.rewards.batches import CharTokenizer, make_batch
 from verl.rewards.calls import Caller
 from verl.rewards.custom import load_custom_reward
+from verl.rewards.helper import HelperTimeout
 from verl.rewards.manager import NaiveRewardManager, check_result
 from verl.rewards.managers import (
     BatchRewardManager,
@@ -223,6 +224,20 @@ def test_a_function_in_a_process_may_fork_processes_of_its_own(tmp_path):
     )
     function = ProcessFunction(load_custom_reward(str(file)), timeout_s=30)
     assert function(data_source="s", solution_str="a", ground_truth=None) == 3.0
+
+
+@pytest.mark.timeout(60)
+def test_a_late_call_is_left_also_where_it_has_forked_a_process_that_lives_on(tmp_path):
+    file = tmp_path / "forks.py"
+    file.write_text(
+        "import os, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    os.fork()\n"
+        "    time.sleep(100)\n"
+    )
+    function = ProcessFunction(load_custom_reward(str(file)), timeout_s=0.5)
+    with pytest.raises(HelperTimeout):
+        function(data_source="s", solution_str="a", ground_truth=None)
 
 
 def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of_its_process(tmp_path):

@@ -133,7 +133,7 @@ class Helper:
 
     def _expire(self) -> None:
         self._timed_out = True
-        self._process.kill()
+        self.kill()  # all of its session: whoever else has the pipe open would keep the read from ending
 
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
