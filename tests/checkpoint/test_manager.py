@@ -302,6 +302,22 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
     assert manager.latest() == tmp_path / "global_step_4"
 
 
+def test_ctrl_c_while_the_run_waits_for_a_checkpoint_does_not_lose_it(tmp_path):
+    interrupts = iter([KeyboardInterrupt()])
+
+    def is_written(wait):
+        for interrupt in interrupts:
+            raise interrupt
+        return True
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(2, {"actor": write(b"a")}, is_written=is_written)
+    with pytest.raises(KeyboardInterrupt):
+        save(manager, 4)
+    manager.rescue()
+    assert manager.latest() == tmp_path / "global_step_2"
+
+
 def test_what_fails_beside_the_run_is_raised_once_and_leaves_no_trace(tmp_path, caplog):
     def fails(wait):
         raise OSError(errno.ENOSPC, "No space left on device")

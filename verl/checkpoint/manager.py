@@ -148,7 +148,7 @@ class CheckpointManager:
                 pending.published.start(partial(self._complete, pending.temporary, pending.final, pending.step))
             if pending.published.is_done(wait=wait):
                 self._pending = None
-        except BaseException:
+        except Exception:  # after Ctrl-C it is still being written, and `rescue` waits for it
             self._pending = None
             raise
 
