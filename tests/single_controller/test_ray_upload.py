@@ -13,6 +13,7 @@ from ray._private.runtime_env import packaging
 
 from verl.single_controller.ray import connect, merged_runtime_env
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload, uploaded_files
+from verl.utils.devices import ALLOCATOR_SETTINGS
 from verl.utils.errors import ConfigError
 
 MIB = 2**20
@@ -87,6 +88,7 @@ def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch)
     """As `ray job submit --runtime-env-json` starts its driver: with the variables, and with all of it as JSON."""
     of_job = {"excludes": ["data/"], "env_vars": {"NCCL_DEBUG": "INFO", "OF_JOB": "1"}}
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # which a trainer in this process has set
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": of_job, "metadata": {}}))
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV")  # so that it is undone afterwards
