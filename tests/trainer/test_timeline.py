@@ -73,7 +73,8 @@ def test_every_rank_has_rows_of_its_own(tmp_path):
     called = spans[driver, "calls"]
     (double,) = [event["ts"] for event in called if event["name"] == "two.double" and event["ph"] == "b"]
     ran = spans[other, "two"][1]
-    assert double - 1e3 < ran["ts"] < max(event["ts"] for event in called), "one clock for all"
+    # Clocks of their own would be seconds apart; a busy machine notes a span milliseconds late.
+    assert double - 2e4 < ran["ts"] < max(event["ts"] for event in called) + 2e4, "one clock for all"
 
 
 def test_processes_of_other_machines_are_placed_by_their_wall_clocks(tmp_path):
