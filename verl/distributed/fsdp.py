@@ -96,9 +96,9 @@ def agree_on_weights(module: nn.Module) -> bool:
     if not any(is_meta for each in everybody for is_meta, *_ in each.values()):
         return False
     first = everybody[0]
-    differ = [
-        name for name in {**first, **mine} if name not in first or name not in mine or first[name][1] != mine[name][1]
-    ]
+    assert not any(is_meta for is_meta, *_ in first.values()), "the first rank reads the weights for all"
+    shapes, expected = ({(name, shape) for name, (_, shape, _) in each.items()} for each in (mine, first))
+    differ = sorted({name for name, _ in shapes ^ expected})
     if differ:
         raise ModelError(
             f"{len(differ)} parameters have other shapes on this rank than on the first, which reads the weights for "
@@ -126,7 +126,7 @@ def _fill(unit: nn.Module, device: torch.device) -> None:
                 replaced[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
             module._parameters[name] = replaced[parameter]
         for name, buffer in module._buffers.items():
-            if buffer is not None and dist.get_world_size() > 1:
+            if buffer is not None:
                 module._buffers[name] = buffer = buffer.to(device)
                 dist.broadcast(buffer, 0)
 

@@ -67,7 +67,7 @@ class ActorRolloutWorker(TrainedWorker):
             **source,
             dtype=parameter_dtype(model_config, device),
             max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
-            weights=self.rank == 0,
+            weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)
         add_adapters(model, model_config, "actor_rollout_ref.model")

@@ -47,7 +47,7 @@ class CriticWorker(TrainedWorker):
         # A new value head is drawn, and must be the same on every rank.
         kind = critic_class(config.model)
         # A user's class may compute with the weights when it is made.
-        empty: dict[str, Any] = {"weights": False} if kind is CriticModel and self.rank > 0 else {}
+        empty: dict[str, Any] = {"weights": False} if kind is CriticModel and not self.reads_weights else {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             critic = kind.from_pretrained(

@@ -36,7 +36,7 @@ class ReferenceWorker(EngineWorker):
             trust_remote_code=config.model.trust_remote_code,
             override_config=config.model.override_config,
             max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
-            weights=self.rank == 0,
+            weights=self.reads_weights,
             check=False,  # the actor's load has checked the same model
         )
         self.engine = TrainEngine(

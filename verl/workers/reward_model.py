@@ -46,7 +46,7 @@ class RewardModelWorker(EngineWorker):
             dtype=frozen_dtype(device),
             trust_remote_code=model.trust_remote_code,
             max_length=config.max_length,
-            weights=self.rank == 0,
+            weights=self.reads_weights,
         )
         limits = [limit for limit in (config.max_length, reward_model.max_length) if limit is not None]
         self.reader = RewardReader(tokenizer, min(limits, default=None), config.truncation)

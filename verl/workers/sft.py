@@ -48,7 +48,7 @@ class SFTWorker(TrainedWorker):
             trust_remote_code=section.trust_remote_code,
             override_config=section.override_config,
             max_length=max_length,
-            weights=self.rank == 0,
+            weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)
         add_adapters(model, section, "actor_rollout_ref.model")

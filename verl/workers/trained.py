@@ -18,6 +18,11 @@ class EngineWorker(Worker):
     engine: TrainEngine
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether this rank reads its model's files; the others get the weights from rank 0 (`apply_fsdp`)."""
+        return self.rank == 0 or self.world_size == 1
+
+    @property
     def data_rank(self) -> int:
         """See `Worker.data_rank`."""
         return self.engine.mesh.data.rank
