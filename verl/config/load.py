@@ -324,8 +324,8 @@ def _has_misfits(key: Key, value: Any) -> bool:
     if key.setting.many:
         entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         return not all(isinstance(entry, (str, Path)) for entry in entries)
-    if isinstance(value, int) and not isinstance(value, bool) and (_plain_type(key) is bool or abs(value) > _LARGEST):
-        return _plain_type(key) is not bool or value not in (0, 1)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value not in (0, 1) if _plain_type(key) is bool else abs(value) > _LARGEST
     if not isinstance(value, list) or _plain_type(key) not in (list[int], list[float], list[str]):
         return False
     return any(entry is None or isinstance(entry, (list, dict)) for entry in value)

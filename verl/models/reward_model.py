@@ -95,12 +95,14 @@ class RewardModel(nn.Module):
             raise RewardError(f"Response {lengths.index(0)} has no token, so there is nothing to score.")
         embeddings: Any = self.packed.model.get_input_embeddings()
         vocabulary: int = embeddings.num_embeddings
-        if int(input_ids[real].min()) < 0 or int(input_ids[real].max()) >= vocabulary:
+        ids = input_ids[real]
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= vocabulary:
             raise RewardError(
                 f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}; they reach from "
-                f"{int(input_ids[real].min())} to {int(input_ids[real].max())}."
+                f"{lowest} to {highest}."
             )
-        return RewardOutput(self._score(input_ids[real], (real.cumsum(1) - 1)[real], lengths))
+        return RewardOutput(self._score(ids, (real.cumsum(1) - 1)[real], lengths))
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, max_tokens: int = 16384) -> Tensor:

@@ -77,10 +77,8 @@ def estimated(
 
     Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for finite rewards.
     """
-    part, rewards = (
-        NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator),
-        inputs.token_level_rewards,
-    )
+    part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
+    rewards = inputs.token_level_rewards
     with part.told():
         answer = estimator(inputs)
     shapes = [getattr(column, "shape", None) for column in answer] if isinstance(answer, (tuple, list)) else []

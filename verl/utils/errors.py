@@ -6,6 +6,7 @@ Every class is also the builtin that a caller would catch, and pickles across pr
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import extract_tb
 from types import MappingProxyType
 
 
@@ -81,6 +82,12 @@ def sendable(error: BaseException) -> BaseException | None:
     except Exception:  # noqa: BLE001 - whatever a user's class holds or does
         return None
     return error
+
+
+def line_in(error: BaseException, file: str | None) -> int | None:
+    """The line of a user's file that the error came through last; None where it did not."""
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else None
 
 
 @contextmanager

@@ -5,11 +5,10 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from verl.utils.errors import ConfigError, MissingDependencyError, VerlError
+from verl.utils.errors import ConfigError, MissingDependencyError, VerlError, line_in
 from verl.utils.registry import nearest_names
 
 
@@ -64,15 +63,15 @@ def load_module(path_or_name: str) -> ModuleType:
                 raise ConfigError(
                     f"'{path}', line {error.lineno}, is not Python: {error.msg}. Mend that line."
                 ) from error
-            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == spec.origin]
+            line = line_in(error, spec.origin)
             if isinstance(error, ModuleNotFoundError) and error.name and _lies_beside(path, error.name):
                 raise ConfigError(
-                    f"'{path}', line {lines[-1]}, imports '{error.name}', which lies beside it, where Python does not "
+                    f"'{path}', line {line}, imports '{error.name}', which lies beside it, where Python does not "
                     f"look. Make that folder known: export PYTHONPATH={path.resolve().parent}"
                 ) from error
             if isinstance(error, Exception) and not isinstance(error, (VerlError, ModuleNotFoundError)):
                 raise ConfigError(
-                    f"'{path}', line {lines[-1]}, raised {type(error).__name__}: {error}. Mend it; VERL_TRACEBACK=1 "
+                    f"'{path}', line {line}, raised {type(error).__name__}: {error}. Mend it; VERL_TRACEBACK=1 "
                     "shows the way there."
                 ) from error
             raise

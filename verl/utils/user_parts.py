@@ -4,10 +4,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from traceback import extract_tb
 from typing import Any
 
-from verl.utils.errors import AlgorithmError, VerlError
+from verl.utils.errors import AlgorithmError, VerlError, line_in
 
 
 def is_our_own(function: Callable[..., Any]) -> bool:
@@ -39,10 +38,10 @@ class NamedPart:
         except Exception as error:
             if is_our_own(self.function) or isinstance(error, VerlError) or passes(error):
                 raise
-            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == self._file]
-            line = f" in line {lines[-1]}" if lines else ""
+            line = line_in(error, self._file)
+            where = "" if line is None else f" in line {line}"
             raise AlgorithmError(
-                f"{self} raised {type(error).__name__}{line}: {error}. Mend it; VERL_TRACEBACK=1 shows the way there."
+                f"{self} raised {type(error).__name__}{where}: {error}. Mend it; VERL_TRACEBACK=1 shows the way there."
             ) from error
 
     def must_return(self, expected: str, got: Any) -> AlgorithmError:
