@@ -24,31 +24,35 @@ def assert_near(one: Tensor, other: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [40, 64])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @interpreted
-def test_add_rms_norm(width: int, dtype: torch.dtype):
-    x, residual = torch.randn(2, 3, width).to(dtype).unbind()
+def test_add_rms_norm(count: int, width: int, dtype: torch.dtype):
+    given = torch.randn(count, 3, width).to(dtype)
     norm = Qwen2RMSNorm(width, EPS).to(dtype).requires_grad_(False)
     norm.weight.copy_(torch.rand(width))
-    state = residual.clone()
-    assert_near(add_rms_norm(None, state, norm.weight, EPS), norm(residual))
-    assert torch.equal(state, residual)
-    assert_near(add_rms_norm(x, state, norm.weight, EPS), norm(residual + x))
-    assert torch.equal(state, residual + x)
+    total = given.float().sum(0).to(dtype)
+    for writes_sum in (False, True):
+        parts = given.clone().unbind()
+        assert_near(add_rms_norm(parts, norm.weight, EPS, writes_sum=writes_sum), norm(total))
+        assert torch.equal(parts[0], total if writes_sum else given[0])
+        assert torch.equal(torch.stack(parts)[1:], given[1:])
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("round_sum", [False, True])
 @pytest.mark.parametrize("round_normed", [False, True])
 @interpreted
-def test_add_rms_norm_rounds_where_it_is_told(round_sum: bool, round_normed: bool):
-    x, residual = torch.randn(2, 30, 64).half().unbind()
+def test_add_rms_norm_rounds_where_it_is_told(count: int, round_sum: bool, round_normed: bool):
+    parts = torch.randn(count, 30, 64).half()
     weight = torch.rand(64).half()
 
     def expected(round_sum: bool, round_normed: bool) -> Tensor:
-        wide = (residual + x).float() if round_sum else residual.float() + x.float()
+        wide = parts.float().sum(0)
+        wide = wide.half().float() if round_sum else wide
         normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return ((normed.half().float() if round_normed else normed) * weight.float()).half()
 
-    out = add_rms_norm(x, residual.clone(), weight, EPS, round_sum=round_sum, round_normed=round_normed)
+    out = add_rms_norm(parts.clone().unbind(), weight, EPS, writes_sum=round_sum, round_normed=round_normed)
     for other_sum in (False, True):
         for other_normed in (False, True):
             same = (out == expected(other_sum, other_normed)).float().mean().item()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
-from verl.rollout.embedded.fused import FusedDecoder, Layer
+from verl.rollout.embedded.fused import FusedDecoder, Layer, Parts
 from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swiglu
 from verl.rollout.embedded.kernels.paged_attention import SplitWorkspace, decode_attention
 from verl.rollout.embedded.kernels.slots import store_tokens
@@ -88,13 +88,14 @@ class TritonDecoder(FusedDecoder):
         }
         self._inner_norms = {layer.post_norm for layer in self.layers}
 
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
-        """See `FusedDecoder.add_norm`. A layer of the trainer is compiled by itself: the sum that it ends with is
-        written before the next one reads it, and the last norm, outside of all, rounds as transformers does."""
-        within = norm in self._inner_norms
-        return add_rms_norm(
-            x, residual, norm.weight, norm.variance_epsilon, round_sum=not within, round_normed=norm is self.norm
+    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
+        """See `FusedDecoder.add_norm`. A layer of the trainer is compiled by itself: what it ends with is the sum of
+        three, rounded once, and the last norm, outside of all, rounds as transformers does."""
+        writes = norm not in self._inner_norms
+        normed = add_rms_norm(
+            parts, norm.weight, norm.variance_epsilon, writes_sum=writes, round_normed=norm is self.norm
         )
+        return normed, parts[:1] if writes else parts
 
     def places(self, positions: Tensor) -> Tensor:
         """The positions themselves."""

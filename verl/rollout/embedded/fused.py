@@ -53,6 +53,10 @@ def can_fuse(module: PreTrainedModel) -> bool:
     return all(type(part).__module__ == home for part in parts)
 
 
+# Tensors (b, H) whose sum is the residual stream.
+Parts = tuple[Tensor, ...]
+
+
 class FusedDecoder(ABC):
     """A decode step's way through the layers. Subclasses say how the parts of a layer are computed.
 
@@ -95,20 +99,19 @@ class FusedDecoder(ABC):
 
     def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
         """Token ids (b,) at positions (b,) -> hidden states (b, H)."""
-        residual = F.embedding(ids, self.embeddings.weight)
+        parts: Parts = (F.embedding(ids, self.embeddings.weight),)
         places = self.places(positions)
-        x = None
         with InvariantOperations() if self.paging.invariant else nullcontext():
             for layer in self.layers:
-                normed = self.add_norm(x, residual, layer.input_norm)
-                x = self.attend(layer, normed, places, step)
-                normed = self.add_norm(x, residual, layer.post_norm)
-                x = self.feed_forward(layer, normed)
-            return self.add_norm(x, residual, self.norm)
+                normed, parts = self.add_norm(parts, layer.input_norm)
+                parts = (*parts, self.attend(layer, normed, places, step))
+                normed, parts = self.add_norm(parts, layer.post_norm)
+                parts = (*parts, self.feed_forward(layer, normed))
+            return self.add_norm(parts, self.norm)[0]
 
     @abstractmethod
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
-        """The RMS norm of residual + x (b, H), which `residual` becomes."""
+    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
+        """The RMS norm of the sum of `parts`, and parts with the same sum, the first of which may be overwritten."""
 
     @abstractmethod
     def places(self, positions: Tensor) -> Any:
@@ -123,15 +126,22 @@ class FusedDecoder(ABC):
         """The gated feed-forward part of the normed states (b, H); this rank's share of it."""
 
 
+def _added_up(parts: Parts) -> Tensor:
+    """The sum of `parts`, written to the first."""
+    residual, *others = parts
+    for other in others:
+        residual += other
+    return residual
+
+
 class TorchDecoder(FusedDecoder):
     """`FusedDecoder` by plain operations of torch, which round where transformers rounds: in bf16 a log-prob is nearer
     to the trainer's by a seventh."""
 
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
+    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
         """See `FusedDecoder.add_norm`."""
-        if x is not None:
-            residual += x
-        return self._norm(residual, norm)
+        residual = _added_up(parts)
+        return self._norm(residual, norm), (residual,)
 
     def places(self, positions: Tensor) -> Any:
         """cos and sin (b, 1, D)."""
@@ -182,12 +192,11 @@ class StackedDecoder(FusedDecoder):
         self._stacks = {id(layer): _Stacks.of(layer) for layer in self.layers}
         self._last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
-    def add_norm(self, x: Tensor | None, residual: Tensor, norm: Any) -> Tensor:
+    def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
         """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next matrix."""
-        if x is not None:
-            residual += x
+        residual = _added_up(parts)
         unit = _unit_rows(residual, norm.variance_epsilon)
-        return unit.mul_(self._last_factors) if norm is self.norm else unit
+        return unit.mul_(self._last_factors) if norm is self.norm else unit, (residual,)
 
     def places(self, positions: Tensor) -> Any:
         """Rotary factors, twice (b, 1, D)."""

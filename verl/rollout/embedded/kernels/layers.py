@@ -4,6 +4,8 @@ Sums and products are in fp32 and rounded once, when they are written, as `torch
 layers: what else is rounded there is an argument.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,25 +16,21 @@ _BLOCK = 1024
 
 
 def add_rms_norm(
-    x: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    round_sum: bool = True,
-    round_normed: bool = False,
+    parts: Sequence[Tensor], weight: Tensor, eps: float, *, writes_sum: bool, round_normed: bool = False
 ) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, equation 4) of residual + x, which `residual` (b, H) becomes; x (b, H) or None.
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) of the sum of one to three `parts` (b, H): (b, H), contiguous.
 
-    `round_sum`: the norm is of the sum as it is written, else as it was added up; `round_normed`: the normed states are
-    rounded before they meet the weight. Gives (b, H), contiguous.
+    `writes_sum`: the first part becomes the sum, and the norm is of what was written, else of what was added up;
+    `round_normed`: the normed states are rounded before they meet the weight.
     """
-    out = torch.empty_like(residual)
-    rows, width = residual.shape
+    first, *others = parts
+    second, third = (*others, None, None)[:2]
+    out = torch.empty_like(first)
+    rows, width = first.shape
     block = triton.next_power_of_2(width)
     _add_rms_norm[(rows,)](
-        residual if x is None else x, residual, weight, out, width, eps,
-        HAS_X=x is not None, ROUND_SUM=round_sum, ROUND_NORMED=round_normed, BLOCK=block,
+        first, second, third, weight, out, width, eps,
+        WRITES_SUM=writes_sum and bool(others), ROUND_NORMED=round_normed, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
@@ -84,19 +82,21 @@ def rope_store(
 
 @triton.jit
 def _add_rms_norm(
-    X, RESIDUAL, WEIGHT, OUT, width, eps,
-    HAS_X: tl.constexpr, ROUND_SUM: tl.constexpr, ROUND_NORMED: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST, SECOND, THIRD, WEIGHT, OUT, width, eps,
+    WRITES_SUM: tl.constexpr, ROUND_NORMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    dtype = RESIDUAL.dtype.element_ty
-    wide = tl.load(RESIDUAL + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_X:
-        wide += tl.load(X + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(RESIDUAL + row * width + column, wide.to(dtype), mask=inside)
-        if ROUND_SUM:
-            wide = wide.to(dtype).to(tl.float32)
+    dtype = FIRST.dtype.element_ty
+    wide = tl.load(FIRST + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if SECOND is not None:
+        wide += tl.load(SECOND + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if THIRD is not None:
+        wide += tl.load(THIRD + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if WRITES_SUM:
+        tl.store(FIRST + row * width + column, wide.to(dtype), mask=inside)
+        wide = wide.to(dtype).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     if ROUND_NORMED:
         normed = normed.to(dtype).to(tl.float32)
