@@ -126,6 +126,21 @@ def test_another_name_sets_the_main_one(load: Load, alias: str, main: str):
         load(f"{alias}=6", f"{main}=7")
 
 
+@pytest.mark.parametrize(
+    ("in_file", "on_line"), [("max_steps", "total_training_steps"), ("total_training_steps", "max_steps")]
+)
+def test_a_name_on_the_line_overrules_the_other_one_in_a_file(
+    load: Load, tmp_path: Path, capsys, in_file: str, on_line: str
+):
+    (tmp_path / "mine.yaml").write_text(f"trainer: {{{in_file}: 7}}\n", encoding="utf-8")
+    arguments = (f"--config-path={tmp_path}", "--config-name=mine", f"trainer.{on_line}=3")
+    trainer = load(*arguments).trainer
+    assert (trainer.total_training_steps, trainer.max_steps) == (3, 3)
+    with pytest.raises(SystemExit):
+        load(*arguments, "--cfg=job")
+    assert "total_training_steps: 3\n" in capsys.readouterr().out
+
+
 def test_paper_names_that_disagree_are_an_error(load: Load):
     with pytest.raises(ConfigError, match="two names of one setting"):
         load("actor_rollout_ref.rollout.max_new_tokens=5", "actor_rollout_ref.rollout.response_length=6")

@@ -137,6 +137,19 @@ def test_a_reward_function_that_raises(tmp_path, capfd):
     assert 'reward.py", line 4' in text, "where in the user's file"
 
 
+def test_settings_of_ray_for_one_rank_are_said_to_have_no_effect(tmp_path, capfd):
+    assert run(tmp_path, "ray_init.num_cpus=4", "ray_init.namespace=mine") == 0
+    told = "ray_init.namespace, ray_init.num_cpus without effect: one rank needs no Ray."
+    assert told in capfd.readouterr().out
+
+
+def test_a_reward_function_whose_package_is_missing(tmp_path, capfd):
+    path = tmp_path / "reward.py"
+    path.write_text("import math\nimport not_there.part\n", encoding="utf-8")
+    told = f"'{path}', line 2: the package 'not_there' is not installed. Install it: pip install not_there"
+    assert message(capfd, run(tmp_path, f"custom_reward_function.path={path}")) == told
+
+
 def test_a_reward_function_that_sleeps(tmp_path, capfd):
     slow = reward_file(tmp_path, "time.sleep(30)")
     start = time.monotonic()
@@ -180,6 +193,7 @@ def estimator(inputs):
         ("vector", "PolicyLossOutput(loss=terms, means={})", "a scalar tensor as loss, got Tensor of shape ("),
         ("bare", "terms.sum()", "must return a PolicyLossOutput with a scalar tensor as loss, got Tensor of shape ()."),
         ("number", "PolicyLossOutput(loss=1.0, means={})", "got float."),
+        ("detached", "PolicyLossOutput(loss=terms.detach().sum(), means={})", "got one without a gradient"),
     ],
 )
 def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, told):

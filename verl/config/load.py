@@ -84,16 +84,17 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         about = ROOTS[root]
         print(USAGE.format(module=about.module, root=root, shortest=about.shortest), end="")
         sys.exit(0)
+    on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     if command.show:
         with silenced():  # what is printed is a YAML file to be kept
-            config = _build(_compose(command, root), root)
+            config = _build(_compose(command, root), root, on_line)
         schema = ROOTS[root].schema
         values, keys = flatten(config_to_dict(config), schema), keys_of(schema)
         # Without second names, which a change of the first would contradict.
         shown = nest({path: value for path, value in values.items() if keys[path].setting.alias_of is None})
         print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
         sys.exit(0)
-    config = _build(_compose(command, root), root)
+    config = _build(_compose(command, root), root, on_line)
     _validate(config, root, only_to_plan=only_to_plan)
     return config
 
@@ -251,11 +252,12 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def _build(values: Mapping[str, Any], root: str) -> Any:
-    """Schema defaults, then those of the toy set, then `values`, all resolved; not yet checked for contradictions."""
+def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -> Any:
+    """Schema defaults, then those of the toy set, then `values`, all resolved; not yet checked for contradictions.
+    Of a key's names, one that is `on_line` overrules the others, which come from files."""
     root_class = ROOTS[root].schema
     keys = keys_of(root_class)
-    given, written_as = _rename_aliases(flatten(values, root_class), keys)
+    given, written_as = _rename_aliases(flatten(values, root_class), keys, on_line)
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
     given = ROOTS[root].with_defaults(given)
     tree = _schema(root).copy()
@@ -277,10 +279,12 @@ def _schema(root: str) -> DictConfig:
     return tree
 
 
-def _rename_aliases(given: Mapping[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], dict[str, str]]:
+def _rename_aliases(
+    given: Mapping[str, Any], keys: Mapping[str, Key], on_line: Container[str] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Move the value of a key's other name to the key itself; the alias then follows it.
 
-    Returns the values by main key, and how the user wrote each main key.
+    Returns the values by main key, and how the user wrote each main key. Names `on_line` overrule others.
     """
     renamed = {path: value for path, value in given.items() if keys[path].setting.alias_of is None}
     written_as = {path: path for path in renamed}
@@ -289,10 +293,14 @@ def _rename_aliases(given: Mapping[str, Any], keys: Mapping[str, Key]) -> tuple[
         if main is None or value is None:
             continue
         if renamed.get(main) is not None and renamed[main] != value:
-            raise ConfigError(
-                f"{path} and {written_as[main]} are two names of one setting, got {value!r} and {renamed[main]!r}. "
-                f"Set {main} alone."
-            )
+            other = written_as[main]
+            if (path in on_line) == (other in on_line):
+                raise ConfigError(
+                    f"{path} and {other} are two names of one setting, got {value!r} and {renamed[main]!r}. "
+                    f"Set {main} alone."
+                )
+            if other in on_line:
+                continue
         renamed[main], written_as[main] = value, path
     return renamed, written_as
 

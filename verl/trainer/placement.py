@@ -16,6 +16,7 @@ from verl.single_controller.dealing import Dealt, in_windows, token_counts
 from verl.single_controller.spmd import ResourcePool
 from verl.utils.errors import ConfigError
 from verl.utils.imports import require
+from verl.utils.logging import logger
 
 
 class PlacedPools:
@@ -52,6 +53,9 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
     parts = list(dict.fromkeys(placed.values()))
     pools: Sequence[ResourcePool]
     if launched > 1 or ranks == 1:
+        if asked := _asked_of_ray(config):
+            why = "torchrun has launched the ranks" if launched > 1 else "one rank needs no Ray"
+            logger.warning(f"ray_init.{', ray_init.'.join(asked)} without effect: {why}.")
         pools = spmd.join().split(parts)
     else:
         pools = _ray_pools(config, parts, device)
@@ -64,11 +68,16 @@ def _ray_pools(config: TrainConfig, parts: Sequence[tuple[int, ...]], device: to
     ranks = number_of_ranks(config)
     require("ray", f"Training on {ranks} ranks without torchrun", "pip install 'ray>=2.40'")
     backend: Any = importlib.import_module("verl.single_controller.ray")
-    asked = {name: getattr(config.ray_init, name) for name in ("address", "namespace", "num_cpus", "runtime_env")}
-    backend.connect(**{name: value for name, value in asked.items() if value is not None})
+    backend.connect(**_asked_of_ray(config))
     per_node = config.trainer.n_gpus_per_node or ranks
     on_nodes = [list(Counter(rank // per_node for rank in part).values()) for part in parts]
     return [backend.RayResourcePool(counts, use_gpu=device.type == "cuda") for counts in on_nodes]
+
+
+def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
+    """What the user has set of `ray_init`."""
+    asked = {name: getattr(config.ray_init, name) for name in ("address", "namespace", "num_cpus", "runtime_env")}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:

@@ -102,6 +102,9 @@ class PolicyObjective(Objective):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             expected = "a PolicyLossOutput with a scalar tensor as loss"
             raise self.part.must_return(expected, policy if loss is None else loss)
+        if log_probs.requires_grad and not loss.requires_grad:
+            expected = "a loss that depends on inputs.log_probs, or nothing is learnt"
+            raise self.part.must_return(expected, "one without a gradient (was it detached?)")
         if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
             self._tell_who_spoilt(policy.loss, corrected)
         sums = {"actor/pg_loss": policy.loss.detach()}
