@@ -11,6 +11,7 @@ from verl.distributed.collectives import ALONE, Axis
 from verl.engine.microbatch import SharedPrompts
 from verl.models.packed import PackedBatch
 from verl.protocol import DataProto
+from verl.utils.devices import send
 from verl.utils.errors import DataError
 
 # Rows share their prompt where that leaves out more than this part of their tokens. On a CPU, with a small model (0.7 M
@@ -80,8 +81,8 @@ class MiniBatch:
             packed_rows = [row for row in rows if self.lengths[row]]
             packed = packed.with_shared_prompts(*([of_row[row] for row in packed_rows] for of_row in self.prompts))
         packed = packed.split(self.sequence.size, self.sequence.rank)
-        columns = {name: self._send(column[chosen][present]) for name, column in self.columns.items()}
-        sequence = self._send(chosen.repeat_interleave(present.sum(dim=1)))
+        columns = {name: send(column[chosen][present], self.device) for name, column in self.columns.items()}
+        sequence = send(chosen.repeat_interleave(present.sum(dim=1)), self.device)
         return MicroBatch(packed.to(self.device), columns, sequence)
 
     def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -109,12 +110,6 @@ class MiniBatch:
                 for row in rows:
                     number[row] = rows[0]
         return SharedPrompts(number, prompt_lengths) if number != list(range(len(self))) else None
-
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the device; from pinned memory where the host would otherwise wait for all work queued before the copy."""
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
 
     def describe(self, row: int) -> str:
         """How a message names a row."""

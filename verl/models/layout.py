@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.models.shared_prompts import SharedParts
 from verl.models.varlen import Sequences
+from verl.utils.devices import send
 
 # Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in one block.
 _LINEAR_COST = 64
@@ -117,9 +118,7 @@ class Layout:
         return self._send(torch.tensor([0, *accumulate(counts)], dtype=torch.int32))
 
     def _send(self, tensor: Tensor) -> Tensor:
-        """To the batch's device; from pinned memory, or the host would wait for all work queued before the copy."""
-        device = self.cu_seqlens.device
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+        return send(tensor, self.cu_seqlens.device)
 
     @cached_property
     def _members(self) -> list[tuple[range, list[int]]]:

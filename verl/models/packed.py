@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from verl.models.attention import Layout, PackingSlot, prepare
 from verl.models.logprobs import Head, head_of, token_log_probs
+from verl.utils.devices import send
 from verl.utils.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, without waiting for the copy."""
         moved = {
-            item.name: value.to(device, non_blocking=True)
+            item.name: send(value, device)
             for item in fields(self)
             if isinstance(value := getattr(self, item.name), Tensor)
         }

@@ -36,6 +36,13 @@ def use_expandable_segments() -> None:
         os.environ[ALLOCATOR_SETTINGS] = "expandable_segments:True"
 
 
+def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`tensor` on `device`, without waiting for the copy. From memory that is not pinned CUDA copies once all work
+    queued before is done, and the host waits for that."""
+    pinned = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+
+
 def describe_device(device: torch.device) -> str:
     """One line for the log: name and memory of the device."""
     if device.type == "cuda":

@@ -19,6 +19,7 @@ from verl.rollout.embedded.invariant import make_invariant, refuse_variant_opera
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
+from verl.utils.devices import send
 from verl.utils.logging import logger
 
 
@@ -209,5 +210,4 @@ class ModelRunner:
 
     def to_device(self, array: NDArray) -> torch.Tensor:
         """`array` on the device, in memory of its own there."""
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return send(torch.from_numpy(array), self.device)
