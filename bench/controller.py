@@ -1,7 +1,8 @@
 """What the single controller costs: an empty call to many workers, a batch to two workers and back, and the same batch
 through two calls, whose first answer goes into the second.
 
-python bench/controller.py [spmd|ray ...]: both by default. Prints the median and the best of the repeats.
+python bench/controller.py [spmd|ray ...]: both by default. Prints the median and the best of the repeats. On ray, empty
+methods of bare actors are called in turn with ours, which tells what Ray itself takes on the machine at that time.
 """
 
 import os
@@ -19,7 +20,7 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
 from verl.single_controller.spmd import ResourcePool, join
 
-EMPTY_CALLS, EMPTY_WORKERS = 300, 8
+EMPTY_CALLS, EMPTY_WORKERS, ROUNDS = 600, 8, 20
 BATCHES, BATCH_WORKERS, BATCH_MB = 10, 2, 100
 
 
@@ -52,7 +53,15 @@ def measure(backend: str, pool: ResourcePool) -> None:
     group = pool.start("echo", Echo)
     if pool.world_size == EMPTY_WORKERS:
         aim = 2 if backend == "spmd" else 5
-        tell(backend, f"empty call, {EMPTY_WORKERS} workers, aim {aim} ms", seconds(group.nothing, EMPTY_CALLS))
+        calls = {f"empty call, {EMPTY_WORKERS} workers, aim {aim} ms": group.nothing}
+        if backend == "ray":
+            calls |= {f"the same of {EMPTY_WORKERS} bare actors": bare_call()}
+        taken = {what: list[float]() for what in calls}
+        for _ in range(ROUNDS):
+            for what, call in calls.items():
+                taken[what] += seconds(call, EMPTY_CALLS // ROUNDS)
+        for what in calls:
+            tell(backend, what, sorted(taken[what]))
     else:
         columns = {f"column_{i}": torch.rand(1024, BATCH_MB * 10**6 // 4 // 1024 // 5) for i in range(5)}
         batch = DataProto.from_dict(tensors=columns)
@@ -62,6 +71,18 @@ def measure(backend: str, pool: ResourcePool) -> None:
         tell(backend, f"{BATCH_MB} MB there and on to the next call, through the driver", read)
         tell(backend, f"{BATCH_MB} MB there and on to the next call, as a future", handed_on)
     pool.shutdown()
+
+
+def bare_call() -> Callable[[], Any]:
+    """Calls an empty method of as many actors that are nothing but Ray's."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def nothing(self, call: bytes) -> None: ...
+
+    actors: list[Any] = [Actor.remote() for _ in range(EMPTY_WORKERS)]
+    return lambda: ray.get([actor.nothing.remote(bytes(200)) for actor in actors])
 
 
 def tell(backend: str, what: str, taken: list[float]) -> None:
