@@ -55,7 +55,7 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
     if launched > 1 or ranks == 1:
         if asked := _asked_of_ray(config):
             why = "torchrun has launched the ranks" if launched > 1 else "one rank needs no Ray"
-            logger.warning(f"ray_init.{', ray_init.'.join(asked)} without effect: {why}.")
+            logger.info(f"ray_init.{', ray_init.'.join(asked)} without effect: {why}.")
         pools = spmd.join().split(parts)
     else:
         pools = _ray_pools(config, parts, device)
