@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,15 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capfd):
     assert len(text.splitlines()) == 1
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A job that a shell runs in the background is started deaf to it, and so are the tests in it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, name):
     said: list[str] = []
