@@ -194,6 +194,7 @@ def estimator(inputs):
         ("vector", "PolicyLossOutput(loss=terms, means={})", "a scalar tensor as loss, got Tensor of shape ("),
         ("bare", "terms.sum()", "must return a PolicyLossOutput with a scalar tensor as loss, got Tensor of shape ()."),
         ("number", "PolicyLossOutput(loss=1.0, means={})", "got float."),
+        ("words", "'a loss'", "a scalar tensor as loss, got str."),
         ("detached", "PolicyLossOutput(loss=terms.detach().sum(), means={})", "got one without a gradient"),
     ],
 )

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,32 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[name] = value
     return tree
+
+
+def rename_aliases(
+    given: Mapping[str, Any], keys: Mapping[str, Key], on_line: Container[str] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Move the value of a key's other name to the key itself; the alias then follows it.
+
+    Returns the values by main key, and how the user wrote each main key. Names `on_line` overrule others.
+    """
+    renamed = {path: value for path, value in given.items() if keys[path].setting.alias_of is None}
+    written_as = {path: path for path in renamed}
+    for path, value in given.items():
+        main = keys[path].setting.alias_of
+        if main is None or value is None:
+            continue
+        if renamed.get(main) is not None and renamed[main] != value:
+            other = written_as[main]
+            if (path in on_line) == (other in on_line):
+                raise ConfigError(
+                    f"{path} and {other} are two names of one setting, got {value!r} and {renamed[main]!r}. "
+                    f"Set {main} alone."
+                )
+            if other in on_line:
+                continue
+        renamed[main], written_as[main] = value, path
+    return renamed, written_as
 
 
 def _unknown_key_message(path: str, known: list[str]) -> str:

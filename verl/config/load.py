@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config import evaluation, generation, sft
 from verl.config.actor import ExtraLossConfig
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
-from verl.config.keys import Key, flatten, keys_of, nest, owner_of
+from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
 from verl.config.rules import RULES, Rule, doubtful
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
@@ -118,7 +118,7 @@ def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[
     """Nested values of layers {key: value}, of which later ones win, by whichever of its names they call a key."""
     keys, merged = keys_of(ROOTS[root].schema), dict[str, Any]()
     for layer in layers:
-        merged |= _rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
+        merged |= rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
     return nest(merged)
 
 
@@ -257,7 +257,7 @@ def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -
     Of a key's names, one that is `on_line` overrules the others, which come from files."""
     root_class = ROOTS[root].schema
     keys = keys_of(root_class)
-    given, written_as = _rename_aliases(flatten(values, root_class), keys, on_line)
+    given, written_as = rename_aliases(flatten(values, root_class), keys, on_line)
     given = {path: value for path, value in given.items() if not _leaves_unset(keys[path], value)}
     given = ROOTS[root].with_defaults(given)
     tree = _schema(root).copy()
@@ -277,32 +277,6 @@ def _schema(root: str) -> DictConfig:
         if key.interpolation is not None:
             OmegaConf.update(tree, key.path, key.interpolation)
     return tree
-
-
-def _rename_aliases(
-    given: Mapping[str, Any], keys: Mapping[str, Key], on_line: Container[str] = ()
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Move the value of a key's other name to the key itself; the alias then follows it.
-
-    Returns the values by main key, and how the user wrote each main key. Names `on_line` overrule others.
-    """
-    renamed = {path: value for path, value in given.items() if keys[path].setting.alias_of is None}
-    written_as = {path: path for path in renamed}
-    for path, value in given.items():
-        main = keys[path].setting.alias_of
-        if main is None or value is None:
-            continue
-        if renamed.get(main) is not None and renamed[main] != value:
-            other = written_as[main]
-            if (path in on_line) == (other in on_line):
-                raise ConfigError(
-                    f"{path} and {other} are two names of one setting, got {value!r} and {renamed[main]!r}. "
-                    f"Set {main} alone."
-                )
-            if other in on_line:
-                continue
-        renamed[main], written_as[main] = value, path
-    return renamed, written_as
 
 
 def _leaves_unset(key: Key, value: Any) -> bool:

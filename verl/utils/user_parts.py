@@ -50,9 +50,7 @@ class NamedPart:
 
 
 def in_words(value: Any) -> str:
-    """What a value is, with the shapes of tensors; words as they are."""
-    if isinstance(value, str):
-        return value
+    """What a value is, with the shapes of tensors."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}: {', '.join(map(in_words, value))}"
     shape = getattr(value, "shape", None)

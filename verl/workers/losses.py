@@ -17,6 +17,7 @@ from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.engine.base import LossOutput
 from verl.engine.memory import shortage_of
 from verl.protocol import DataProto
+from verl.utils.errors import AlgorithmError
 from verl.utils.logging import say_once
 from verl.utils.user_parts import NamedPart, is_our_own
 
@@ -103,8 +104,10 @@ class PolicyObjective(Objective):
             expected = "a PolicyLossOutput with a scalar tensor as loss"
             raise self.part.must_return(expected, policy if loss is None else loss)
         if log_probs.requires_grad and not loss.requires_grad:
-            expected = "a loss that depends on inputs.log_probs, or nothing is learnt"
-            raise self.part.must_return(expected, "one without a gradient (was it detached?)")
+            raise AlgorithmError(
+                f"{self.part} must return a loss that depends on inputs.log_probs, or nothing is learnt, got one "
+                "without a gradient (was it detached?)."
+            )
         if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
             self._tell_who_spoilt(policy.loss, corrected)
         sums = {"actor/pg_loss": policy.loss.detach()}
