@@ -9,11 +9,20 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.fsdp import GATHERED_SHARE
 from verl.distributed.offload import CHUNK_BYTES
 from verl.engine.model_shape import ModelShape, Weight
-from verl.models.logprobs import CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_CUDA, CHUNK_ROWS_CPU, CHUNK_TILE
+from verl.models.logprobs import (
+    CHUNK_ELEMENTS_CPU,
+    CHUNK_ELEMENTS_CUDA,
+    CHUNK_ROWS_CPU,
+    CHUNK_TILE,
+    FUSED_WORDS,
+    fused_head,
+)  # fmt: skip
 
 # Ids, positions, targets and columns of one packed token.
 _COLUMN_BYTES = 64
@@ -29,6 +38,7 @@ class EngineSetup:
     shards: bool = True  # FSDP2; False: a plain module, one process on a CPU
     shard_ranks: int = 1  # that hold one copy of the weights
     compute_itemsize: int = 2
+    fused_head: bool = False  # log-probs without gradient need no logits
     keeps_gathered: bool = False  # all weights, from the first pass of a mini-batch to its last
     compiled: bool = True
     checkpointing_share: float = 0.0  # of the layers; 0: none recomputes
@@ -58,6 +68,8 @@ def engine_setup(
         shards=shard_ranks is not None,
         shard_ranks=shard_ranks or 1,
         compute_itemsize=compute_itemsize,
+        # Where no card is visible, a plan is for any.
+        fused_head=on_cuda and compute_itemsize == 2 and torch.cuda.is_available() and fused_head(torch.device("cuda")),
         compiled=compiled,
         checkpointing_share=checkpointing_share,
         activation_offload=activation_offload,
@@ -260,9 +272,11 @@ class EngineFootprint:
 
     def _logits(self, predictions: int) -> int:
         """One chunk in fp32: a token's row of the vocabulary is never there for all tokens at once. On a CPU the
-        product comes in its own dtype first."""
+        product comes in its own dtype first. Of a fused head three numbers a tile."""
         if not self.shape.vocabulary:
             return 0
+        if self.setup.fused_head:
+            return 4 * 3 * -(-self.shape.vocabulary // FUSED_WORDS) * predictions
         product = self.setup.compute_itemsize if not self.setup.on_cuda and self.setup.compute_itemsize < 4 else 0
         return (4 + product) * self._chunk_rows(predictions) * self.shape.vocabulary
 

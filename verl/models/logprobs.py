@@ -22,6 +22,8 @@ from verl.utils.errors import ModelError
 CHUNK_ELEMENTS_CUDA = 2**29
 # Rows of a chunk are a multiple of this where they are more: what a matrix product computes in whole tiles.
 CHUNK_TILE = 256
+# Words of a tile of `head_kernels`.
+FUSED_WORDS = 256
 # On a CPU 16 MiB stay near the caches (2**25 made the update of a small model a fifth slower), but a large vocabulary
 # gets enough rows for its matrix product to read the weight seldom.
 CHUNK_ELEMENTS_CPU = 2**22
@@ -72,7 +74,8 @@ def token_log_probs(
 
     hidden (M, H), weight (V, H), targets (M,), bias (V,) -> log_probs (M,), entropy (M,) or an empty tensor, both fp32
     (float64 for float64 weights). Gradients are exact, computed from logits made again chunk by chunk; the weight's
-    is summed over chunks in fp32.
+    is summed over chunks in fp32. On cards with `fused_head` the forward pass makes no logits at all, unless they are
+    a single chunk that the backward pass can use.
     """
     if temperature <= 0:
         raise ModelError(f"Log-probs need a temperature above 0, got {temperature}. Greedy decoding uses those of 1.")
@@ -80,7 +83,8 @@ def token_log_probs(
         on_cpu = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * weight.shape[0])
         chunk_elements = CHUNK_ELEMENTS_CUDA if hidden.is_cuda else on_cpu
     rows = max(1, chunk_elements // weight.shape[0])
-    settings = _Settings(head, temperature, entropy, rows - rows % CHUNK_TILE if rows > CHUNK_TILE else rows)
+    rows = rows - rows % CHUNK_TILE if rows > CHUNK_TILE else rows
+    settings = _Settings(head, temperature, entropy, rows, keeps=torch.is_grad_enabled() and hidden.shape[0] <= rows)
     return _TokenLogProbs.apply(hidden, weight, bias, targets, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -90,6 +94,20 @@ class _Settings:
     temperature: float
     entropy: bool
     rows: int  # tokens of a chunk
+    keeps: bool  # one chunk for the backward pass: making it again would cost a product and save no peak memory
+
+    @property
+    def slope(self) -> float:
+        return self.head.scale / self.temperature
+
+    @property
+    def bound(self) -> float | None:
+        return None if self.head.cap is None else self.head.cap / self.temperature
+
+
+def fused_head(device: torch.device) -> bool:
+    """Whether `head_kernels` run on a device: Hopper or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -148,6 +166,33 @@ def _row_operations(y: Tensor) -> Any:
     return sys.modules[__name__]
 
 
+def _fused_kernels(hidden: Tensor, weight: Tensor) -> Any:
+    """The kernels of a head without logits, where they can do it; None where they cannot."""
+    if not fused_head(hidden.device):
+        return None
+    kernels: Any = importlib.import_module("verl.models.head_kernels")  # triton exists beside CUDA only
+    return kernels if kernels.can_read(hidden, weight) else None
+
+
+def _in_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`row_statistics` of all tokens (M,), and the logits if they are to be kept."""
+    tokens, kept = hidden.shape[0], None
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    normalizers, chosen, entropies = (torch.empty(tokens, dtype=precise, device=hidden.device) for _ in range(3))
+    for start in range(0, tokens, settings.rows):
+        rows = slice(start, start + settings.rows)
+        y = head_logits(hidden[rows], weight, bias, settings.head, temperature=settings.temperature)
+        found = _row_operations(y).row_statistics(y, targets[rows], entropy=settings.entropy)
+        normalizers[rows], chosen[rows], entropy = found
+        if entropy is not None:
+            entropies[rows] = entropy
+        kept = y if settings.keeps else None
+        del y
+    return normalizers, chosen, entropies if settings.entropy else None, kept
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """y = logits / temperature; log_prob = y[target] - lse(y); entropy = lse(y) - sum(softmax(y) * y)."""
 
@@ -155,23 +200,17 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden.shape[0]
-        precise = torch.promote_types(weight.dtype, torch.float32)
-        log_probs = torch.empty(tokens, dtype=precise, device=hidden.device)
-        normalizers = torch.empty_like(log_probs)
-        entropies = torch.empty(tokens if settings.entropy else 0, dtype=precise, device=hidden.device)
         kept = None
-        for start in range(0, tokens, settings.rows):
-            rows = slice(start, start + settings.rows)
-            y = head_logits(hidden[rows], weight, bias, settings.head, temperature=settings.temperature)
-            operations = _row_operations(y)
-            normalizers[rows], chosen, entropy = operations.row_statistics(y, targets[rows], entropy=settings.entropy)
-            log_probs[rows] = chosen - normalizers[rows]
-            if entropy is not None:
-                entropies[rows] = entropy
-            # A single chunk is kept: making it again would cost a matrix product and save no peak memory.
-            kept = y if tokens <= settings.rows and any(ctx.needs_input_grad) else None
-            del y
+        kernels = None if bias is not None or settings.keeps else _fused_kernels(hidden, weight)
+        if kernels is not None:
+            normalizers, chosen, entropies = kernels.head_statistics(
+                hidden, weight, targets, slope=settings.slope, bound=settings.bound, entropy=settings.entropy
+            )
+        else:
+            normalizers, chosen, entropies, kept = _in_chunks(hidden, weight, bias, targets, settings)
+        log_probs = chosen - normalizers
+        if entropies is None:
+            entropies = log_probs.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies, kept)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -197,8 +236,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 y, targets[rows], normalizers[rows], entropies[rows] if settings.entropy else None,
                 None if grad_log_probs is None else grad_log_probs[rows],
                 None if grad_entropy is None or not settings.entropy else grad_entropy[rows],
-                slope=head.scale / settings.temperature,
-                bound=None if head.cap is None else head.cap / settings.temperature,
+                slope=settings.slope,
+                bound=settings.bound,
                 dtype=precise if needs_bias else weight.dtype,
             )  # fmt: skip
             if grad_bias is not None:

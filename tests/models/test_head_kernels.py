@@ -1,0 +1,40 @@
+"""The kernel of a head without logits, interpreted on the CPU, beside the plain operations that it stands for."""
+
+import pytest
+import torch
+
+from tests.rollout.interpreter import interpreted
+from verl.models import head_kernels as kernels
+from verl.models import logprobs as plain
+
+
+@pytest.mark.parametrize("bound", [None, 8.0])
+@pytest.mark.parametrize("words", [700, 768])  # the last tile in part, and whole
+@interpreted
+def test_statistics(words: int, bound: float | None):
+    generator = torch.Generator().manual_seed(0)
+    # The interpreter multiplies the bits of bfloat16 as integers.
+    hidden = torch.randn(131, 72, generator=generator).half()
+    weight = torch.randn(words, 72, generator=generator).half()
+    weight[300] *= 20  # a token that some rows are sure of
+    targets = torch.randint(words, (131,), generator=generator)
+    targets[:3] = torch.tensor([0, words - 1, 300])
+    linear = 0.7 * hidden.double() @ weight.double().t()
+    y = linear if bound is None else bound * torch.tanh(linear / bound)
+    want = plain.row_statistics(y, targets, entropy=True)
+    got = kernels.head_statistics(hidden, weight, targets, slope=0.7, bound=bound, entropy=True)
+    for one, other in zip(got, want):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
+    without = kernels.head_statistics(hidden, weight, targets, slope=0.7, bound=bound, entropy=False)
+    assert without[2] is None
+    assert torch.equal(without[0], got[0])
+
+
+@interpreted
+def test_what_bulk_copies_cannot_read():
+    good = torch.zeros(4, 16, dtype=torch.bfloat16)
+    assert kernels.can_read(good, good)
+    for bad in (good.float(), good.half(), good[:, 1:9], good.t(), torch.zeros(4, 12, dtype=torch.bfloat16)):
+        assert not kernels.can_read(good, bad)
