@@ -49,6 +49,7 @@ class Ours:
             gradient_checkpointing=job.checkpointing,
             checkpointing_share=job.checkpointing_share,
             compile_backend=job.backend if job.compile else None,
+            fused_kernels=True,
             share_prompts=job.share_prompts,
         )
 

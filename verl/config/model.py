@@ -53,7 +53,7 @@ class ModelConfig:
     exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
     use_liger: bool = setting(False, "Liger kernels", no_effect="log-probs are fused and chunked by our own code")
     use_fused_kernels: bool = setting(
-        True, "fused log-probs", no_effect="log-probs are always fused and chunked", also=(False,)
+        True, "kernels that fuse steps of compiled layers in passes without gradients, where installed and proved"
     )
     fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)
     trust_remote_code: bool = setting(False, "run Python code that comes with a model")

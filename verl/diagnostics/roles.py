@@ -24,6 +24,7 @@ from verl.engine.budget import MOST_TOKENS, largest_that_fits
 from verl.engine.compile import compile_backend
 from verl.engine.footprint import EngineFootprint, engine_setup, gathers_once
 from verl.engine.model_shape import ModelShape
+from verl.models import swiglu
 from verl.models.load import torch_dtype
 
 Predict = Callable[[int, int], dict[str, int]]
@@ -58,6 +59,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
         "actor": _role(
             "actor", shapes, shapes.policy(model, device), placement, actor.fsdp_config, actor.optim, model,
             compiled=actor.use_torch_compile, sequence_ranks=actor.ulysses_sequence_parallel_size,
+            fused=model.use_fused_kernels and model.lora_rank == 0,
         )
     }  # fmt: skip
     if config.needs_critic:
@@ -70,6 +72,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
         found["reference"] = _role(
             "reference", shapes, shapes.policy(model, device, is_trained=False), placement, roles.ref.fsdp_config, None,
             None, compiled=roles.ref.use_torch_compile, sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
+            fused=model.use_fused_kernels,
         )  # fmt: skip
     if config.reward_model.enable:
         scorer = config.reward_model.model
@@ -83,12 +86,13 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
 def _role(
     name: str, shapes: ModelShapes, shape: ModelShape, placement: Placement, fsdp: FSDPConfig,
     optim: OptimConfig | None, model: ModelConfig | CriticModelConfig | None, *, compiled: bool | None,
-    sequence_ranks: int,
+    sequence_ranks: int, fused: bool = False,
 ) -> Role:  # fmt: skip
     """`model` says what recomputes; None: nothing does."""
     ranks = len(placement.roles[name])
     copies = ranks // fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else 1
     recomputes = model is not None and model.enable_gradient_checkpointing
+    is_compiled = compile_backend(compiled, placement.device, shape.family) is not None
     setup = engine_setup(
         fsdp,
         optim,
@@ -97,7 +101,8 @@ def _role(
         compute_itemsize=torch_dtype(fsdp.compute_dtype).itemsize
         if fsdp.compute_dtype is not None
         else (2 if placement.on_cuda else shape.weights[0].itemsize),
-        compiled=compile_backend(compiled, placement.device, shape.family) is not None,
+        compiled=is_compiled,
+        fused_mlp=fused and is_compiled and shape.family in swiglu.FAMILIES and swiglu.is_there(placement.device),
         checkpointing_share=model.gradient_checkpointing_share if model is not None and recomputes else 0.0,
         activation_offload=recomputes and model is not None and model.enable_activation_offload,
     )

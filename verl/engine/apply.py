@@ -16,6 +16,7 @@ from verl.engine.footprint import EngineSetup, engine_setup
 from verl.engine.state import transformer_of
 from verl.models.attention import apply_checkpointing
 from verl.models.rope import use_fast_rope
+from verl.models.swiglu import use_fused_swiglu
 
 
 def apply_to_module(
@@ -29,6 +30,7 @@ def apply_to_module(
     activation_offload: bool,
     compute_dtype: torch.dtype | None,
     compile_backend: str | None,
+    fused_kernels: bool,
 ) -> EngineSetup:
     """Sequence parallelism, checkpointing, off-load of activations, compile, sharding: each step in place, around what
     the ones before left. Gives what memory depends on. For the arguments see `TrainEngine`."""
@@ -38,6 +40,8 @@ def apply_to_module(
         compute_dtype = torch.bfloat16
     if on_cuda:
         use_fast_rope(module)
+    # Layers that are not compiled compute the same bits with and without gradients.
+    fused_mlps = use_fused_swiglu(module, mesh.device) if fused_kernels and compile_backend is not None else 0
     if mesh.sequence.size > 1:
         apply_sequence_parallel(module, mesh.sequence)
     # Checkpointing before sharding: the recomputed forward must find the weights gathered by the layer's own hooks.
@@ -54,6 +58,7 @@ def apply_to_module(
         shard_ranks=None if mesh.weights is None else mesh.weights.size(-1),
         compute_itemsize=(compute_dtype or next(module.parameters()).dtype).itemsize,
         compiled=compile_backend is not None,
+        fused_mlp=fused_mlps > 0,
         checkpointing_share=checkpointing_share if gradient_checkpointing else 0.0,
         activation_offload=activation_offload,
     )

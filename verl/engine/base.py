@@ -92,6 +92,7 @@ class TrainEngine:
             False and None, which means the dtype of the parameters). Several ranks shard in any case, and so does one
             that computes in another dtype than its parameters'.
         compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
+        fused_kernels: where layers are compiled, use those that are installed and proved (`verl.models.swiglu`).
         share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves enough (`MiniBatch`).
     """
 
@@ -111,6 +112,7 @@ class TrainEngine:
         shard: bool | None = None,
         compute_dtype: torch.dtype | None = None,
         compile_backend: str | None = None,
+        fused_kernels: bool = False,
         share_prompts: bool = True,
     ) -> None:
         if compute_dtype is None and fsdp.compute_dtype is not None:
@@ -137,6 +139,7 @@ class TrainEngine:
             activation_offload=activation_offload,
             compute_dtype=compute_dtype,
             compile_backend=compile_backend,
+            fused_kernels=fused_kernels,
         )
         self.optimizer: torch.optim.Optimizer | None = None
         if optim is not None:

@@ -41,6 +41,7 @@ class EngineSetup:
     fused_head: bool = False  # log-probs without gradient need no logits
     keeps_gathered: bool = False  # all weights, from the first pass of a mini-batch to its last
     compiled: bool = True
+    fused_mlp: bool = False  # without gradient SwiGLU is within the product of gate and up
     checkpointing_share: float = 0.0  # of the layers; 0: none recomputes
     activation_offload: bool = False
     optimizer: str | None = "AdamW"
@@ -57,6 +58,7 @@ def engine_setup(
     shard_ranks: int | None,
     compute_itemsize: int,
     compiled: bool,
+    fused_mlp: bool,
     checkpointing_share: float,
     activation_offload: bool,
 ) -> EngineSetup:
@@ -71,6 +73,7 @@ def engine_setup(
         # Where no card is visible, a plan is for any.
         fused_head=on_cuda and compute_itemsize == 2 and torch.cuda.is_available() and fused_head(torch.device("cuda")),
         compiled=compiled,
+        fused_mlp=fused_mlp,
         checkpointing_share=checkpointing_share,
         activation_offload=activation_offload,
         optimizer=None if optim is None else optim.optimizer,
@@ -152,10 +155,12 @@ class EngineFootprint:
         """A pass without gradients over packed tokens, of which so many predict a response token."""
         shape, width = self.shape, self.setup.compute_itemsize
         # The MLP is the widest place: gate, up and their product at once (compiled, the product overwrites the gate),
-        # beside the residual and the normalised states.
-        wide = (2 if self.setup.compiled else 3) * shape.intermediate + 3 * shape.hidden
+        # beside the residual and the normalised states. Fused there is the product alone, and both matrices as one.
+        fused = self.setup.fused_mlp
+        wide = (1 if fused else 2 if self.setup.compiled else 3) * shape.intermediate + 3 * shape.hidden
         attention = 2 * shape.query + 2 * shape.key + 3 * shape.hidden
-        layer = width * max(wide, attention) * tokens
+        stacked = 2 * shape.intermediate * shape.hidden if fused else 0
+        layer = width * max(wide * tokens + stacked, attention * tokens)
         # The last states, those that predict, and what the last norm computes in fp32 (it is not compiled).
         head = width * shape.hidden * (2 * tokens + predictions) + self._logits(predictions)
         columns = {"columns": _COLUMN_BYTES * tokens}

@@ -53,7 +53,7 @@ def head_statistics(
     return normalizers, chosen, entropies if entropy else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _tiles(
     HIDDEN, WEIGHT, TARGETS, PARTS, CHOSEN, tokens, vocabulary, size, slope, bound, programs,
     ENTROPY: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
@@ -95,7 +95,7 @@ def _tiles(
             tl.store(place + 2 * stride, tl.sum(tl.where(weights > 0, weights * distance, 0.0), 1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def _combine(
     PARTS, NORMALIZERS, ENTROPIES, tokens, tiles, ENTROPY: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr
 ):

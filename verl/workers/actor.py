@@ -84,6 +84,7 @@ class ActorRolloutWorker(TrainedWorker):
             sequence_parallel_size=actor.ulysses_sequence_parallel_size,
             activation_offload=model_config.enable_activation_offload,
             compile_backend=compile_backend(actor.use_torch_compile, device, model.config.model_type),
+            fused_kernels=model_config.use_fused_kernels,
             share_prompts=actor.share_prompts,
         )
         self.flops = FlopsModel.from_model(model)

@@ -49,6 +49,7 @@ class ReferenceWorker(EngineWorker):
             gradient_checkpointing=False,
             sequence_parallel_size=config.ref.ulysses_sequence_parallel_size,
             compile_backend=compile_backend(config.ref.use_torch_compile, device, model.config.model_type),
+            fused_kernels=config.model.use_fused_kernels,
             share_prompts=config.actor.share_prompts,
         )
 

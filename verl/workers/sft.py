@@ -65,6 +65,7 @@ class SFTWorker(TrainedWorker):
             sequence_parallel_size=actor.ulysses_sequence_parallel_size,
             activation_offload=section.enable_activation_offload,
             compile_backend=compile_backend(actor.use_torch_compile, device, model.config.model_type),
+            fused_kernels=section.use_fused_kernels,
             share_prompts=actor.share_prompts,
         )
 

@@ -1,0 +1,27 @@
+"""SwiGLU within the product of gate and up, where quack-kernels are installed."""
+
+import pytest
+import torch
+
+from tests.engine.batches import make_batch
+from tests.gpu.test_engine_gpu import BUDGET, SHAPES, gradient, make_engine, relative_l2
+from verl.models import swiglu
+
+DEVICE = torch.device("cuda", 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not swiglu.is_there(DEVICE), reason="quack-kernels are not installed"),
+]
+
+
+@pytest.mark.parametrize("size", [(64, 96), (896, 4864), (1536, 8960), (3584, 18944)])
+def test_output(size: tuple[int, int]):
+    assert swiglu._difference(DEVICE, *size) < 5e-3
+
+
+def test_an_engine_with_it():
+    plain = make_engine("cuda", compile_backend="inductor")
+    fused = make_engine("cuda", compile_backend="inductor", fused_kernels=True)
+    assert relative_l2(gradient(fused), gradient(plain)) < 1e-3
+    one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (fused, plain))
+    assert 1e-5 < (one - other).abs().mean() < 0.03
