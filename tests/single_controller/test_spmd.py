@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,10 @@ from torch.distributed import HashStore
 
 from tests.single_controller import workers
 from tests.single_controller.launch import Run, launch
-from verl.single_controller import WorkerGroup, spmd_rank
+from verl.single_controller import WorkerGroup, links, spmd_rank
 from verl.single_controller.breadcrumbs import breadcrumb, format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.spmd import LocalPool, join
-from verl.single_controller.wire import Kind, Link
+from verl.single_controller.wire import Kind
 from verl.utils.errors import ConfigError, WorkerLostError
 
 pytestmark = pytest.mark.timeout(120)
@@ -199,16 +200,17 @@ def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeyp
     monkeypatch.setattr(spmd_rank, "_store", lambda timeout_s: store)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    elsewhere = Path("a folder of another machine")
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(spmd_rank.connect_all, 2, 20.0)
-        port, token = int(store.get("port")), store.get("token")
-        stranger = spmd_rank._connect(elsewhere, port, b"x" * len(token))
-        assert stranger.recv(1) == b""
-        link = Link(spmd_rank._connect(elsewhere, port, token))
-        link.send(Kind.HELLO, 0, (1, "other", 42))
+        port, token = int(store.get("port")), store.get("token").decode()
+        entrance = links.Entrance("a folder of another machine", "localhost", port, token)
+        stranger = links.connect(entrance._replace(token="x" * len(token)), 1, 20.0)
+        with pytest.raises((EOFError, OSError)):
+            stranger.receive()
+        link = links.connect(entrance, 1, 20.0)
         peers, folder = waiting.result()
-    assert (peers[1].place, peers[1].on_this_machine, link.same_machine) == ("other, pid 42", False, False)
+    here = f"{socket.gethostname()}, pid {os.getpid()}"
+    assert (peers[1].place, peers[1].on_this_machine, link.same_machine) == (here, False, False)
     peers[1].link.send(Kind.CALL, 3, torch.ones(100_000))
     assert link.receive().value().sum() == 100_000
     shutil.rmtree(folder)

@@ -275,7 +275,7 @@ def heard(pool: Any, pause_s: float = 0.0) -> dict[str, Any]:
         "ranks": sorted({rank for _, rank in told}),
         "raised": raised,
         "first": first_came_s_before_the_end,
-        "pending": len(getattr(getattr(pool, "ranks", None), "_pending", ())),
+        "pending": len(pool.ranks.links.pending) if hasattr(pool, "ranks") else 0,
     }
 
 

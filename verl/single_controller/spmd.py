@@ -4,8 +4,8 @@
 """
 
 import atexit
+import functools
 import os
-import selectors
 import shutil
 import signal
 import socket
@@ -14,7 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,10 @@ from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, 
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, OnTold, Raised
+from verl.single_controller.links import Links, Peer
 from verl.single_controller.parts import SpmdPart, split_launch
-from verl.single_controller.spmd_rank import LocalRank, Peer, connect_all, launched_rank, serve
+from verl.single_controller.rank_thread import RankThread
+from verl.single_controller.spmd_rank import connect_all, launched_rank, serve
 from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
@@ -32,7 +34,6 @@ from verl.utils.logging import logger
 from verl.utils.sigterm import handle_sigterm
 
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
-_POLL_S = 0.5  # for deaths of ranks that a call does not wait for
 _NEWS_S = 2.0  # after torchrun said to end: in which a death that made it do so is known here too
 
 
@@ -147,7 +148,7 @@ class SpmdPool:
         """torchrun ends all ranks as soon as it sees one dead: often before the driver has said which, and why."""
         if self.ranks.failing.is_set():
             return
-        if self.ranks.news.wait(_NEWS_S):
+        if self.ranks.links.news.wait(_NEWS_S):
             if self.ranks.waiting:
                 return  # for a call, whose error will tell more
             self.ranks.raise_lost()
@@ -155,29 +156,22 @@ class SpmdPool:
 
 
 class SpmdRanks:
-    """Rank 0 is a thread of this process, the others are peers; implements `Ranks`.
-
-    A thread of its own receives, so that answers and deaths are noticed whatever the driver is at.
-    """
+    """Rank 0 is a thread of this process, the others are peers; implements `Ranks`."""
 
     hands_on_unfinished = False
 
     def __init__(self, peers: dict[int, Peer], folder: Path) -> None:
         self.size = len(peers) + 1
-        self.peers, self.folder = peers, folder
-        self.lost: dict[int, Lost] = {}
-        self.news, self.failing = threading.Event(), threading.Event()
+        self.folder = folder
+        self.failing = threading.Event()
         self.waiting = False
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
-        # (rank, number of the message): its answer, and who hears what is told before
-        self._pending: dict[tuple[int, int], tuple[Future, OnTold]] = {}
-        self._lock = threading.RLock()  # a signal handler may send while the thread it interrupts does
-        self._numbers = iter(range(1, sys.maxsize))
         keep_breadcrumbs(folder, 0)
-        self.local = LocalRank(Host())
-        threading.Thread(target=self._receive, name="verl-watch", daemon=True).start()
+        self.host, self.local = Host(), RankThread("rank 0")
+        self.links = Links(peers)
+        self.peers, self.lost = peers, self.links.lost
 
     # ---------------------------------------------------------------- the calls of `Ranks`
 
@@ -186,31 +180,19 @@ class SpmdRanks:
     ) -> dict[int, Future]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
-        # All are pickled before one is sent: what cannot be is told before any rank starts.
-        shares = {id(share): share for rank, share in arguments.items() if rank > 0}
-        messages = {key: Outgoing((role, method, on_told is not None, *share)) for key, share in shares.items()}
-        others = [rank for rank in arguments if rank > 0]
-        replies = {rank: self._send(rank, Kind.CALL, messages[id(arguments[rank])], on_told) for rank in others}
+        others = {rank: share for rank, share in arguments.items() if rank > 0}
+        replies = self.links.call(role, method, others, on_told)
         if 0 in arguments:
-            replies[0] = self.local.submit(role, method, each_argument(_opened, *arguments[0]), on_told)
+            args, kwargs = each_argument(_opened, *arguments[0])
+            replies[0] = self.local.submit(functools.partial(self.host.run, role, method, args, kwargs, on_told))
         return dict(sorted(replies.items()))
 
     def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        ends_at = time.monotonic() + timeout_s
-        waiting = set(replies.values())
         self.waiting = True
         try:
-            while waiting:
-                left = ends_at - time.monotonic()
-                done, waiting = wait(waiting, min(max(left, 0.0), _POLL_S), FIRST_COMPLETED)
-                if left <= 0 or self.lost or any(not callable(future.result()) for future in done):
-                    break
+            return self.links.wait(replies, timeout_s)
         finally:
             self.waiting = False
-        ended = {rank: future.result() for rank, future in replies.items() if future.done()}
-        # A rank that is dead is news also to a call that it has no part in: the group is not whole any more.
-        lost = self.lost if waiting else {}
-        return {rank: None if callable(end) else end for rank, end in ended.items()} | lost
 
     def values(self, replies: Sequence[Future]) -> list[Any]:
         return [reply.result()() for reply in replies]
@@ -227,7 +209,7 @@ class SpmdRanks:
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         self.failing.set()
-        asked = {rank: self._send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers}
+        asked = {rank: self.links.send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers}
         wait(asked.values(), timeout_s)
         stacks = {0: format_stacks()}
         for rank, future in asked.items():
@@ -245,7 +227,7 @@ class SpmdRanks:
         self.failing.set()
         for rank, peer in self.peers.items():
             if rank not in self.lost:
-                self._send(rank, Kind.ABORT, Outgoing(None))
+                self.links.send(rank, Kind.ABORT, Outgoing(None))
                 peer.leaving = True
         # Who did not answer would not read this either.
         self._wait_until_gone(ANSWER_S, self._silent)
@@ -256,7 +238,7 @@ class SpmdRanks:
         """Tell every rank to leave, wait until they have, kill those of this machine that do not."""
         if self._ended is None:
             self._ended = "the pool was shut down."
-            leaving = [self._send(rank, Kind.END, Outgoing(None)) for rank in self.peers if rank not in self.lost]
+            leaving = [self.links.send(rank, Kind.END, Outgoing(None)) for rank in self.peers if rank not in self.lost]
             for peer in self.peers.values():
                 peer.leaving = True
             if wait(leaving, _LEAVE_S).not_done:
@@ -265,7 +247,7 @@ class SpmdRanks:
 
     def is_whole(self) -> bool:
         """Whether no rank was lost or given up."""
-        return not self.failing.is_set() and not self.news.is_set()
+        return not self.failing.is_set() and not self.links.news.is_set()
 
     def raise_lost(self) -> None:
         """The error of ranks that died while the driver was not waiting for them."""
@@ -284,53 +266,6 @@ class SpmdRanks:
             if rank not in self.lost and peer.on_this_machine:
                 logger.warning("Rank %d (%s) does not end by itself and is killed.", rank, peer.place)
                 os.kill(peer.pid, signal.SIGKILL)
-
-    # ---------------------------------------------------------------- messages
-
-    def _send(self, rank: int, kind: Kind, message: Outgoing, on_told: OnTold = None) -> Future:
-        number, future = next(self._numbers), Future()
-        with self._lock:
-            if rank in self.lost:
-                future.set_result(self.lost[rank])
-                return future
-            self._pending[rank, number] = future, on_told
-        try:
-            self.peers[rank].link.send(kind, number, message)
-        except OSError as error:
-            self._lose(rank, f"it takes no messages ({error})")
-        return future
-
-    def _receive(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for rank, peer in self.peers.items():
-                selector.register(peer.link.socket, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    rank = key.data
-                    try:
-                        self._take(rank, self.peers[rank].link.receive())
-                    except (OSError, EOFError) as error:
-                        selector.unregister(key.fileobj)
-                        self._lose(rank, str(error))
-
-    def _take(self, rank: int, message: Incoming) -> None:
-        key = rank, message.number
-        with self._lock:
-            future, on_told = (self._pending.get if message.kind is Kind.TOLD else self._pending.pop)(key, (None, None))
-        if message.kind is Kind.TOLD:
-            if on_told is not None:
-                on_told(message.value())
-        elif future is not None:
-            future.set_result(message.value() if message.kind is Kind.RAISED else message.value)
-
-    def _lose(self, rank: int, reason: str) -> None:
-        with self._lock:
-            lost = self.lost.setdefault(rank, Lost(reason))
-            futures = [self._pending.pop(key)[0] for key in list(self._pending) if key[0] == rank]
-        if not self.peers[rank].leaving:
-            self.news.set()
-        for future in futures:
-            future.set_result(lost)
 
 
 def _opened(value: Any) -> Any:

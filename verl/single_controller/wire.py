@@ -1,4 +1,4 @@
-"""Messages between processes of torchrun: what is large goes through memory that both map, never through the socket.
+"""Messages between a driver and its ranks: what is large goes through memory that both map, never through the socket.
 
 A value is pickled once, its tensors and arrays as buffers beside the pickle. Between processes of one machine they lie
 in an anonymous file (memfd) whose descriptor travels: nothing has a name that could leak, and `/dev/shm` may be small.
@@ -43,7 +43,7 @@ class Kind(IntEnum):
     TOLD = 9  # by a call that is still running
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """Tensors outside a DataProto as buffers too, and a received message as the value in it, which is not unpickled."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -56,9 +56,9 @@ class _Pickler(pickle.Pickler):
 class Outgoing:
     """A value on its way to one process or to several; its bytes are written once."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, pickler: type[pickle.Pickler] = Pickler) -> None:
         head, buffers = io.BytesIO(), []
-        _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(value)
+        pickler(head, protocol=5, buffer_callback=buffers.append).dump(value)
         self.parts: list[memoryview] = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
         self.sizes = [len(part) for part in self.parts]
         self._memory: int | None = None
@@ -90,8 +90,8 @@ class Incoming:
 class Link:
     """One end of a connection. Threads may send at the same time; one receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, pickler: type[pickle.Pickler] = Pickler) -> None:
+        self.socket, self._pickler = connection, pickler
         self.same_machine = connection.family == getattr(socket, "AF_UNIX", None)
         self._shares_memory = self.same_machine and hasattr(os, "memfd_create")
         self._sending = threading.RLock()  # a signal handler may send while the thread it interrupts does
@@ -108,7 +108,7 @@ class Link:
 
     def send(self, kind: Kind, number: int, value: Any) -> None:
         """`value`: anything that pickles, or an Outgoing that goes to several."""
-        message = value if isinstance(value, Outgoing) else Outgoing(value)
+        message = value if isinstance(value, Outgoing) else Outgoing(value, self._pickler)
         in_memory = self._shares_memory and _end(message.sizes) > _INLINE_BYTES
         head = _HEADER.pack(kind, number, len(message.sizes), in_memory)
         head += struct.pack(f"<{len(message.sizes)}Q", *message.sizes)

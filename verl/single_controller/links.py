@@ -1,0 +1,235 @@
+"""Connections of a driver with its ranks: how both find each other, and the driver's wait for answers."""
+
+import contextlib
+import functools
+import hmac
+import os
+import pickle
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from verl.single_controller.calls import Lost
+from verl.single_controller.dispatch import Arguments
+from verl.single_controller.host import Host, OnTold, Raised
+from verl.single_controller.wire import Incoming, Kind, Link, Outgoing, Pickler
+
+_TOKEN_BYTES = 32
+_KNOCK_S = 5  # for who comes to say who it is; strangers may stay silent
+_STALL_S = 60  # within a message: a peer that neither takes nor gives a byte for so long is gone
+_POLL_S = 0.5  # for deaths of ranks that a call does not wait for
+
+
+@dataclass
+class Peer:
+    """Another rank, as the driver knows it."""
+
+    link: Link
+    machine: str
+    pid: int
+    leaving: bool = False
+
+    @property
+    def on_this_machine(self) -> bool:
+        return self.link.same_machine
+
+    @property
+    def place(self) -> str:
+        return f"{self.machine}, pid {self.pid}"
+
+
+# ---------------------------------------------------------------- how they find each other
+
+
+class Entrance(NamedTuple):
+    """Where ranks come in to the driver of their run."""
+
+    folder: str  # has a local socket; another machine has none of that name
+    address: str
+    port: int
+    token: str
+
+
+class Door:
+    """The driver's side of an entrance: a local socket in a folder of its own and, for other machines, a port."""
+
+    def __init__(self, size: int, other_machines: bool) -> None:
+        self.folder = tempfile.mkdtemp(prefix="verl-")
+        self.token = secrets.token_hex(_TOKEN_BYTES // 2)
+        self.port = 0
+        listeners = [socket.socket(socket.AF_UNIX)]
+        listeners[0].bind(str(Path(self.folder) / "driver"))
+        if other_machines:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listeners.append(socket.create_server(("", 0), family=family, dualstack_ipv6=both))
+            self.port = listeners[1].getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        for listener in listeners:
+            listener.listen(size)
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    def admit(self) -> dict[int, Peer]:
+        """Who comes within a moment."""
+        came: dict[int, Peer] = {}
+        for key, _ in self._selector.select(0.05):
+            with contextlib.suppress(OSError):  # has gone again
+                came |= _accept(key.data.accept()[0], self.token.encode())
+        return came
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            key.data.close()
+        self._selector.close()
+
+
+def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
+    """Messages are pickles, so nobody is listened to who does not know the token of this run."""
+    _limit_stalls(connection, _KNOCK_S)
+    try:
+        given = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+        if not hmac.compare_digest(given, token):
+            connection.close()
+            return {}
+        link = Link(connection)
+        rank, machine, pid = link.receive().value()
+    except (OSError, EOFError):  # somebody else's knock, or a rank that has died already and will be missed
+        connection.close()
+        return {}
+    _limit_stalls(connection, _STALL_S)
+    return {rank: Peer(link, machine, pid)}
+
+
+def _limit_stalls(connection: socket.socket, seconds: int) -> None:
+    """Within a message; between messages the receiver waits in `select`."""
+    connection.setblocking(True)
+    limit = struct.pack("ll", seconds, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def connect(entrance: Entrance, rank: int, timeout_s: float, pickler: type[pickle.Pickler] = Pickler) -> Link:
+    """A rank's side, by the local socket where that is here. Raises OSError where the driver cannot be reached."""
+    try:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        connection.connect(str(Path(entrance.folder) / "driver"))
+    except OSError:  # of another machine, or of another user
+        connection.close()
+        connection = socket.create_connection((entrance.address, entrance.port), timeout_s)
+    connection.settimeout(None)
+    connection.sendall(entrance.token.encode())
+    link = Link(connection, pickler)
+    link.send(Kind.HELLO, 0, (rank, socket.gethostname(), os.getpid()))
+    return link
+
+
+# ---------------------------------------------------------------- calls
+
+
+def answer(link: Link, host: Host, message: Incoming) -> None:
+    """Run the call of a message, and send what it gives."""
+    try:
+        role, method, is_heard, args, kwargs = message.value()
+        on_told = functools.partial(link.send, Kind.TOLD, message.number) if is_heard else None
+        value = host.run(role, method, args, kwargs, on_told)
+        link.send(Kind.RESULT, message.number, value)
+    except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
+        link.send(Kind.RAISED, message.number, Raised.from_error(error))
+
+
+class Links:
+    """The driver's ends, by rank.
+
+    A thread of its own receives, so that answers and deaths are noticed whatever the driver is at. A reply becomes a
+    Lost, a Raised, or a function that gives the answer.
+    """
+
+    def __init__(self, peers: dict[int, Peer], pickler: type[pickle.Pickler] = Pickler) -> None:
+        self.peers, self._pickler = peers, pickler
+        self.lost: dict[int, Lost] = {}
+        self.news = threading.Event()  # a rank is lost that was not told to leave
+        # (rank, number of the message): its answer, and who hears what is told before
+        self.pending: dict[tuple[int, int], tuple[Future, OnTold]] = {}
+        self._lock = threading.RLock()  # a signal handler may send while the thread it interrupts does
+        self._numbers = iter(range(1, sys.maxsize))
+        threading.Thread(target=self._receive, name="verl-watch", daemon=True).start()
+
+    def call(self, role: str, method: str, arguments: Mapping[int, Arguments], on_told: OnTold) -> dict[int, Future]:
+        """Start a method on some ranks."""
+        # All are pickled before one is sent: what cannot be is told before any rank starts.
+        shares = {id(share): share for share in arguments.values()}
+        is_heard = on_told is not None
+        messages = {key: Outgoing((role, method, is_heard, *share), self._pickler) for key, share in shares.items()}
+        return {rank: self.send(rank, Kind.CALL, messages[id(share)], on_told) for rank, share in arguments.items()}
+
+    def send(self, rank: int, kind: Kind, message: Outgoing, on_told: OnTold = None) -> Future:
+        """A message that is answered."""
+        number, future = next(self._numbers), Future()
+        with self._lock:
+            if rank in self.lost:
+                future.set_result(self.lost[rank])
+                return future
+            self.pending[rank, number] = future, on_told
+        try:
+            self.peers[rank].link.send(kind, number, message)
+        except OSError as error:
+            self._lose(rank, f"it takes no messages ({error})")
+        return future
+
+    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        """As `Ranks.wait`."""
+        ends_at = time.monotonic() + timeout_s
+        waiting = set(replies.values())
+        while waiting:
+            left = ends_at - time.monotonic()
+            done, waiting = wait(waiting, min(max(left, 0.0), _POLL_S), FIRST_COMPLETED)
+            if left <= 0 or self.lost or any(not callable(future.result()) for future in done):
+                break
+        ended = {rank: future.result() for rank, future in replies.items() if future.done()}
+        # A rank that is dead is news also to a call that it has no part in: the group is not whole any more.
+        lost = self.lost if waiting else {}
+        return {rank: None if callable(end) else end for rank, end in ended.items()} | lost
+
+    def _receive(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, peer in self.peers.items():
+                selector.register(peer.link.socket, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    rank = key.data
+                    try:
+                        self._take(rank, self.peers[rank].link.receive())
+                    except (OSError, EOFError) as error:
+                        selector.unregister(key.fileobj)
+                        self._lose(rank, str(error))
+
+    def _take(self, rank: int, message: Incoming) -> None:
+        key = rank, message.number
+        with self._lock:
+            future, on_told = (self.pending.get if message.kind is Kind.TOLD else self.pending.pop)(key, (None, None))
+        if message.kind is Kind.TOLD:
+            if on_told is not None:
+                on_told(message.value())
+        elif future is not None:
+            future.set_result(message.value() if message.kind is Kind.RAISED else message.value)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        with self._lock:
+            lost = self.lost.setdefault(rank, Lost(reason))
+            futures = [self.pending.pop(key)[0] for key in list(self.pending) if key[0] == rank]
+        if not self.peers[rank].leaving:
+            self.news.set()
+        for future in futures:
+            future.set_result(lost)
