@@ -1,7 +1,11 @@
 """The same program on Ray: one local cluster for all tests, since a start takes seconds."""
 
 import os
+import shutil
 import signal
+import socket
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +14,10 @@ import pytest
 
 pytest.importorskip("ray", reason="the optional backend is not installed")
 import ray
+import torch
 
 from tests.single_controller import workers
-from verl.single_controller import calls, ray_ranks
+from verl.single_controller import calls, links, ray_process, ray_ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.ray import (
     RUNTIME_ENV,
@@ -24,7 +29,7 @@ from verl.single_controller.ray import (
     merged_runtime_env,
 )
 from verl.single_controller.spmd import LocalPool
-from verl.utils.errors import ConfigError, DeadlineError, WorkerLostError
+from verl.utils.errors import ConfigError, DeadlineError, WorkerError, WorkerLostError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -117,6 +122,85 @@ def test_the_answer_of_a_call_goes_into_the_next_unread(pools):
         assert answers | workers.HANDED_ON == answers
         assert answers["read by the driver"] == 0
         assert "no stamps" in answers["told"]
+
+
+def test_calls_without_rows_do_not_go_through_ray(pools, monkeypatch):
+    group = pools["whole"].start("counter", workers.Counter)
+    monkeypatch.setattr(ray_ranks, "Reply", lambda *_: pytest.fail("this one does"))
+    assert group.tell("hello") == ["0: hello", "1: hello"]
+    assert [len(large) for large in group.give_back(torch.zeros(10**6))] == [10**6] * 2
+    for call in (lambda: group.double(workers.rows(2)), lambda: group.tell("hello", blocking=False)):
+        with pytest.raises(pytest.fail.Exception, match="this one does"):
+            call()
+
+
+def test_no_call_overtakes_one_that_ray_still_has(pools):
+    group = pools["whole"].start("counter", workers.Counter)
+    for pause_s in (0.2, 0.0):  # the second one waits with Ray for the first one's end
+        group.double_aloud(workers.rows(2), pause_s=pause_s, blocking=False)
+    assert group.seen_so_far() == [[1, 1], [1, 1]]
+
+
+def test_values_of_the_drivers_own_program_go_both_ways(pools, monkeypatch):
+    """Also of a class that a plain pickle would name to processes that do not have it."""
+
+    class Word:
+        text = "hello"
+
+    group = pools["whole"].start("counter", workers.Counter)
+    assert [word.text for word in group.give_back(Word)] == ["hello"] * 2
+    assert [function() for function in group.give_back(lambda: 7)] == [7, 7]
+    Word.__module__, Word.__qualname__ = "__main__", "Word"
+    monkeypatch.setattr(sys.modules["__main__"], "Word", Word, raising=False)
+    assert [type(word) for word in group.give_back(Word())] == [Word] * 2
+
+
+def test_what_cannot_be_sent_is_told_and_the_group_lives_on(pools):
+    group = pools["whole"].start("troubled", workers.Troubled)
+    with pytest.raises(WorkerError, match=r"cannot_be_pickled raised on rank \d, \d \(.*cannot pickle '_thread.lock'"):
+        group.cannot_be_pickled()
+    with pytest.raises(TypeError, match="cannot pickle '_thread.lock'"):
+        group.fine(threading.Lock())
+    assert [rank for rank, _ in group.fine()] == [0, 1]
+
+
+class DoorElsewhere(links.Door):
+    """Of a machine whose folders are not those of the ranks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        shutil.rmtree(self.folder)
+
+
+class ClosedDoor(DoorElsewhere):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.port = 1
+
+
+def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
+    """As those of a detached pool do when their driver ends; another death of a connection has no other effect."""
+    group = pools["whole"].start("troubled", workers.Troubled)
+    ranks, before = group._ranks, group.fine()
+    monkeypatch.setattr(ray_process, "Door", DoorElsewhere)
+    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors))
+    assert not any(peer.on_this_machine for peer in ranks.links.peers.values())
+    assert group.fine(word="x" * 10**6) == before
+    for peer in ranks.links.peers.values():
+        peer.link.socket.shutdown(socket.SHUT_RDWR)
+    while len(ranks.links.lost) < 2:
+        time.sleep(0.01)
+    assert group.fine() == before
+
+
+def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(pools, monkeypatch, caplog):
+    group = pools["whole"].start("troubled", workers.Troubled)
+    ranks, before = group._ranks, group.fine()
+    monkeypatch.setattr(ray_process, "Door", ClosedDoor)
+    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors))
+    assert group.fine() == before
+    assert "Calls without rows go through Ray as well" in caplog.text
+    assert "rank 0 does not reach the driver ([Errno 111] Connection refused)" in caplog.text
 
 
 def test_roles_of_a_pool_share_its_processes(pools):

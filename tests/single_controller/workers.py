@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -73,6 +74,14 @@ class Counter(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def tell(self, word: str) -> str:
         return f"{self.number}: {word}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def give_back(self, value: Any) -> Any:
+        return value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def seen_so_far(self) -> list[int]:
+        return self.seen
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def tell_first(self, word: str) -> str:
@@ -184,6 +193,10 @@ class Troubled(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def cannot_be_sent(self) -> Any:
         return lambda: None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def cannot_be_pickled(self) -> Any:
+        return threading.Lock()
 
     def _collective(self) -> None:
         if not dist.is_initialized():

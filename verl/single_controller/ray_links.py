@@ -1,4 +1,4 @@
-"""How fast the nodes of a Ray cluster reach each other through Ray, which carries every call and every batch."""
+"""How fast the nodes of a Ray cluster reach each other through Ray, which carries every batch."""
 
 import itertools
 import statistics

@@ -1,18 +1,15 @@
 """Ranks that are Ray actors: one process each, in which the workers of all roles of the rank live."""
 
-import contextlib
 import os
 import shutil
-import signal
-import socket
 import tempfile
 import time
 import types
 import uuid
-from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray import cloudpickle
@@ -21,11 +18,14 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.protocol import DataProto
-from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.breadcrumbs import read_breadcrumbs
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
-from verl.single_controller.dispatch import Arguments, each_argument
-from verl.single_controller.host import Host, OnTold, Raised
-from verl.utils.errors import WorkerError, WorkerLostError
+from verl.single_controller.data_future import DataProtoFuture
+from verl.single_controller.dispatch import Arguments
+from verl.single_controller.host import OnTold, Raised
+from verl.single_controller.links import Links
+from verl.single_controller.ray_process import Call, HandedOn, Place, RankProcess, kill_rank, open_links
+from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
 
 # Beginnings of variables that workers on every node get from the driver.
@@ -36,24 +36,7 @@ _START_S = 300.0  # for Ray to start all processes, and for them to import this 
 _READ_S = 10.0  # for a task on a node none of whose ranks answers: Ray starts a process for it
 
 
-class Place(NamedTuple):
-    """Where an actor runs."""
-
-    machine: str
-    address: str
-    free_port: int
-    pid: int
-    node_id: str
-
-
 Key = TypeVar("Key", int, str)
-Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]  # role, method, arguments, whether `tell` is heard
-
-
-class HandedOn(NamedTuple):
-    """Among the arguments of a call: the answer of another, which travels from rank to rank."""
-
-    answer: Any  # its reference
 
 
 class Reply:
@@ -61,7 +44,7 @@ class Reply:
 
     def __init__(self, actor: Any, call: Any, on_told: OnTold) -> None:
         self.actor, self.on_told, self.value = actor, on_told, None
-        self.reference = actor.run.remote(call)
+        self.reference, self.ended = actor.run.remote(call)
         self._asked: Any = None
 
     def take(self, answer: Any) -> Raised | Lost | None:
@@ -86,48 +69,6 @@ def forwarded() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
-class RankProcess:
-    """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers meanwhile."""
-
-    def __init__(self, rank: int, world_size: int, folder: str) -> None:
-        self.host, self.folder, self.told = Host(), Path(folder), deque[Any]()
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-        keep_breadcrumbs(self.folder, rank)
-
-    def place(self) -> Place:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return Place(socket.gethostname(), address, port, os.getpid(), node)
-
-    def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
-        os.environ.update({**defaults, **os.environ, **values})
-
-    def run(self, call: Call | bytes) -> Any:
-        """What a method gave, or a Raised."""
-        self.told.clear()
-        try:
-            role, method, args, kwargs, is_heard = cloudpickle.loads(call) if isinstance(call, bytes) else call
-            on_told = self.told.append if is_heard else None
-            return self.host.run(role, method, *each_argument(_opened, args, kwargs), on_told)
-        except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
-            return Raised.from_error(error)
-
-    @ray.method(concurrency_group="watch")
-    def whereabouts(self) -> tuple[str, dict[int, str]]:
-        return format_stacks(), read_breadcrumbs(self.folder)
-
-    @ray.method(concurrency_group="watch")
-    def take_told(self) -> list[Any]:
-        """What the call that is running has told since this was last asked."""
-        return [self.told.popleft() for _ in range(len(self.told))]
-
-    @ray.method(concurrency_group="watch")
-    def kill_neighbour(self, pid: int) -> None:
-        kill_rank(pid)
-
-
 class RayRanks:
     """The actors of one set of processes, by rank; implements `Ranks`."""
 
@@ -148,6 +89,8 @@ class RayRanks:
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
+        self._unfinished: dict[int, Any] = {}  # rank: arrives at the end of its latest call through Ray
+        self._reasons: dict[int, Lost] = {}  # of deaths that a connection has told
         make: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"watch": 1})  # pyright: ignore
         lifetime = {"lifetime": "detached"} if detached else {}
         self.actors: list[Any] = [
@@ -171,6 +114,7 @@ class RayRanks:
             environment["LOCAL_WORLD_SIZE"] = str(on_node[place.node_id])
             environment["MASTER_ADDR"] = self.places[0].address
             environment["MASTER_PORT"] = str(self.places[0].free_port)
+        self.links = open_links(self.actors)
         # Also for a Ray that somebody else has initialised; what a node or a runtime_env sets is not touched.
         self._all_started("set_environment", [(environment, forwarded()) for environment in environments])
 
@@ -191,12 +135,37 @@ class RayRanks:
     ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
+        links = self._links_for(arguments) if blocking else None
+        if links is not None:
+            return links.call(role, method, arguments, on_told)
         calls: dict[int, Any] = {id(share): (role, method, *share, on_told is not None) for share in arguments.values()}
         if len(calls) < len(arguments):
             calls = {key: _shared(call) for key, call in calls.items()}
-        return {rank: Reply(self.actors[rank], calls[id(share)], on_told) for rank, share in arguments.items()}
+        replies = {rank: Reply(self.actors[rank], calls[id(share)], on_told) for rank, share in arguments.items()}
+        self._unfinished |= {rank: reply.ended for rank, reply in replies.items()}
+        return replies
 
-    def wait(self, replies: Mapping[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
+    def _links_for(self, arguments: Mapping[int, Arguments]) -> Links | None:
+        """The ranks' own connections, where a call may go by them, which takes a quarter of Ray's time.
+
+        Rows are stored by Ray once for all who take them. A call must not overtake one that is still with Ray. Where a
+        connection is lost, Ray knows why.
+        """
+        if self.links is None or self.links.lost:
+            return None
+        shares = {id(share): share for share in arguments.values()}.values()
+        if any(_holds(_ROWS + _REFERENCES, args, kwargs) for args, kwargs in shares):
+            return None
+        before = [self._unfinished[rank] for rank in arguments.keys() & self._unfinished.keys()]
+        if before and ray.wait(before, num_returns=len(before), timeout=0, fetch_local=False)[1]:
+            return None
+        for rank in arguments:
+            self._unfinished.pop(rank, None)
+        return self.links
+
+    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
+        if self.links is not None and any(isinstance(reply, Future) for reply in replies.values()):
+            return self._explained(self.links.wait(replies, timeout_s))
         ends_at = time.monotonic() + timeout_s
         waiting = dict(replies)
         ended = self._all_at_once(waiting, timeout_s)
@@ -221,8 +190,19 @@ class RayRanks:
             return {}
         return {rank: waiting.pop(rank).take(answer) for rank, answer in zip(list(waiting), answers)}
 
-    def values(self, replies: Sequence[Reply]) -> list[Any]:
-        return [reply.value for reply in replies]
+    def _explained(self, ended: dict[int, Raised | Lost | None]) -> dict[int, Raised | Lost | None]:
+        """A connection tells that a rank is lost, and at once; Ray tells why."""
+        lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
+        asked = {rank: self.actors[rank].place.remote() for rank in lost.keys() - self._reasons.keys()}
+        done = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)[0] if asked else []
+        for rank, reference in asked.items():
+            told = _answer(reference) if reference in done else None
+            alive = Lost(f"its connection with the driver broke: {lost[rank].reason}")
+            self._reasons[rank] = told if isinstance(told, Lost) else alive
+        return ended | {rank: self._reasons[rank] for rank in lost}
+
+    def values(self, replies: Sequence[Any]) -> list[Any]:
+        return [reply.result()() if isinstance(reply, Future) else reply.value for reply in replies]
 
     def hand_on(self, replies: Sequence[Reply], receiver: Ranks) -> list[HandedOn] | None:
         """References, also of answers that are not there yet: the receiving rank waits for them."""
@@ -283,22 +263,14 @@ class RayRanks:
         """Let every rank finish what it was asked, then end; those that do not are killed."""
         if self._ended is None:
             self._ended = "the pool was shut down."
+            for actor in self.actors:
+                actor.finish.remote()
             leaving = {actor.__ray_terminate__.remote(): rank for rank, actor in enumerate(self.actors)}
             _, late = ray.wait(list(leaving), num_returns=len(leaving), timeout=_LEAVE_S)
             if late:
                 self._silent = {leaving[reference] for reference in late}
                 self.abort(self._ended)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-_TITLE = RankProcess.__name__.encode()  # Ray puts it into the command line of the process
-
-
-def kill_rank(pid: int) -> None:
-    """End a process of this machine, if it is still the actor that it was."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-        if _TITLE in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
 
 
 def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
@@ -309,16 +281,6 @@ def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
     by_value.__module__ = "__main__"
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # pyright: ignore
     return task(by_value).remote(*args)
-
-
-def _opened(value: Any) -> Any:
-    """What an argument stands for. Raises WorkerError where the call that should have given it raised."""
-    if not isinstance(value, HandedOn):
-        return value
-    answer = ray.get(value.answer)
-    if isinstance(answer, Raised):
-        raise WorkerError(f"An argument was to come from a call that raised: {answer.summary}\n{answer.traceback}")
-    return answer
 
 
 def _answered(asked: Mapping[Key, Any], timeout_s: float) -> dict[Key, Any]:
@@ -343,7 +305,14 @@ def _shared(call: Call) -> Any:
     """A call that several ranks get. Its rows are stored once; without any it is pickled once, for Ray would do so for
     every rank, an eighth of the time of a small call. References must be pickled by Ray, which counts them."""
     _, _, args, kwargs, _ = call
-    values = (*args, *kwargs.values())
-    if any(isinstance(value, DataProto) for value in values):
+    if _holds(_ROWS, args, kwargs):
         return ray.put(call)
-    return call if any(isinstance(value, HandedOn) for value in values) else cloudpickle.dumps(call)
+    return call if _holds(_REFERENCES, args, kwargs) else cloudpickle.dumps(call)
+
+
+_ROWS = (DataProto,)
+_REFERENCES = (HandedOn, DataProtoFuture, ray.ObjectRef)
+
+
+def _holds(kinds: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, kinds) for value in (*args, *kwargs.values()))

@@ -121,8 +121,8 @@ class WorkerGroup:
     after which it is a DeadlineError that tells where every rank is, instead of a silent wait; if not given, those that
     the group was started with. `blocking`: whether it waits for the answer, or gives a future with `result()`; if not
     given, as the method was registered. `on_told`: called with what the method says by `tell` while it runs, in any
-    thread, also in two at once, so it must be quick and not raise. On Ray that is tenths of a second later, and what is
-    told last may not come.
+    thread, also in two at once, so it must be quick and not raise. From a call that goes through Ray, with rows or not
+    blocking, it comes tenths of a second later, and what is told last may not come.
     `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool makes groups of several
     ranks.
     """

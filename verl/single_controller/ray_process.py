@@ -1,0 +1,186 @@
+"""A rank that is an actor of Ray: its process, and its connection with the driver."""
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+from ray.util.client import ray as ray_client
+
+from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.dispatch import each_argument
+from verl.single_controller.host import Host, Raised
+from verl.single_controller.links import Door, Entrance, Links, Peer, answer, connect
+from verl.single_controller.rank_thread import RankThread
+from verl.single_controller.wire import Link, Pickler
+from verl.utils.errors import WorkerError
+from verl.utils.logging import say_once
+
+_REACH_S = 5.0  # for an actor to reach the driver, which it does in milliseconds or never
+_CONNECT_S = 10.0  # for all of them
+
+Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]  # role, method, arguments, whether `tell` is heard
+
+
+class Place(NamedTuple):
+    """Where an actor runs."""
+
+    machine: str
+    address: str
+    free_port: int
+    pid: int
+    node_id: str
+
+
+class HandedOn(NamedTuple):
+    """Among the arguments of a call: the answer of another, which travels from rank to rank."""
+
+    answer: Any  # its reference
+
+
+class ByValue(Pickler, cloudpickle.CloudPickler):
+    """Functions and classes of the driver's program, or made in a function, go as code, as on Ray's own ways."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = Pickler.reducer_override(self, obj)
+        return cloudpickle.CloudPickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
+
+
+class RankProcess:
+    """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers meanwhile."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        self.rank, self.folder, self.told = rank, Path(folder), deque[Any]()
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        keep_breadcrumbs(self.folder, rank)
+        self.host, self.calls = Host(), RankThread(f"rank {rank}")
+
+    def place(self) -> Place:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return Place(socket.gethostname(), address, port, os.getpid(), node)
+
+    def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
+        os.environ.update({**defaults, **os.environ, **values})
+
+    def connect(self, entrance: Entrance) -> str | None:
+        """Take calls from the driver without Ray as well; gives why that cannot be."""
+        try:
+            link = connect(entrance, self.rank, _REACH_S, ByValue)
+        except OSError as error:
+            return str(error)
+        threading.Thread(target=self._receive, args=(link,), name="verl-watch", daemon=True).start()
+        return None
+
+    def _receive(self, link: Link) -> None:
+        with contextlib.suppress(OSError, EOFError):  # the driver has ended; Ray ends whom it did not detach
+            while True:
+                self.calls.submit(functools.partial(answer, link, self.host, link.receive()))
+
+    @ray.method(num_returns=2)
+    def run(self, call: Call | bytes) -> tuple[Any, None]:
+        """What a method gave, or a Raised; and nothing, which tells without the answer's memory that it is there."""
+        self.told.clear()
+        try:
+            role, method, args, kwargs, is_heard = cloudpickle.loads(call) if isinstance(call, bytes) else call
+            args, kwargs = each_argument(_opened, args, kwargs)
+            on_told = self.told.append if is_heard else None
+            job = functools.partial(self.host.run, role, method, args, kwargs, on_told)
+            end = self.calls.submit(job).result()
+            return end() if callable(end) else end, None
+        except BaseException as error:  # noqa: BLE001 - a process border: the driver raises it
+            return Raised.from_error(error), None
+
+    def finish(self) -> None:
+        """What was asked, by whichever way."""
+        self.calls.submit(lambda: None).result()
+
+    @ray.method(concurrency_group="watch")
+    def whereabouts(self) -> tuple[str, dict[int, str]]:
+        return format_stacks(), read_breadcrumbs(self.folder)
+
+    @ray.method(concurrency_group="watch")
+    def take_told(self) -> list[Any]:
+        """What the call that is running has told since this was last asked."""
+        return [self.told.popleft() for _ in range(len(self.told))]
+
+    @ray.method(concurrency_group="watch")
+    def kill_neighbour(self, pid: int) -> None:
+        kill_rank(pid)
+
+
+def _opened(value: Any) -> Any:
+    """What an argument stands for. Raises WorkerError where the call that should have given it raised."""
+    if not isinstance(value, HandedOn):
+        return value
+    given = ray.get(value.answer)
+    if isinstance(given, Raised):
+        raise WorkerError(f"An argument was to come from a call that raised: {given.summary}\n{given.traceback}")
+    return given
+
+
+_TITLE = RankProcess.__name__.encode()  # Ray puts it into the command line of the process
+
+
+def kill_rank(pid: int) -> None:
+    """End a process of this machine, if it is still the actor that it was."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        if _TITLE in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- the driver's side
+
+
+def open_links(actors: Sequence[Any]) -> Links | None:
+    """A connection with every actor; None where one cannot be, which the log says."""
+    if ray_client.is_connected():
+        return _no_links("the driver is a Ray Client, which only Ray reaches")
+    try:
+        door = Door(len(actors), other_machines=True)
+    except OSError as error:
+        return _no_links(str(error))
+    entrance = Entrance(door.folder, ray.util.get_node_ip_address(), door.port, door.token)
+    asked = [actor.connect.remote(entrance) for actor in actors]
+    peers: dict[int, Peer] = {}
+    ends_at = time.monotonic() + _CONNECT_S
+    while len(peers) < len(actors) and time.monotonic() < ends_at:
+        came = door.admit()
+        peers |= came
+        if not came and not ray.wait(asked, num_returns=len(asked), timeout=0)[1]:
+            break  # all have tried
+    door.close()
+    shutil.rmtree(door.folder, ignore_errors=True)
+    if len(peers) == len(actors):
+        return Links(peers, ByValue)
+    for peer in peers.values():
+        peer.link.close()
+    first = min(set(range(len(actors))) - set(peers))
+    return _no_links(f"rank {first} does not reach the driver ({_reason(asked[first])})")
+
+
+def _reason(asked: Any) -> str:
+    try:
+        return str(ray.get(asked, timeout=0))
+    except RayError as error:  # it is late, or dead, of which the next call will tell more
+        return f"{type(error).__name__} after {_CONNECT_S:g} s at most"
+
+
+def _no_links(reason: str) -> None:
+    say_once(
+        f"Calls without rows go through Ray as well, some milliseconds each instead of one: {reason}.", logging.WARNING
+    )
