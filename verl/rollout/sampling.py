@@ -22,6 +22,7 @@ FIRST_CANDIDATES = 128
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = 0x85EBCA6B - (1 << 32)  # the constants of MurmurHash3's 32-bit finaliser, as signed int32
 _MULTIPLY_2 = 0xC2B2AE35 - (1 << 32)
+_MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
 
 def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -55,9 +56,10 @@ def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Ten
     log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform near 1 would round
     one draw in 2**25 to E = 0, which then wins against any weight.
     """
-    uniform = noise_integers(keys, vocabulary).to(torch.float32)
+    integers = noise_integers(keys, vocabulary)
+    uniform = integers.view(torch.float32).copy_(integers)  # in the same memory, which is in the caches
     # -(n + 1/2) / 2**31 in one pass: multiplying by a power of two rounds nothing.
-    torch.add(torch.tensor(-(2.0**-32)), uniform, alpha=-(2.0**-31), out=uniform)
+    torch.add(_MINUS_HALF_A_STEP, uniform, alpha=-(2.0**-31), out=uniform)
     # The last integers round to a uniform of 1: without a bound, E would be infinite and even a sole token could lose.
     return uniform.log1p_().clamp_(min=-22.0)
 
@@ -89,19 +91,19 @@ def _sample_chunk(
     logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Every pass over (b, V) counts: at a small model they are a quarter of a decode step on CPU.
-    scaled = logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
-    largest = scaled.amax(dim=-1, keepdim=True)
-    weights = (scaled - largest).exp_()
-    log_total = weights.sum(dim=-1).log_()
+    weights = (logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature).softmax(-1)
     if params.temperature == 0:
-        return _argmin(scaled.neg()), log_total.neg_()
-    assert keys is not None
-    if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-        weights.masked_fill_(weights < smallest_kept_weight(weights, params), 0.0)
-    # An exponential race: argmin of E / weight is a draw in proportion to weight, and the Gumbel-max draw, for one
-    # logarithm a token instead of three. The noise is -E, so the most negative ratio wins; weight 0 never does.
-    tokens = _argmin(weights.div_(negative_exponential_noise(keys, logits.shape[1])))
-    return tokens, (scaled.gather(1, tokens[:, None]) - largest)[:, 0] - log_total
+        tokens = _argmin(logits.float().neg())
+    else:
+        assert keys is not None
+        kept = weights
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            kept = weights.where(weights >= smallest_kept_weight(weights, params), 0.0)
+        # An exponential race: argmin of E / weight is a draw in proportion to weight, and the Gumbel-max draw, for one
+        # logarithm a token instead of three. The noise is -E, so the most negative ratio wins; weight 0 never does.
+        noise = negative_exponential_noise(keys, logits.shape[1])
+        tokens = _argmin(torch.div(kept, noise, out=noise))
+    return tokens, weights.gather(1, tokens[:, None])[:, 0].log_()
 
 
 def _argmin(values: torch.Tensor) -> torch.Tensor:
@@ -112,14 +114,14 @@ def _argmin(values: torch.Tensor) -> torch.Tensor:
 
 
 def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The weight (b, 1) below which top-k, then top-p, then min-p drop a token. `weights` (b, V), each row's largest 1.
+    """The weight (b, 1) below which top-k, then top-p, then min-p drop a token of `weights` (b, V).
 
     top-k keeps the k heaviest; top-p, of what top-k left, the fewest whose share reaches p; min-p what has at least
     min_p of the heaviest one's weight. Tokens as heavy as the last one kept are kept, so ties never depend on an order.
     """
     vocabulary = weights.shape[1]
     top_k = params.top_k if 0 < params.top_k < vocabulary else vocabulary
-    floor = weights.new_full((weights.shape[0], 1), params.min_p)
+    floor = params.min_p * weights.amax(dim=-1, keepdim=True)
     if params.top_p >= 1:
         if top_k == vocabulary:
             return floor
