@@ -174,15 +174,15 @@ class TorchDecoder(FusedDecoder):
 class StackedDecoder(FusedDecoder):
     """`FusedDecoder` for small models on CPU, where calls and passes over activations cost as much as arithmetic.
 
-    Weights that read one input are one matrix, and the factors of the norm before it are multiplied into it. These
-    matrices are copies: `refresh` after every change of the weights.
+    Weights that read one input are one matrix, and the factors of the norm before it are multiplied into it. The two
+    numbers of a head that turn together lie side by side, as one complex number; scores do not depend on the order.
+    These matrices are copies: `refresh` after every change of the weights.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         half = self.sin.shape[1] // 2
-        # (P, 2, 1, D): factors of a head, and of the head with its halves swapped.
-        self._factors = torch.stack([self.cos, torch.cat([-self.sin[:, :half], self.sin[:, half:]], 1)], 1)[:, :, None]
+        self._turns = torch.complex(self.cos[:, :half], self.sin[:, :half])[:, None]  # (P, 1, D / 2)
         self._stacks: dict[int, _Stacks] = {}
         self.refresh()
 
@@ -199,8 +199,8 @@ class StackedDecoder(FusedDecoder):
         return unit.mul_(self._last_factors) if norm is self.norm else unit, (residual,)
 
     def places(self, positions: Tensor) -> Any:
-        """Rotary factors, twice (b, 1, D)."""
-        return self._factors.index_select(0, positions).unbind(1)
+        """Rotary factors (b, 1, D / 2), complex."""
+        return self._turns.index_select(0, positions)
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
         """See `FusedDecoder.attend`."""
@@ -209,8 +209,7 @@ class StackedDecoder(FusedDecoder):
         rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
         if stacks.head_norm is not None:
             rotated = _unit_rows(rotated, layer.query_norm.variance_epsilon).mul_(stacks.head_norm)
-        own, swapped = places
-        rotated = torch.addcmul(rotated * own, rotated.roll(dim // 2, -1), swapped)
+        rotated.view(places.dtype).mul_(places)
         q, k = rotated.tensor_split((-stacks.num_key_heads,), dim=1)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         pages, facts = self.paging.layers[layer.attention], layer.facts
@@ -250,12 +249,18 @@ class _Stacks(NamedTuple):
         attention, mlp = layer.attention, layer.mlp
         dim = attention.head_dim
         num_query_heads, num_key_heads = (part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj))
+        qkv = _stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm)
+        rotated = slice((num_query_heads + num_key_heads) * dim)
+        for tensor in qkv:
+            if tensor is not None:
+                tensor[..., rotated] = _paired(tensor[..., rotated].unflatten(-1, (-1, dim))).flatten(-2)
         head_norm = None
         if layer.query_norm is not None:
             query, key = layer.query_norm.weight, layer.key_norm.weight
-            head_norm = torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)]) * dim**0.5
+            factors = torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)]) * dim**0.5
+            head_norm = _paired(factors)
         return cls(
-            qkv=_stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm),
+            qkv=qkv,
             output=_stack([attention.o_proj]),
             gate_up=_stack([mlp.gate_proj, mlp.up_proj], layer.post_norm),
             down=_stack([mlp.down_proj]),
@@ -272,6 +277,11 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> _Matrix:
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     assert len(biases) in (0, len(linears))
     return _Matrix(weight.t().contiguous(), torch.cat(biases) if biases else None)
+
+
+def _paired(heads: Tensor) -> Tensor:
+    """heads (..., D), the numbers of each beside those half of D behind them."""
+    return torch.stack(heads.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
 def _product(x: Tensor, matrix: _Matrix) -> Tensor:
