@@ -1,25 +1,16 @@
 """Every attention kernel that is there against PyTorch's own, and the choice among them."""
 
-import importlib.metadata
-
 import pytest
 import torch
 
 from verl.models import attention_kernels
 from verl.models.attention_kernels import choose_kernel, cudnn_attention, flash4_attention, torch_attention
+from verl.utils.imports import is_installed
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(12, 2, 128), (28, 4, 128), (14, 2, 64)]
 DEVICE = torch.device("cuda", 0)
-
-
-def is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("shape", SHAPES)

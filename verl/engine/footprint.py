@@ -22,7 +22,7 @@ from verl.models.logprobs import (
     CHUNK_TILE,
     FUSED_WORDS,
     fused_head,
-)  # fmt: skip
+)
 
 # Ids, positions, targets and columns of one packed token.
 _COLUMN_BYTES = 64

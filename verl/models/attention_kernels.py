@@ -5,7 +5,6 @@ on, PyTorch's own for everything else. On an H200, 4 sequences of 4,096 tokens w
 128 took, forward and backward: flash-attn-4 0.36 + 1.07 ms, cuDNN 0.38 + 1.19, PyTorch's own 0.73 + 3.38.
 """
 
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from verl.utils.errors import ModelError
-from verl.utils.imports import require
+from verl.utils.imports import is_installed, require
 from verl.utils.logging import logger
 
 # (q (N, Hq, D), k (N, Hk, D), v (N, Hk, D), lengths, offsets (S+1,) int32, scale) -> (N, Hq, D)
@@ -170,11 +169,7 @@ def _candidates(device: torch.device) -> Iterator[str]:
     """Kernels faster than PyTorch's own, the fastest first."""
     if torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return
-    try:
-        importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    else:
+    if is_installed("flash-attn-4"):
         yield "flash4"
     if torch.backends.cudnn.is_available():
         yield "cudnn"

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
+from verl.models.copies import is_copy
+
 _NAME = "apply_rotary_pos_emb"
+_LLAMAS = getattr(modeling_llama, _NAME)  # heads rotated whole, halves apart
 
 
 def use_fast_rope(model: nn.Module) -> list[str]:
@@ -22,23 +25,10 @@ def use_fast_rope(model: nn.Module) -> list[str]:
     for name in sorted({type(part).__module__ for part in model.modules()}):
         module = sys.modules[name]
         function = getattr(module, _NAME, None)
-        if function is not None and name.startswith("transformers.models.") and _is_known(function):
+        if function is not None and name.startswith("transformers.models.") and is_copy(function, _LLAMAS):
             setattr(module, _NAME, _with_kernel(inspect.unwrap(function)))
             changed.append(name)
     return changed
-
-
-def _is_known(function: Callable[..., Any]) -> bool:
-    """Whether it is Llama's, to the letter: heads rotated whole, halves apart."""
-    try:
-        return inspect.getsource(inspect.unwrap(function)) == _llama_source()
-    except (OSError, TypeError):  # no source, no proof
-        return False
-
-
-@cache
-def _llama_source() -> str:
-    return inspect.getsource(inspect.unwrap(getattr(modeling_llama, _NAME)))
 
 
 @cache

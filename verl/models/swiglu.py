@@ -6,8 +6,6 @@ with it. Nothing is rounded between product and SwiGLU: a log-prob of such a pas
 as those of compiled layers with and without gradients do anyway.
 """
 
-import importlib.metadata
-import inspect
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from verl.utils.imports import require
+from verl.models.copies import is_copy
+from verl.utils.imports import is_installed, require
 from verl.utils.logging import logger
 
 # Norm of the difference to float32 over the norm: what rounding to 16 bits explains.
@@ -32,20 +31,14 @@ def is_there(device: torch.device) -> bool:
     """Whether the kernel is installed, and the card one of its kind."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10):
         return False
-    try:
-        importlib.metadata.version("quack-kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return is_installed("quack-kernels")
 
 
 def use_fused_swiglu(model: nn.Module, device: torch.device) -> int:
     """Have the MLPs within `model` that are Llama's, on a CUDA `device`, computed by the kernel in passes without
     gradients, where it is installed and gives what PyTorch gives, which the log says. Gives how many. Twice changes
     nothing."""
-    mlps: list[Any] = [part for part in model.modules() if _is_known(part)]
-    if not mlps or not is_there(device):
-        return 0
+    mlps: list[Any] = [part for part in model.modules() if _is_known(part)] if is_there(device) else []
     sizes = {(mlp.gate_proj.in_features, mlp.gate_proj.out_features) for mlp in mlps}
     if not all(_is_proved(device, *size) for size in sizes):
         return 0
@@ -61,12 +54,8 @@ def _is_known(part: Any) -> bool:
     linears = (part.gate_proj, part.up_proj)
     if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
         return False
-    if getattr(getattr(part, "config", None), "hidden_act", None) not in ("silu", "swish"):
-        return False
-    try:
-        return inspect.getsource(type(part).forward) == inspect.getsource(LlamaMLP.forward)
-    except (OSError, TypeError):  # no source, no proof
-        return False
+    is_silu = getattr(getattr(part, "config", None), "hidden_act", None) in ("silu", "swish")
+    return is_silu and is_copy(type(part).forward, LlamaMLP.forward)
 
 
 def _forward(mlp: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

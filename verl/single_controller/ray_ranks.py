@@ -146,7 +146,7 @@ class RayRanks:
         return replies
 
     def _links_for(self, arguments: Mapping[int, Arguments]) -> Links | None:
-        """The ranks' own connections, where a call may go by them, which takes a quarter of Ray's time.
+        """The ranks' own connections, where a call may go by them, which takes a third of Ray's time.
 
         Rows are stored by Ray once for all who take them. A call must not overtake one that is still with Ray. Where a
         connection is lost, Ray knows why.

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -20,6 +21,15 @@ def require(module: str, purpose: str, install: str) -> ModuleType:
         if error.name and module.split(".")[0] != error.name.split(".")[0]:
             raise
         raise MissingDependencyError(f"{purpose} needs the package '{module}'. Install it: {install}") from error
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there, by the name that it is installed by; nothing is imported."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def import_user_code(*paths_or_names: str | None) -> None:
