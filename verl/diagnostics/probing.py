@@ -29,6 +29,7 @@ SUSPECTS: dict[str, tuple[str, ...]] = {
     "torchvision": ("torchvision",),
     "torchaudio": ("torchaudio",),
     "torchao": ("torchao",),
+    "numba": ("numba",),
     "xformers": ("xformers.ops",),
     "bitsandbytes": ("bitsandbytes",),
     "apex": ("apex", "amp_C"),

@@ -110,19 +110,30 @@ def fused_head(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """(m, V) in fp32 or float64. On CUDA the products of bf16 stay in fp32: rounding logits costs 3 digits."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
-        logits = hidden @ weight.t()
+        logits = torch.mm(hidden, weight.t(), out=out)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if bias is None else logits.add_(bias)
 
 
-def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, *, temperature: float = 1.0) -> Tensor:
-    """(m, V) logits / temperature of hidden states (m, H), with the head's scale and cap, in fp32 or float64."""
-    logits = _linear(hidden, weight, bias)
+def head_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(m, V) logits / temperature of hidden states (m, H), with the head's scale and cap, in fp32 or float64.
+
+    Where they are of the states' own dtype, they can be written to `out`.
+    """
+    logits = _linear(hidden, weight, bias, out)
     if head.cap is None:
         factor = head.scale / temperature
         return logits if factor == 1.0 else logits.mul_(factor)

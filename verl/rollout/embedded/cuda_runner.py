@@ -151,7 +151,7 @@ class CudaRunner(ModelRunner):
             self._memory.release()
 
     @torch.inference_mode()
-    def begin(self, params: SamplingParams) -> None:
+    def begin(self, params: SamplingParams, most_tokens: int) -> None:
         """See `ModelRunner.begin`."""
         values = [params.temperature, params.top_p, params.min_p, float(max(params.top_k, 0))]
         self._settings.copy_(torch.tensor(values))

@@ -210,7 +210,7 @@ class EmbeddedEngine(LocalEngine):
         counts = Counter[str]()
         flight: deque[Draws] = deque()
         try:
-            self.runner.begin(params)
+            self.runner.begin(params, sum(sample.limit for sample in samples))
             while scheduler.has_work:
                 draws = self._launch(scheduler, counts, drained=not flight)
                 if draws is not None:

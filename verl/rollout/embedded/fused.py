@@ -182,30 +182,30 @@ class StackedDecoder(FusedDecoder):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         half = self.sin.shape[1] // 2
-        self._turns = torch.complex(self.cos[:, :half], self.sin[:, :half])[:, None]  # (P, 1, D / 2)
-        self._stacks: dict[int, _Stacks] = {}
+        self.turns = torch.complex(self.cos[:, :half], self.sin[:, :half])[:, None]  # (P, 1, D / 2)
+        self.stacks: dict[int, Stacks] = {}
         self.refresh()
 
     @torch.inference_mode()
     def refresh(self) -> None:
         """Take the weights as they are now."""
-        self._stacks = {id(layer): _Stacks.of(layer) for layer in self.layers}
-        self._last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
+        self.stacks = {id(layer): Stacks.of(layer) for layer in self.layers}
+        self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
         """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next matrix."""
         residual = _added_up(parts)
         unit = _unit_rows(residual, norm.variance_epsilon)
-        return unit.mul_(self._last_factors) if norm is self.norm else unit, (residual,)
+        return unit.mul_(self.last_factors) if norm is self.norm else unit, (residual,)
 
     def places(self, positions: Tensor) -> Any:
         """Rotary factors (b, 1, D / 2), complex."""
-        return self._turns.index_select(0, positions)
+        return self.turns.index_select(0, positions)
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
         """See `FusedDecoder.attend`."""
-        stacks, dim = self._stacks[id(layer)], self.cos.shape[1]
-        heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
+        stacks, dim = self.stacks[id(layer)], self.cos.shape[1]
+        heads = product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
         rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
         if stacks.head_norm is not None:
             rotated = _unit_rows(rotated, layer.query_norm.variance_epsilon).mul_(stacks.head_norm)
@@ -220,32 +220,32 @@ class StackedDecoder(FusedDecoder):
             out = out[0][0]
         else:
             out = step.attend(self.paging, pages, q, k, v, facts)
-        return _product(out.flatten(1), stacks.output)
+        return product(out.flatten(1), stacks.output)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         """See `FusedDecoder.feed_forward`."""
-        stacks = self._stacks[id(layer)]
-        gate, up = _products(normed, stacks.gate_up)
-        return _product(F.silu(gate, inplace=True).mul_(up), stacks.down)
+        stacks = self.stacks[id(layer)]
+        gate, up = products(normed, stacks.gate_up)
+        return product(F.silu(gate, inplace=True).mul_(up), stacks.down)
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     weight: Tensor  # (K, N), as products read it fastest, or n of them (n, K, N)
     bias: Tensor | None  # (N,), or (n, 1, N)
 
 
-class _Stacks(NamedTuple):
+class Stacks(NamedTuple):
     """The matrices of one layer."""
 
-    qkv: _Matrix
-    output: _Matrix
-    gate_up: _Matrix
-    down: _Matrix
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
     head_norm: Tensor | None  # (Hq + Hk, D), factors of the norms of query and key heads
     num_key_heads: int
 
     @classmethod
-    def of(cls, layer: Layer) -> "_Stacks":
+    def of(cls, layer: Layer) -> "Stacks":
         attention, mlp = layer.attention, layer.mlp
         dim = attention.head_dim
         num_query_heads, num_key_heads = (part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj))
@@ -269,19 +269,19 @@ class _Stacks(NamedTuple):
         )
 
 
-def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> _Matrix:
+def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
     """One matrix for all, behind `_unit_rows` where a norm is given."""
     weight = torch.cat(tuple(linear.weight for linear in linears))
     if norm is not None:
         weight *= norm.weight * weight.shape[1] ** 0.5
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     assert len(biases) in (0, len(linears))
-    return _Matrix(weight.t().contiguous(), torch.cat(biases) if biases else None)
+    return Matrix(weight.t().contiguous(), torch.cat(biases) if biases else None)
 
 
-def _one_behind_the_other(matrices: Iterable[_Matrix]) -> _Matrix:
+def _one_behind_the_other(matrices: Iterable[Matrix]) -> Matrix:
     weights, biases = zip(*matrices)
-    return _Matrix(torch.stack(weights), None if biases[0] is None else torch.stack(biases)[:, None])
+    return Matrix(torch.stack(weights), None if biases[0] is None else torch.stack(biases)[:, None])
 
 
 def _paired(heads: Tensor) -> Tensor:
@@ -289,15 +289,17 @@ def _paired(heads: Tensor) -> Tensor:
     return torch.stack(heads.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
-def _product(x: Tensor, matrix: _Matrix) -> Tensor:
-    return torch.mm(x, matrix.weight) if matrix.bias is None else torch.addmm(matrix.bias, x, matrix.weight)
+def product(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
+    """(b, N): x (b, K) times a matrix."""
+    weight, bias = matrix
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
-def _products(x: Tensor, matrices: _Matrix) -> Tensor:
-    """(n, b, N): x times each of n matrices, which MKL computes faster than one product of n * N columns."""
+def products(x: Tensor, matrices: Matrix, out: Tensor | None = None) -> Tensor:
+    """(n, b, N): x (b, K) times each of n matrices, which MKL computes faster than one product of n * N columns."""
     weight, bias = matrices
     each = x.expand(weight.shape[0], -1, -1)
-    return torch.bmm(each, weight) if bias is None else torch.baddbmm(bias, each, weight)
+    return torch.bmm(each, weight, out=out) if bias is None else torch.baddbmm(bias, each, weight, out=out)
 
 
 def _unit_rows(x: Tensor, epsilon: float) -> Tensor:

@@ -1,6 +1,6 @@
 """The keys and values of running samples in rows, which a CPU reads without gathering pages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,16 @@ class _LayerRows(NamedTuple):
     new_values: Tensor  # (b, Hk, Dv)
     keys: Tensor  # (b * Hk, L, D)
     values: Tensor  # (b * Hk, L, Dv)
+
+
+class RowArrays(NamedTuple):
+    """The rows as numpy has them."""
+
+    layers: dict[
+        int, tuple[NDArray, NDArray]
+    ]  # keys (R, Hk, C, D) and values (R, Hk, C, Dv) by id of the layer's pages
+    starts: NDArray[np.int64]  # column of each row's first token, (b,)
+    column: int  # where the new token goes
 
 
 class KeyRows:
@@ -77,7 +87,11 @@ class KeyRows:
             self._reserve(scheduler, len(slots), self._end - self._first)
         else:
             self._seat(scheduler, slots, np.flatnonzero(stays))
-        rows, last = len(slots), self._end
+        return self._slots
+
+    def lay_out(self) -> None:
+        """Have ready what `attend` needs in this step."""
+        rows, last = len(self._slots), self._end
         first = min(self._first, last + 1 - FEWEST_COLUMNS)
         for stack in self._stacks:
             caches = (stack.keys[:, :rows], stack.values[:, :rows])
@@ -85,7 +99,15 @@ class KeyRows:
             parts += [cache.flatten(1, 2)[:, :, first : last + 1].unbind() for cache in caches]
             for pages, *mine in zip(stack.pages, *parts):
                 self._layers[id(pages)] = _LayerRows(*mine)
-        return self._slots
+
+    def arrays(self) -> RowArrays:
+        """What a step needs of all layers, in place of `lay_out` and `attend`."""
+        layers = {
+            id(pages): (keys.numpy(), values.numpy())
+            for stack in self._stacks
+            for pages, keys, values in zip(stack.pages, stack.keys, stack.values)
+        }
+        return RowArrays(layers, self._starts, self._end)
 
     def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """See `Step.attend`."""
@@ -101,18 +123,25 @@ class KeyRows:
             offset=lambda dtype: self._mask(k.shape[0], dtype)[:, :, seen],
         )  # fmt: skip
 
-    def advance(self, scheduler: Scheduler) -> None:
-        """Note that a token of every row was computed, which the scheduler does not know yet."""
+    def advance(self, scheduler: Scheduler) -> Callable[[slice], None]:
+        """Note that a token of every row is computed, which the scheduler does not know yet. What comes back is to be
+        called with rows, all in all with each once, when theirs are there."""
         self._end += 1
-        if not scheduler.prefix_caching:
-            return
+        rows = pages = np.empty(0, np.int64)
         size = scheduler.page_size
-        number, offset = np.divmod(scheduler.cached[self._slots], size)
-        rows = np.flatnonzero(offset == size - 1)
-        if rows.size:
-            full = scheduler.table[self._slots[rows], number[rows]]
-            for pages, mine in self._caches():
-                pages[full] = mine[rows, :, self._end - size : self._end]
+        if scheduler.prefix_caching:
+            number, offset = np.divmod(scheduler.cached[self._slots], size)
+            rows = np.flatnonzero(offset == size - 1)
+            pages = scheduler.table[self._slots[rows], number[rows]]
+        columns = slice(self._end - size, self._end)
+
+        def fill_pages(part: slice) -> None:
+            among = (part.start <= rows) & (rows < part.stop)
+            if among.any():
+                for cache, mine in self._caches():
+                    cache[pages[among]] = mine[rows[among], :, columns]
+
+        return fill_pages
 
     def _caches(self) -> Iterator[tuple[NDArray, NDArray]]:
         """Pages (num_pages, Hk, page_size, D) and rows (R, Hk, C, D), of the keys and of the values of every layer."""

@@ -149,8 +149,8 @@ class ModelRunner:
         states = self._body(self.to_device(ids), self.to_device(positions), step)
         return states.index_select(0, self.to_device(np.cumsum(counts) - 1))
 
-    def begin(self, params: SamplingParams) -> None:
-        """Draw by `params` from now on."""
+    def begin(self, params: SamplingParams, most_tokens: int) -> None:
+        """Draw by `params` from now on, at most so many tokens."""
         raise NotImplementedError
 
     def make_body(self, fused: Callable[..., FusedDecoder]) -> Body:
@@ -191,12 +191,12 @@ class ModelRunner:
             )
         return output.last_hidden_state[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(b, H) -> (b, V) in fp32 or float64."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(b, H) -> (b, V) in fp32 or float64; see `models.logprobs.head_logits`."""
         linear: Any = self.module.get_output_embeddings()
         if self.deterministic:
             return invariant_head_logits(hidden, linear.weight, linear.bias, self.head)
-        return head_logits(hidden, linear.weight, linear.bias, self.head)
+        return head_logits(hidden, linear.weight, linear.bias, self.head, out=out)
 
     def _prefill_hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep) -> torch.Tensor:
         return self.hidden(ids, positions, step)

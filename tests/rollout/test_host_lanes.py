@@ -1,0 +1,162 @@
+"""Decode steps in lanes, on numba's kernels, against those of torch and against the trainer's model."""
+
+import functools
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
+from tests.rollout.test_embedded import worst_log_prob_error
+from verl.rollout import SamplingParams, sampling
+from verl.rollout.embedded import host_lanes
+from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
+from verl.utils.errors import VerlError
+
+numba = pytest.importorskip("numba")
+from verl.rollout.embedded.kernels import host_math, host_sampling  # noqa: E402
+
+
+@pytest.fixture(params=[1, 3], ids=["one lane", "three lanes"])
+def lanes(request, monkeypatch):
+    """Every call goes in lanes, of which there are as many as rows and threads allow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
+    monkeypatch.setattr(host_lanes, "ROWS_PER_LANE", 1)
+    yield request.param
+    for number in (torch.get_num_threads(), ThreadPoolExecutor(1).submit(torch.get_num_threads).result()):
+        assert number == request.param, "lanes change no other thread, nor those to come"
+    torch.set_num_threads(threads)
+
+
+def test_lanes_compute_alone(lanes):
+    pool = host_lanes._single_threads(lanes)
+    assert [pool.submit(torch.get_num_threads).result() for _ in range(9)] == [1] * 9
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_lanes_are_the_trainers_model(family, lanes):
+    """Also where keys leave the window, samples take the rows of others, and the weights change."""
+    window = {"sliding_window": 9} if family == "mistral" else {}
+    model = talkative_model(family, rms_norm_eps=0.1, **window)
+    engine = make_engine(model, max_num_seqs=7)
+    for _ in range(2):
+        completions = run(engine, PROMPTS, n=4)
+        assert worst_log_prob_error(model, completions, 4, 1.0) <= 1e-4
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * torch.rand_like(parameter))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_lanes_draw_what_torch_draws(asked, lanes, monkeypatch):
+    model = talkative_model("qwen2")
+    drawn = run(make_engine(model), PROMPTS, n=4, **asked)
+    monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 1 << 40)
+    plain = run(make_engine(model), PROMPTS, n=4, **asked)
+    assert tokens_of(drawn) == tokens_of(plain)
+    assert all(one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(drawn, plain))
+
+
+def test_small_calls_load_no_numba(monkeypatch):
+    monkeypatch.setattr(host_lanes, "load_kernels", lambda name: pytest.fail("0.6 s that such a call does not gain"))
+    run(make_engine(talkative_model("qwen2")), PROMPTS, n=4)
+
+
+def test_one_lane_that_fails_ends_the_call_and_not_the_engine(lanes, monkeypatch):
+    engine = make_engine(talkative_model("qwen2"))
+    expected = tokens_of(run(engine, PROMPTS, n=4))
+    hidden = host_lanes.Lane.hidden
+
+    def fails(lane, *arguments):
+        if lane.rows.start == 0:
+            raise RuntimeError("out of luck")
+        return hidden(lane, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_lanes.Lane, "hidden", fails)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run(engine, PROMPTS, n=4)
+    assert tokens_of(run(engine, PROMPTS, n=4)) == expected
+
+
+def test_weights_that_are_no_numbers_are_named(lanes):
+    model = talkative_model("llama")
+    engine = make_engine(model)
+    run(engine, PROMPTS)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    engine.update_weights(model.named_parameters())
+    with pytest.raises(VerlError, match="finite"):
+        run(engine, PROMPTS)
+
+
+def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
+    monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
+    monkeypatch.setattr(host_lanes, "load_kernels", functools.cache(host_lanes.load_kernels.__wrapped__))
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    model = talkative_model("qwen2")
+
+    def breaks(name):
+        raise ImportError("Numba needs NumPy 2.4 or less. Got NumPy 9.0.")
+
+    monkeypatch.setattr(host_lanes.importlib, "import_module", breaks)
+    with caplog.at_level(logging.INFO):
+        broken = run(make_engine(model), PROMPTS)
+    assert "Got NumPy 9.0. Mend it: pip install -U numba" in caplog.text
+    host_lanes.load_kernels.cache_clear()
+    monkeypatch.setattr(host_lanes, "is_installed", lambda package: False)
+    with caplog.at_level(logging.INFO):
+        missing = run(make_engine(model), PROMPTS)
+    assert "pip install numba" in caplog.text
+    assert tokens_of(missing) == tokens_of(broken)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_a_draw_has_the_noise_of_all_draws(temperature):
+    params = SamplingParams(max_new_tokens=1, temperature=temperature)
+    numbers = np.random.default_rng(0)
+    for spread, vocabulary in ((0.01, 1000), (4.0, 1024), (30.0, 37)):
+        logits = torch.from_numpy(numbers.normal(0, spread, (512, vocabulary)).astype(np.float32))
+        hashes = numbers.integers(0, 1 << 62, 512).astype(np.uint64)
+        keys = torch.from_numpy(sampling.row_keys(hashes, np.arange(512)))
+        tokens, log_probs = host_sampling.sample(logits, params, None if temperature == 0 else keys)
+        expected, expected_log_probs = sampling.sample(logits, params, None if temperature == 0 else keys)
+        same = tokens == expected
+        assert same.float().mean() >= 0.998, "logarithms may differ in the last place, and so a draw in thousands"
+        torch.testing.assert_close(log_probs[same], expected_log_probs[same], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf")])
+def test_a_draw_from_what_is_no_number_has_no_log_prob(value):
+    logits = torch.randn(3, 50)
+    logits[1, 20] = value
+    _, log_probs = host_sampling.sample(logits, SamplingParams(max_new_tokens=1), torch.ones(3, 2, dtype=torch.int32))
+    assert log_probs.isfinite().tolist() == [True, False, True]
+
+
+def test_functions_are_as_exact_as_they_say():
+    @numba.njit
+    def each(function, numbers):
+        return np.array([function(number) for number in numbers])
+
+    x = np.linspace(-87, 88, 100_001).astype(np.float32)
+    assert np.abs(each(host_math.exp, x) / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
+    assert each(host_math.exp, np.array([-1e30, 1e30], np.float32)) == pytest.approx([0, 1.65e38], rel=1e-2)
+    uniforms = -((np.arange(0, 1 << 31, 9973) + 0.5) / (1 << 31))
+    x = np.concatenate([uniforms, -np.logspace(-9.6, 0, 5000)]).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        exact = np.maximum(np.log1p(x.astype(np.float64)), -22)
+    assert np.abs(each(host_math.log1p, x) / exact - 1).max() < 3e-7
+
+
+@pytest.mark.parametrize("numbers", [[-0.0, -3.0], [1.5, 7.25, -9.0], [-5.0, -2.0, -2.5], [float("-inf"), -(2.0**100)]])
+def test_the_largest_number_is_found_among_integers(numbers):
+    assert host_math.largest_of(np.array(numbers, np.float32)) == max(numbers)
