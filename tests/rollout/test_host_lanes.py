@@ -10,7 +10,7 @@ import torch
 
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
 from tests.rollout.test_embedded import worst_log_prob_error
-from verl.rollout import SamplingParams, sampling
+from verl.rollout import Request, SamplingParams, sampling
 from verl.rollout.embedded import host_lanes
 from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 from verl.utils.errors import VerlError
@@ -21,11 +21,11 @@ from verl.rollout.embedded.kernels import host_math, host_sampling  # noqa: E402
 
 @pytest.fixture(params=[1, 3], ids=["one lane", "three lanes"])
 def lanes(request, monkeypatch):
-    """Every call goes in lanes, of which there are as many as rows and threads allow."""
+    """Every step goes in lanes, of which there are as many as rows and threads allow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
-    monkeypatch.setattr(host_lanes, "ROWS_PER_LANE", 1)
+    monkeypatch.setattr(host_lanes, "count_lanes", min)
     yield request.param
     for number in (torch.get_num_threads(), ThreadPoolExecutor(1).submit(torch.get_num_threads).result()):
         assert number == request.param, "lanes change no other thread, nor those to come"
@@ -63,6 +63,29 @@ def test_lanes_draw_what_torch_draws(asked, lanes, monkeypatch):
     plain = run(make_engine(model), PROMPTS, n=4, **asked)
     assert tokens_of(drawn) == tokens_of(plain)
     assert all(one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(drawn, plain))
+
+
+def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
+    monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
+    counts = []
+    monkeypatch.setattr(host_lanes, "count_lanes", lambda rows, threads: counts.append(rows % 3) or rows % 3)
+    model = talkative_model("qwen2")
+    asked = [
+        Request(prompt_ids=tuple(prompt), sample_ids=ids, limits=tuple(1 + 7 * number % 23 for number in ids))
+        for prompt, ids in zip(PROMPTS, (tuple(range(0, 6)), tuple(range(6, 12)), tuple(range(12, 18))))
+    ]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    completions = list(make_engine(model).generate(asked, params, seed=0, step=0))
+    assert set(counts) == {0, 1, 2}
+    assert worst_log_prob_error(model, sorted(completions, key=lambda c: c.sample_id), 6, 1.0) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rows", "threads", "lanes"),
+    [(1, 1, 1), (500, 1, 1), (127, 2, 1), (128, 2, 2), (900, 2, 2), (32, 8, 1), (33, 8, 0), (500, 16, 0)],
+)
+def test_lanes_are_as_many_as_are_faster(rows, threads, lanes):
+    assert host_lanes.count_lanes(rows, threads) == lanes
 
 
 def test_small_calls_load_no_numba(monkeypatch):

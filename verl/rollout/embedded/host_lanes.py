@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -16,18 +16,27 @@ from numpy.typing import NDArray
 
 from verl.rollout.embedded.fused import StackedDecoder, product, products
 from verl.rollout.embedded.host_rows import RowArrays
+from verl.rollout.sampling import sample
+from verl.rollout.types import SamplingParams
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
 
-# With fewer rows a thread waits for its weights more than it computes.
-ROWS_PER_LANE = 16
+# Threads take turns in Python: a third one makes the others wait longer than it helps.
+MOST_LANES = 2
+# Two lanes of fewer rows take longer than one, for whose products torch takes all its threads.
+ROWS_PER_LANE = 64
+# What torch's operations do with more threads than there are lanes, they do faster for more rows than these.
+ROWS_BEFORE_MANY_THREADS = 32
 # Calls that cannot generate so many tokens do not gain what a process needs to load numba: 0.6 s.
 TOKENS_THAT_PAY = 4096
+
+# Logits of so many (row, token) pairs are alive at once in every lane: 64 MiB.
+ALIVE_LOGITS = 1 << 24
 
 Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
 
-def pay(decoder: Any, most_tokens: int) -> bool:
+def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
     """Whether calls of up to `most_tokens` tokens go in lanes. The same in every process that makes the same call."""
     return (
         isinstance(decoder, StackedDecoder)
@@ -35,6 +44,13 @@ def pay(decoder: Any, most_tokens: int) -> bool:
         and most_tokens >= TOKENS_THAT_PAY
         and load_kernels("host_layers") is not None
     )
+
+
+def count_lanes(rows: int, threads: int) -> int:
+    """How many lanes a step of so many rows goes in; 0 where torch's operations are faster."""
+    if threads > MOST_LANES:
+        return int(rows <= ROWS_BEFORE_MANY_THREADS)
+    return max(1, min(threads, rows // ROWS_PER_LANE))
 
 
 @functools.cache
@@ -53,20 +69,21 @@ def load_kernels(name: str) -> ModuleType | None:
 class Lanes:
     """A `StackedDecoder` whose threads meet once a step, where those of torch meet in each of 150 operations.
 
-    What lies between matrix products is one call of `kernels.host_layers`.
+    What lies between matrix products is one call of `kernels.host_layers`, and so is a draw.
     """
 
     def __init__(self, decoder: StackedDecoder) -> None:
         self.decoder = decoder
         self.kernels: Any = load_kernels("host_layers")
+        self.sampling: Any = load_kernels("host_sampling")
         self.turns = decoder.turns[:, 0].numpy()  # (P, D / 2)
-        self.num_threads = torch.get_num_threads()
         self._lanes: list[Lane] = []
         self._pool: ThreadPoolExecutor | None = None
+        self._pool_size = 0
 
-    def decode(self, rows: int, step: Callable[["Lane"], Answer]) -> Answer:
-        """Have every lane take its `step` of a batch of so many rows; gives the answers of all rows."""
-        lanes = self._lanes_of(rows)
+    def decode(self, rows: int, count: int, step: Callable[["Lane"], Answer]) -> Answer:
+        """Have each of `count` lanes take its `step` of a batch of so many rows; gives the answers of all rows."""
+        lanes = self._lanes_of(rows, count)
 
         def run(lane: Lane) -> Answer:
             with torch.inference_mode():
@@ -74,8 +91,8 @@ class Lanes:
 
         if len(lanes) == 1:
             return run(lanes[0])  # with all of torch's threads for its products
-        if self._pool is None:
-            self._pool = _single_threads(self.num_threads)
+        if self._pool is None or self._pool_size < count:
+            self._pool, self._pool_size = _single_threads(count), count
         running = [self._pool.submit(run, lane) for lane in lanes]
         try:
             tokens, log_probs = zip(*(lane.result() for lane in running))
@@ -83,9 +100,8 @@ class Lanes:
             wait(running)  # none goes on when another has failed
         return np.concatenate(tokens), np.concatenate(log_probs)
 
-    def _lanes_of(self, rows: int) -> list["Lane"]:
-        if not self._lanes or self._lanes[-1].rows.stop != rows:
-            count = max(1, min(self.num_threads, rows // ROWS_PER_LANE))
+    def _lanes_of(self, rows: int, count: int) -> list["Lane"]:
+        if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:
             bounds = [rows * i // count for i in range(count + 1)]
             self._lanes = [Lane(self, slice(*ends)) for ends in itertools.pairwise(bounds)]
         return self._lanes
@@ -127,6 +143,7 @@ class Lane:
         )
         self._heads, self._mixed = (tensor.view(count, -1, dim).numpy() for tensor in (self.heads, self.mixed))
         self._scores = np.empty(0, np.float32)
+        self._logits = torch.empty(0)
 
     def hidden(self, ids: NDArray[np.int64], positions: NDArray[np.int64], arrays: RowArrays) -> torch.Tensor:
         """The last hidden states (n, H) of these rows, whose tokens' keys and values go to the arrays. The memory is
@@ -156,6 +173,19 @@ class Lane:
             product(self.active, stacks.down, self.added)
         self._add_norm(decoder.norm)
         return self.normed.mul_(decoder.last_factors)
+
+    def memory_of_logits(self, rows: int, vocabulary: int) -> torch.Tensor:
+        """(rows, V), the same in every step: fresh memory costs a page fault every 4 KiB."""
+        if self._logits.numel() < rows * vocabulary:
+            self._logits = torch.empty(rows * vocabulary)
+        return self._logits[: rows * vocabulary].view(rows, vocabulary)
+
+    def sample(
+        self, logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sampling.sample`."""
+        compiled = self.owner.sampling
+        return (compiled.sample if compiled.can_sample(logits, params) else sample)(logits, params, keys)
 
     def _add_norm(self, norm: Any) -> None:
         self.owner.kernels.add_unit_rows(self._stream, self._added, self._normed, _epsilon(norm))

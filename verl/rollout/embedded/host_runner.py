@@ -1,7 +1,6 @@
 """The runner of a CPU: every step is computed when it is asked for."""
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from verl.models.attention import Facts
 from verl.rollout.embedded import host_lanes, invariant
 from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, PrefillStep, plan_chunks
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
-from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes, load_kernels
+from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes
 from verl.rollout.embedded.host_rows import KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
@@ -54,8 +53,7 @@ class HostRunner(ModelRunner):
         self._weights_version: object = None  # of the weights that `_body` was made with
         self._key_rows = KeyRows(self.paging)
         self._made_lanes: Lanes | None = None
-        self._lanes: Lanes | None = None  # where this call's decode steps go there
-        self._memory = threading.local()  # of the lanes
+        self._lanes: Lanes | None = None  # where they pay in this call
 
     def allocate(self, num_pages: int) -> None:
         """See `ModelRunner.allocate`."""
@@ -83,7 +81,9 @@ class HostRunner(ModelRunner):
             self._body.refresh()
         self._weights_version = self.twin.version
         self._key_rows.clear()
-        self._lanes = self._lanes_for(most_tokens)
+        self._lanes = None
+        if self.parallel is None and host_lanes.pay(self._body, most_tokens):
+            self._lanes = self._made_lanes = self._made_lanes or Lanes(self._body)
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
@@ -99,8 +99,9 @@ class HostRunner(ModelRunner):
             slots = self._key_rows.arrange(scheduler, slots)
         last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
         positions = scheduler.cached[slots]
-        if keeps_rows and self._lanes is not None:
-            return self._draws(scheduler, slots, self._decode_in(self._lanes, scheduler, slots, last, positions))
+        lanes = host_lanes.count_lanes(len(slots), torch.get_num_threads()) if self._lanes is not None else 0
+        if keeps_rows and lanes:
+            return self._draws(scheduler, slots, self._decode_in(lanes, scheduler, slots, last, positions))
         if keeps_rows:
             self._key_rows.lay_out()
             step = self._key_rows
@@ -112,33 +113,25 @@ class HostRunner(ModelRunner):
             self._key_rows.advance(scheduler)(slice(0, len(slots)))
         return self.start(scheduler, slots, hidden)
 
-    def _lanes_for(self, most_tokens: int) -> Lanes | None:
-        """The lanes for a call of up to so many tokens; None where they do not pay."""
-        if self.parallel is not None or not host_lanes.pay(self._body, most_tokens):
-            return None
-        assert isinstance(self._body, StackedDecoder)
-        if self._made_lanes is None or self._made_lanes.num_threads != torch.get_num_threads():
-            self._made_lanes = Lanes(self._body)
-        return self._made_lanes
-
     def _decode_in(
         self,
-        lanes: Lanes,
+        lanes: int,
         scheduler: Scheduler,
         slots: NDArray[np.int64],
         ids: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> Answer:
+        assert self._lanes is not None
         arrays, noise_keys = self._key_rows.arrays(), self._noise_keys(scheduler, slots)
         fill_pages = self._key_rows.advance(scheduler)
 
         def step(lane: Lane) -> Answer:
             mine = lane.rows
-            answer = self._draw(lane.hidden(ids[mine], positions[mine], arrays), noise_keys[mine])
+            answer = self._draw(lane.hidden(ids[mine], positions[mine], arrays), noise_keys[mine], lane)
             fill_pages(mine)
             return answer
 
-        return lanes.decode(len(slots), step)
+        return self._lanes.decode(len(slots), lanes, step)
 
     def _noise_keys(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         return row_keys(scheduler.keys[slots], scheduler.drawn[slots])
@@ -169,33 +162,18 @@ class HostRunner(ModelRunner):
             page_size=size,
         )
 
-    def _draw(self, hidden: torch.Tensor, keys: NDArray[np.int32]) -> Answer:
+    def _draw(self, hidden: torch.Tensor, keys: NDArray[np.int32], lane: Lane | None = None) -> Answer:
         """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of their noise."""
         noise = None if self.params.temperature == 0 else torch.from_numpy(keys)
         vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
-        at_once = 1 if self._lanes is None else self._lanes.num_threads
-        rows = max(1, ALIVE_LOGITS // (vocabulary * at_once))
+        rows = max(1, (ALIVE_LOGITS if lane is None else host_lanes.ALIVE_LOGITS) // vocabulary)
+        draw = invariant.draw if self.deterministic else sample if lane is None else lane.sample
         parts = []
         for first in range(0, hidden.shape[0], rows):
-            part = slice(first, first + rows)
-            logits = self.logits(hidden[part], self._memory_of_logits(len(hidden[part]), vocabulary))
-            parts.append(self._sampler(logits)(logits, self.params, None if noise is None else noise[part]))
+            states = hidden[first : first + rows]
+            logits = self.logits(states, None if lane is None else lane.memory_of_logits(len(states), vocabulary))
+            parts.append(draw(logits, self.params, None if noise is None else noise[first : first + rows]))
         tokens, log_probs = (torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts))
         if self.parallel is not None:
             self.parallel.agree(tokens)
         return tokens.numpy(), log_probs.numpy()
-
-    def _memory_of_logits(self, rows: int, vocabulary: int) -> Tensor | None:
-        """A lane's own, used again by every step: fresh memory costs a page fault every 4 KiB."""
-        if self._lanes is None:
-            return None
-        kept = getattr(self._memory, "logits", None)
-        if kept is None or kept.numel() < rows * vocabulary:
-            kept = self._memory.logits = torch.empty(rows * vocabulary)
-        return kept[: rows * vocabulary].view(rows, vocabulary)
-
-    def _sampler(self, logits: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-        if self.deterministic:
-            return invariant.draw
-        compiled = None if self._lanes is None else load_kernels("host_sampling")
-        return sample if compiled is None or not compiled.can_sample(logits, self.params) else compiled.sample
