@@ -12,8 +12,9 @@ from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerPages, Paging, attend_keys
 from verl.rollout.embedded.scheduler import Scheduler
 
-# Columns for tokens to come when rows get memory: so many, or half of what the longest row has.
-SPARE_COLUMNS = 64
+# Columns for tokens to come when rows get memory: so many, or half of what the longest row has, where any sample may
+# come to need them.
+SPARE_COLUMNS = 128
 # A softmax over fewer numbers than a CPU computes at once takes ten times as long as one over these.
 FEWEST_COLUMNS = 16
 
@@ -181,7 +182,8 @@ class KeyRows:
             return
         # More rows than these are never needed once nobody waits.
         self._num_rows = len(scheduler.epoch) if scheduler.waiting else rows
-        self._num_columns = length + _spare_columns(length)
+        longest = scheduler.table.shape[1] * scheduler.page_size
+        self._num_columns = max(length + 1, min(length + _spare_columns(length), longest))
         kept = slice(self._end - min(length, self._end), self._end)
         old, self._stacks = self._stacks, self._empty_stacks()
         for fresh, stale in zip(self._stacks, old):
