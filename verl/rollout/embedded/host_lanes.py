@@ -77,6 +77,7 @@ class Lanes:
         self.kernels: Any = load_kernels("host_layers")
         self.sampling: Any = load_kernels("host_sampling")
         self.turns = decoder.turns[:, 0].numpy()  # (P, D / 2)
+        self.logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
@@ -103,7 +104,8 @@ class Lanes:
     def _lanes_of(self, rows: int, count: int) -> list["Lane"]:
         if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:
             bounds = [rows * i // count for i in range(count + 1)]
-            self._lanes = [Lane(self, slice(*ends)) for ends in itertools.pairwise(bounds)]
+            shares = itertools.starmap(slice, itertools.pairwise(bounds))
+            self._lanes = [Lane(self, number, share) for number, share in enumerate(shares)]
         return self._lanes
 
 
@@ -125,8 +127,9 @@ def _single_threads(count: int) -> ThreadPoolExecutor:
 class Lane:
     """The rows of one thread, and memory for them that every step uses again."""
 
-    def __init__(self, owner: Lanes, rows: slice) -> None:
+    def __init__(self, owner: Lanes, number: int, rows: slice) -> None:
         self.owner = owner
+        self.number = number
         self.rows = rows
         decoder = owner.decoder
         stacks = decoder.stacks[id(decoder.layers[0])]
@@ -143,7 +146,6 @@ class Lane:
         )
         self._heads, self._mixed = (tensor.view(count, -1, dim).numpy() for tensor in (self.heads, self.mixed))
         self._scores = np.empty(0, np.float32)
-        self._logits = torch.empty(0)
 
     def hidden(self, ids: NDArray[np.int64], positions: NDArray[np.int64], arrays: RowArrays) -> torch.Tensor:
         """The last hidden states (n, H) of these rows, whose tokens' keys and values go to the arrays. The memory is
@@ -176,9 +178,10 @@ class Lane:
 
     def memory_of_logits(self, rows: int, vocabulary: int) -> torch.Tensor:
         """(rows, V), the same in every step: fresh memory costs a page fault every 4 KiB."""
-        if self._logits.numel() < rows * vocabulary:
-            self._logits = torch.empty(rows * vocabulary)
-        return self._logits[: rows * vocabulary].view(rows, vocabulary)
+        kept = self.owner.logits.get(self.number)
+        if kept is None or kept.numel() < rows * vocabulary:
+            kept = self.owner.logits[self.number] = torch.empty(rows * vocabulary)
+        return kept[: rows * vocabulary].view(rows, vocabulary)
 
     def sample(
         self, logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None

@@ -39,9 +39,7 @@ class _LayerRows(NamedTuple):
 class RowArrays(NamedTuple):
     """The rows as numpy has them."""
 
-    layers: dict[
-        int, tuple[NDArray, NDArray]
-    ]  # keys (R, Hk, C, D) and values (R, Hk, C, Dv) by id of the layer's pages
+    layers: dict[int, tuple[NDArray, NDArray]]  # keys (R, Hk, C, D), values (R, Hk, C, Dv), by id of the layer's pages
     starts: NDArray[np.int64]  # column of each row's first token, (b,)
     column: int  # where the new token goes
 
@@ -125,8 +123,8 @@ class KeyRows:
         )  # fmt: skip
 
     def advance(self, scheduler: Scheduler) -> Callable[[slice], None]:
-        """Note that a token of every row is computed, which the scheduler does not know yet. What comes back is to be
-        called with rows, all in all with each once, when theirs are there."""
+        """Note that a token of every row is computed, which the scheduler does not know yet. Gives a function that
+        fills the pages of some rows that are full then: to be called once for each row, when its keys are there."""
         self._end += 1
         rows = pages = np.empty(0, np.int64)
         size = scheduler.page_size
