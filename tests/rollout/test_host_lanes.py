@@ -16,7 +16,7 @@ from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 from verl.utils.errors import VerlError
 
 numba = pytest.importorskip("numba")
-from verl.rollout.embedded.kernels import host_math, host_sampling  # noqa: E402
+from verl.rollout.embedded.kernels import host  # noqa: E402
 
 
 @pytest.fixture(params=[1, 3], ids=["one lane", "three lanes"])
@@ -89,7 +89,7 @@ def test_lanes_are_as_many_as_are_faster(rows, threads, lanes):
 
 
 def test_small_calls_load_no_numba(monkeypatch):
-    monkeypatch.setattr(host_lanes, "load_kernels", lambda name: pytest.fail("0.6 s that such a call does not gain"))
+    monkeypatch.setattr(host_lanes, "load_kernels", lambda: pytest.fail("0.6 s that such a call does not gain"))
     run(make_engine(talkative_model("qwen2")), PROMPTS, n=4)
 
 
@@ -150,7 +150,7 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
         logits = torch.from_numpy(numbers.normal(0, spread, (512, vocabulary)).astype(np.float32))
         hashes = numbers.integers(0, 1 << 62, 512).astype(np.uint64)
         keys = torch.from_numpy(sampling.row_keys(hashes, np.arange(512)))
-        tokens, log_probs = host_sampling.sample(logits, params, None if temperature == 0 else keys)
+        tokens, log_probs = host.sample(logits, params, None if temperature == 0 else keys)
         expected, expected_log_probs = sampling.sample(logits, params, None if temperature == 0 else keys)
         same = tokens == expected
         assert same.float().mean() >= 0.998, "logarithms may differ in the last place, and so a draw in thousands"
@@ -161,7 +161,7 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
 def test_a_draw_from_what_is_no_number_has_no_log_prob(value):
     logits = torch.randn(3, 50)
     logits[1, 20] = value
-    _, log_probs = host_sampling.sample(logits, SamplingParams(max_new_tokens=1), torch.ones(3, 2, dtype=torch.int32))
+    _, log_probs = host.sample(logits, SamplingParams(max_new_tokens=1), torch.ones(3, 2, dtype=torch.int32))
     assert log_probs.isfinite().tolist() == [True, False, True]
 
 
@@ -171,15 +171,15 @@ def test_functions_are_as_exact_as_they_say():
         return np.array([function(number) for number in numbers])
 
     x = np.linspace(-87, 88, 100_001).astype(np.float32)
-    assert np.abs(each(host_math.exp, x) / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
-    assert each(host_math.exp, np.array([-1e30, 1e30], np.float32)) == pytest.approx([0, 1.65e38], rel=1e-2)
+    assert np.abs(each(host.exp, x) / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
+    assert each(host.exp, np.array([-1e30, 1e30], np.float32)) == pytest.approx([0, 1.65e38], rel=1e-2)
     uniforms = -((np.arange(0, 1 << 31, 9973) + 0.5) / (1 << 31))
     x = np.concatenate([uniforms, -np.logspace(-9.6, 0, 5000)]).astype(np.float32)
     with np.errstate(divide="ignore"):
         exact = np.maximum(np.log1p(x.astype(np.float64)), -22)
-    assert np.abs(each(host_math.log1p, x) / exact - 1).max() < 3e-7
+    assert np.abs(each(host.log1p, x) / exact - 1).max() < 3e-7
 
 
 @pytest.mark.parametrize("numbers", [[-0.0, -3.0], [1.5, 7.25, -9.0], [-5.0, -2.0, -2.5], [float("-inf"), -(2.0**100)]])
 def test_the_largest_number_is_found_among_integers(numbers):
-    assert host_math.largest_of(np.array(numbers, np.float32)) == max(numbers)
+    assert host.largest_of(np.array(numbers, np.float32)) == max(numbers)

@@ -42,7 +42,7 @@ def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
         isinstance(decoder, StackedDecoder)
         and decoder.cos.dtype == torch.float32
         and most_tokens >= TOKENS_THAT_PAY
-        and load_kernels("host_layers") is not None
+        and load_kernels() is not None
     )
 
 
@@ -54,13 +54,13 @@ def count_lanes(rows: int, threads: int) -> int:
 
 
 @functools.cache
-def load_kernels(name: str) -> ModuleType | None:
-    """A module of numba's kernels; None, and why in the log, without numba."""
+def load_kernels() -> ModuleType | None:
+    """The module of numba's kernels; None, and why in the log, without numba."""
     if not is_installed("numba"):
         logger.info("rollout: with numba this model would decode faster on CPU: pip install numba")
         return None
     try:
-        return importlib.import_module(f"verl.rollout.embedded.kernels.{name}")
+        return importlib.import_module("verl.rollout.embedded.kernels.host")
     except ImportError as error:  # numba's own, of a numpy that is too new for it
         logger.warning(f"rollout: decodes without numba, which raised: {error} Mend it: pip install -U numba")
         return None
@@ -69,13 +69,12 @@ def load_kernels(name: str) -> ModuleType | None:
 class Lanes:
     """A `StackedDecoder` whose threads meet once a step, where those of torch meet in each of 150 operations.
 
-    What lies between matrix products is one call of `kernels.host_layers`, and so is a draw.
+    What lies between matrix products is one call of `kernels.host`, and so is a draw.
     """
 
     def __init__(self, decoder: StackedDecoder) -> None:
         self.decoder = decoder
-        self.kernels: Any = load_kernels("host_layers")
-        self.sampling: Any = load_kernels("host_sampling")
+        self.kernels: Any = load_kernels()
         self.turns = decoder.turns[:, 0].numpy()  # (P, D / 2)
         self.logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
@@ -187,8 +186,8 @@ class Lane:
         self, logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `sampling.sample`."""
-        compiled = self.owner.sampling
-        return (compiled.sample if compiled.can_sample(logits, params) else sample)(logits, params, keys)
+        kernels = self.owner.kernels
+        return (kernels.sample if kernels.can_sample(logits, params) else sample)(logits, params, keys)
 
     def _add_norm(self, norm: Any) -> None:
         self.owner.kernels.add_unit_rows(self._stream, self._added, self._normed, _epsilon(norm))
