@@ -97,7 +97,7 @@ def _sample_chunk(
     else:
         assert keys is not None
         kept = weights
-        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        if params.is_filtered:
             kept = weights.where(weights >= smallest_kept_weight(weights, params), 0.0)
         # An exponential race: argmin of E / weight is a draw in proportion to weight, and the Gumbel-max draw, for one
         # logarithm a token instead of three. The noise is -E, so the most negative ratio wins; weight 0 never does.

@@ -18,6 +18,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # text that ends a response; the token that completes it is kept
     ignore_eos: bool = False
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are not drawn from."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

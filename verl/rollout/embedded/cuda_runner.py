@@ -157,7 +157,7 @@ class CudaRunner(ModelRunner):
         self._settings.copy_(torch.tensor(values))
         self._shown = np.empty(0, np.int64)
         self._greedy = params.temperature == 0
-        self._filtered = not self._greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._filtered = not self._greedy and params.is_filtered
         if self._body is None:
             self._body = self.make_body(functools.partial(TritonDecoder, self.twin))
 

@@ -29,9 +29,8 @@ ROWS_PER_LANE = 64
 ROWS_BEFORE_MANY_THREADS = 32
 # Calls that cannot generate so many tokens do not gain what a process needs to load numba: 0.6 s.
 TOKENS_THAT_PAY = 4096
-
-# Logits of so many (row, token) pairs are alive at once in every lane: 64 MiB.
-ALIVE_LOGITS = 1 << 24
+# A lane keeps the memory of so many logits, (row, token) pairs: 64 MiB.
+LANE_LOGITS = 1 << 24
 
 Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
@@ -78,8 +77,6 @@ class Lanes:
         self.turns = decoder.turns[:, 0].numpy()  # (P, D / 2)
         self.logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_size = 0
 
     def decode(self, rows: int, count: int, step: Callable[["Lane"], Answer]) -> Answer:
         """Have each of `count` lanes take its `step` of a batch of so many rows; gives the answers of all rows."""
@@ -91,14 +88,16 @@ class Lanes:
 
         if len(lanes) == 1:
             return run(lanes[0])  # with all of torch's threads for its products
-        if self._pool is None or self._pool_size < count:
-            self._pool, self._pool_size = _single_threads(count), count
         running = [self._pool.submit(run, lane) for lane in lanes]
         try:
             tokens, log_probs = zip(*(lane.result() for lane in running))
         finally:
             wait(running)  # none goes on when another has failed
         return np.concatenate(tokens), np.concatenate(log_probs)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return _single_threads(MOST_LANES)
 
     def _lanes_of(self, rows: int, count: int) -> list["Lane"]:
         if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:

@@ -240,8 +240,8 @@ def _spare_columns(length: int) -> int:
 def most_bytes(scheduler: Scheduler, page_bytes: int) -> int:
     """What the rows of all slots may come to take."""
     num_slots, width = scheduler.table.shape
-    columns = width * scheduler.page_size
-    return num_slots * (columns + _spare_columns(columns)) * page_bytes // scheduler.page_size
+    columns = max(width * scheduler.page_size, FEWEST_COLUMNS)
+    return num_slots * columns * page_bytes // scheduler.page_size
 
 
 def words(tensor: Tensor) -> NDArray:

@@ -166,7 +166,7 @@ class HostRunner(ModelRunner):
         """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of their noise."""
         noise = None if self.params.temperature == 0 else torch.from_numpy(keys)
         vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
-        rows = max(1, (ALIVE_LOGITS if lane is None else host_lanes.ALIVE_LOGITS) // vocabulary)
+        rows = max(1, (ALIVE_LOGITS if lane is None else host_lanes.LANE_LOGITS) // vocabulary)
         draw = invariant.draw if self.deterministic else sample if lane is None else lane.sample
         parts = []
         for first in range(0, hidden.shape[0], rows):

@@ -210,7 +210,7 @@ def _mix(weights, values, out):
 
 def can_sample(logits: torch.Tensor, params: SamplingParams) -> bool:
     """Whether `sample` draws by these parameters: from whole vocabularies alone."""
-    return logits.dtype == torch.float32 and params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0
+    return logits.dtype == torch.float32 and not params.is_filtered
 
 
 def sample(
