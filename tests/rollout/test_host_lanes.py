@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout import test_embedded, test_engines
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
 from tests.rollout.test_embedded import worst_log_prob_error
 from verl.rollout import Request, SamplingParams, sampling
-from verl.rollout.embedded import host_lanes
+from verl.rollout.embedded import host_lanes, host_runner
 from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
+from verl.rollout.embedded.kernels import blas
 from verl.utils.errors import VerlError
 
 numba = pytest.importorskip("numba")
@@ -25,7 +27,7 @@ def lanes(request, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
-    monkeypatch.setattr(host_lanes, "count_lanes", min)
+    monkeypatch.setattr(host_lanes, "count_lanes", lambda rows, threads, weight_bytes: min(rows, threads))
     yield request.param
     for number in (torch.get_num_threads(), ThreadPoolExecutor(1).submit(torch.get_num_threads).result()):
         assert number == request.param, "lanes change no other thread, nor those to come"
@@ -43,12 +45,52 @@ def test_lanes_are_the_trainers_model(family, lanes):
     window = {"sliding_window": 9} if family == "mistral" else {}
     model = talkative_model(family, rms_norm_eps=0.1, **window)
     engine = make_engine(model, max_num_seqs=7)
+    torch.manual_seed(0)
     for _ in range(2):
         completions = run(engine, PROMPTS, n=4)
         assert worst_log_prob_error(model, completions, 4, 1.0) <= 1e-4
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + 0.1 * torch.rand_like(parameter))
+
+
+@pytest.mark.parametrize(
+    ("promise", "arguments"),
+    [
+        (test_embedded.test_tokens_do_not_depend_on_who_else_runs, ("qwen2",)),
+        (test_embedded.test_preemption_changes_nothing_but_the_count, (4,)),
+        (test_embedded.test_preemption_changes_nothing_but_the_count, (11,)),
+        (test_embedded.test_samples_of_a_prompt_share_its_pages_and_its_prefill, ()),
+        (test_embedded.test_a_second_turn_finds_the_keys_of_the_first, ("mistral",)),
+        (test_embedded.test_the_keys_of_other_weights_are_not_found, ()),
+        (test_embedded.test_limits_of_samples_and_requests_without_samples, ()),
+        (test_embedded.test_all_pages_come_back_and_the_books_are_right_all_along, ()),
+        (test_embedded.test_closing_the_iterator_early_frees_the_engine, ()),
+        (test_embedded.test_responses_end_where_the_sequence_is_full, ()),
+        (test_embedded.test_sleep_and_wake, ()),
+        (test_engines.test_end_of_sequence_and_stop_tokens, ("embedded",)),
+        (test_engines.test_stop_strings_end_with_the_token_that_completes_them, ("embedded",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_lanes_keep_the_promises_of_the_engine(promise, arguments, lanes):
+    promise(*arguments)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_tokens_behind_the_end_of_a_response_are_nobodys(steps, lanes, monkeypatch):
+    """Whatever the number of steps that go at once."""
+    monkeypatch.setattr(host_runner, "STEPS_AT_ONCE", steps)
+    model = talkative_model("qwen2")
+    engine = make_engine(model, max_num_seqs=5)
+    completions = run(engine, PROMPTS, n=6)
+    statistics = engine.statistics()
+    assert len({len(completion.token_ids) for completion in completions}) > 3, "they end at different steps"
+    assert statistics["generated_tokens"] == sum(len(completion.token_ids) for completion in completions)
+    monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 1 << 40)
+    plain = make_engine(model, max_num_seqs=5)
+    assert tokens_of(run(plain, PROMPTS, n=6)) == tokens_of(completions)
+    assert plain.statistics()["decode_steps"] <= statistics["decode_steps"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +110,7 @@ def test_lanes_draw_what_torch_draws(asked, lanes, monkeypatch):
 def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
     counts = []
-    monkeypatch.setattr(host_lanes, "count_lanes", lambda rows, threads: counts.append(rows % 3) or rows % 3)
+    monkeypatch.setattr(host_lanes, "count_lanes", lambda rows, *_: counts.append(rows % 3) or rows % 3)
     model = talkative_model("qwen2")
     asked = [
         Request(prompt_ids=tuple(prompt), sample_ids=ids, limits=tuple(1 + 7 * number % 23 for number in ids))
@@ -81,11 +123,32 @@ def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "threads", "lanes"),
-    [(1, 1, 1), (500, 1, 1), (127, 2, 1), (128, 2, 2), (900, 2, 2), (32, 8, 1), (33, 8, 0), (500, 16, 0)],
+    ("megabytes", "rows", "threads", "lanes"),
+    [
+        *[(3, 1, 1, 1), (3, 500, 1, 1), (3, 31, 2, 1), (3, 32, 2, 2), (3, 900, 2, 2), (3, 128, 16, 8), (3, 512, 9, 9)],
+        *[(60, 63, 2, 1), (60, 64, 2, 2), (60, 32, 16, 1), (60, 33, 16, 0), (60, 511, 16, 0), (60, 512, 16, 16)],
+    ],
 )
-def test_lanes_are_as_many_as_are_faster(rows, threads, lanes):
-    assert host_lanes.count_lanes(rows, threads) == lanes
+def test_lanes_are_as_many_as_are_faster(megabytes, rows, threads, lanes):
+    assert host_lanes.count_lanes(rows, threads, megabytes << 20) == lanes
+
+
+def test_logits_of_a_few_rows_at_a_time_draw_the_same(lanes, monkeypatch):
+    model = talkative_model("llama")
+    expected = {top_k: tokens_of(run(make_engine(model), PROMPTS, n=4, top_k=top_k)) for top_k in (-1, 5)}
+    monkeypatch.setattr(host_lanes, "LANE_LOGITS", 3 * model.config.vocab_size)
+    for top_k, tokens in expected.items():
+        assert tokens_of(run(make_engine(model), PROMPTS, n=4, top_k=top_k)) == tokens
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_are_those_of_torch(transposed, with_bias):
+    x, matrix, bias = torch.randn(7, 12), torch.randn(12, 5), torch.randn(int(with_bias), 5)
+    out = torch.full((7, 5), float("nan"))
+    stored = matrix.t().contiguous() if transposed else matrix
+    host.multiply(x.numpy(), stored.numpy(), bias.numpy(), out.numpy(), transposed)
+    torch.testing.assert_close(out, x @ matrix + bias.sum(dim=0))
 
 
 def test_small_calls_load_no_numba(monkeypatch):
@@ -96,15 +159,15 @@ def test_small_calls_load_no_numba(monkeypatch):
 def test_one_lane_that_fails_ends_the_call_and_not_the_engine(lanes, monkeypatch):
     engine = make_engine(talkative_model("qwen2"))
     expected = tokens_of(run(engine, PROMPTS, n=4))
-    hidden = host_lanes.Lane.hidden
+    generate = host_lanes.Lane.generate
 
     def fails(lane, *arguments):
         if lane.rows.start == 0:
             raise RuntimeError("out of luck")
-        return hidden(lane, *arguments)
+        return generate(lane, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_lanes.Lane, "hidden", fails)
+        patch.setattr(host_lanes.Lane, "generate", fails)
         with pytest.raises(RuntimeError, match="out of luck"):
             run(engine, PROMPTS, n=4)
     assert tokens_of(run(engine, PROMPTS, n=4)) == expected
@@ -135,11 +198,27 @@ def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
         broken = run(make_engine(model), PROMPTS)
     assert "Got NumPy 9.0. Mend it: pip install -U numba" in caplog.text
     host_lanes.load_kernels.cache_clear()
+    monkeypatch.setattr(blas.torch.backends.mkl, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO):
+        other = run(make_engine(model), PROMPTS)
+    assert "MKL's products, which this torch does not have" in caplog.text
+    host_lanes.load_kernels.cache_clear()
     monkeypatch.setattr(host_lanes, "is_installed", lambda package: False)
     with caplog.at_level(logging.INFO):
         missing = run(make_engine(model), PROMPTS)
     assert "pip install numba" in caplog.text
-    assert tokens_of(missing) == tokens_of(broken)
+    assert tokens_of(missing) == tokens_of(other) == tokens_of(broken)
+
+
+def draw(logits, temperature, keys):
+    rows, vocabulary = logits.shape
+    tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    columns = sampling.shifted_column_hashes(vocabulary, logits.device)[0].numpy().view(np.uint32)
+    host.draw(
+        logits.numpy(), np.float32(temperature), keys.numpy().view(np.uint32), columns,
+        np.empty(vocabulary, np.float32), tokens.numpy(), log_probs.numpy(),
+    )  # fmt: skip
+    return tokens, log_probs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -150,7 +229,7 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
         logits = torch.from_numpy(numbers.normal(0, spread, (512, vocabulary)).astype(np.float32))
         hashes = numbers.integers(0, 1 << 62, 512).astype(np.uint64)
         keys = torch.from_numpy(sampling.row_keys(hashes, np.arange(512)))
-        tokens, log_probs = host.sample(logits, params, None if temperature == 0 else keys)
+        tokens, log_probs = draw(logits, temperature or 1.0, keys[:0] if temperature == 0 else keys)
         expected, expected_log_probs = sampling.sample(logits, params, None if temperature == 0 else keys)
         same = tokens == expected
         assert same.float().mean() >= 0.998, "logarithms may differ in the last place, and so a draw in thousands"
@@ -161,7 +240,7 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
 def test_a_draw_from_what_is_no_number_has_no_log_prob(value):
     logits = torch.randn(3, 50)
     logits[1, 20] = value
-    _, log_probs = host.sample(logits, SamplingParams(max_new_tokens=1), torch.ones(3, 2, dtype=torch.int32))
+    _, log_probs = draw(logits, 1.0, torch.ones(3, 2, dtype=torch.int32))
     assert log_probs.isfinite().tolist() == [True, False, True]
 
 

@@ -44,10 +44,10 @@ class FakeDevice:
             self.texts[slot] = [*group.prompt, *self.scheduler.token_ids[slot, :count].tolist()]
         return self.draw(np.array(admission.slots))
 
-    def decode(self, slots: np.ndarray) -> np.ndarray:
+    def decode(self, slots: np.ndarray, ahead: int) -> np.ndarray:
         for slot in slots.tolist():
             place = len(self.texts[slot]) - 1
-            assert place == self.scheduler.cached[slot]
+            assert place == self.scheduler.cached[slot] + ahead
             self.show()
             page = self.table[slot, place // PAGE]
             assert self.scheduler.pages.references[page] == 1, "a shared page was written to"
@@ -72,9 +72,10 @@ class FakeDevice:
 
 def drive(
     prompts: list[int], n: int, limits: list[int], spare: int, max_num_seqs: int, budget: int,
-    stop: int = 99, lag: int = 0, refill: int = 1, redraw: bool = False, prefix_caching: bool = False,
+    stop: int = 99, lag: int = 0, refill: int = 1, redraw: bool = False, prefix_caching: bool = False, most: int = 1,
 ) -> Scheduler:  # fmt: skip
-    """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag` draws late."""
+    """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag` draws late, and with
+    up to `most` steps at once when all of them are taken."""
     groups = [Group(prompt=tuple(range(length)), unstarted=n) for length in prompts]
     samples = [
         Sample(sample_id=i * n + j, group=group, limit=limits[(i * n + j) % len(limits)], key=np.uint64(0))
@@ -99,27 +100,29 @@ def drive(
             assert sum(sizes) <= budget or len(sizes) == 1
             slots = np.array(admission.slots)
             flight.append((slots, scheduler.epoch[slots], device.start(admission)))
-            scheduler.launch(slots, feeds=False)
+            scheduler.launch(slots, fed=0)
             scheduler.release_started_prompts()
         else:
-            copies, complete = scheduler.prepare_decode(may_preempt=not flight)
+            steps, preempted = scheduler.steps_ahead(most), scheduler.preemptions
+            copies, complete = scheduler.prepare_decode(steps, may_preempt=not flight)
+            assert steps == 1 or (complete and scheduler.preemptions == preempted), "samples go for one step alone"
             for source, target in copies:
                 device.cache[target] = device.cache[source]
             slots = scheduler.unfinished if complete else slots
             if slots.size:
-                flight.append((slots, scheduler.epoch[slots], device.decode(slots)))
-                scheduler.launch(slots, feeds=True)
+                flight += [(slots, scheduler.epoch[slots], device.decode(slots, ahead)) for ahead in range(steps)]
+                scheduler.launch(slots, fed=steps)
         assert len(scheduler.running) <= max_num_seqs
         scheduler.check_integrity()
-        if slots.size and len(flight) <= lag:
-            continue
-        slots, epochs, tokens = flight.popleft()
-        current = scheduler.epoch[slots] == epochs
-        slots, tokens = slots[current], tokens[current]
-        counts = scheduler.record(slots, tokens, -(tokens // 100).astype(np.float32))
-        stopped = counts >= stop
-        ended = stopped | (counts >= scheduler.limits[slots])
-        done += scheduler.finish(slots[ended].tolist(), set(slots[stopped].tolist()))
+        launched = slots.size > 0
+        while flight and (not launched or len(flight) > lag):
+            slots, epochs, tokens = flight.popleft()
+            current = scheduler.epoch[slots] == epochs
+            slots, tokens = slots[current], tokens[current]
+            counts = scheduler.record(slots, tokens, -(tokens // 100).astype(np.float32))
+            stopped = counts >= stop
+            ended = stopped | (counts >= scheduler.limits[slots])
+            done += scheduler.finish(slots[ended].tolist(), set(slots[stopped].tolist()))
     for completion in done:
         count = min(expected.pop(completion.sample_id).limit, stop)
         assert completion.token_ids == [100 * completion.sample_id + place for place in range(count)]
@@ -143,11 +146,12 @@ def drive(
     refill=st.integers(1, 4),
     redraw=st.booleans(),
     prefix_caching=st.booleans(),
+    most=st.integers(1, 9),
 )
 def test_every_sample_ends_once_with_its_own_tokens(
-    prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching
+    prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching, most
 ):  # fmt: skip
-    drive(prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching)
+    drive(prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching, most)
 
 
 def test_the_same_calls_give_the_same_order():

@@ -174,7 +174,7 @@ class CudaRunner(ModelRunner):
         return self._fetch(scheduler, slots)
 
     @torch.inference_mode()
-    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
+    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
         """See `ModelRunner.decode`."""
         # Samples of a prompt stand together, so that its pages are read from memory once and from the L2 cache after.
         slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
@@ -184,7 +184,7 @@ class CudaRunner(ModelRunner):
             self._step(rows)
         else:
             self._graph(rows).replay()
-        return self._fetch(scheduler, slots)
+        return [self._fetch(scheduler, slots)]
 
     def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> DeviceStep:
         rows = np.arange(len(positions))

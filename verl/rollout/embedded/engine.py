@@ -212,11 +212,10 @@ class EmbeddedEngine(LocalEngine):
         try:
             self.runner.begin(params, sum(sample.limit for sample in samples))
             while scheduler.has_work:
-                draws = self._launch(scheduler, counts, drained=not flight)
-                if draws is not None:
-                    flight.append(draws)
+                launched = self._launch(scheduler, counts, drained=not flight)
+                flight.extend(launched)
                 # Tokens are looked at while the device computes the step after theirs.
-                if draws is None or len(flight) > self.runner.lag:
+                while flight and (not launched or len(flight) > self.runner.lag):
                     completions = self._collect(scheduler, flight.popleft(), counts, rule)
                     progress.note(scheduler, len(completions), counts["generated_tokens"])
                     yield from completions
@@ -239,29 +238,30 @@ class EmbeddedEngine(LocalEngine):
                 "tokens_per_s": counts["generated_tokens"] / progress.seconds,
             }
 
-    def _launch(self, scheduler: Scheduler, counts: Counter[str], *, drained: bool) -> Draws | None:
-        """Start samples, or let the running ones draw once more; None where what is in flight must come back first."""
+    def _launch(self, scheduler: Scheduler, counts: Counter[str], *, drained: bool) -> list[Draws]:
+        """Start samples, or let the running ones draw on; nothing where what is in flight must come back first."""
         admission = scheduler.admit()
         if admission is not None:
             slots = np.array(admission.slots, np.int64)
             draws = self.runner.start(scheduler, slots, self._prefill(scheduler, admission))
-            scheduler.launch(slots, feeds=False)
+            scheduler.launch(slots, fed=0)
             scheduler.release_started_prompts()
             for prefill in admission.prefills:
                 counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
                 counts["cached_tokens"] += prefill.cached
-            return draws
-        copies, complete = scheduler.prepare_decode(may_preempt=drained)
+            return [draws]
+        steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
+        copies, complete = scheduler.prepare_decode(steps, may_preempt=drained)
         if copies:
             self.runner.copy_pages(copies)
             counts["copied_pages"] += len(copies)
         slots = scheduler.unfinished
         if not complete or slots.size == 0:
-            return None
-        draws = self.runner.decode(scheduler, slots)
-        scheduler.launch(slots, feeds=True)
-        counts["decode_steps"] += 1
-        return draws
+            return []
+        launched = self.runner.decode(scheduler, slots, steps)
+        scheduler.launch(slots, fed=steps)
+        counts["decode_steps"] += steps
+        return launched
 
     def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
         """Compute what the admission needs; gives the hidden state (b, H) each admitted slot draws from."""

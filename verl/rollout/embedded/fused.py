@@ -183,13 +183,16 @@ class StackedDecoder(FusedDecoder):
         super().__init__(*arguments, **settings)
         half = self.sin.shape[1] // 2
         self.turns = torch.complex(self.cos[:, :half], self.sin[:, :half])[:, None]  # (P, 1, D / 2)
-        self.stacks: dict[int, Stacks] = {}
+        self.stacks: Any = None  # `Stacks` of all layers
+        self._layer_stacks: dict[int, Stacks] = {}  # views of them, by id of the layer
         self.refresh()
 
     @torch.inference_mode()
     def refresh(self) -> None:
         """Take the weights as they are now."""
-        self.stacks = {id(layer): Stacks.of(layer) for layer in self.layers}
+        self.stacks, self._layer_stacks = None, {}  # whose memory the new ones may take
+        self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
+        self._layer_stacks = {id(layer): _part(self.stacks, number) for number, layer in enumerate(self.layers)}
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
@@ -204,7 +207,7 @@ class StackedDecoder(FusedDecoder):
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
         """See `FusedDecoder.attend`."""
-        stacks, dim = self.stacks[id(layer)], self.cos.shape[1]
+        stacks, dim = self._layer_stacks[id(layer)], self.cos.shape[1]
         heads = product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
         rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
         if stacks.head_norm is not None:
@@ -224,7 +227,7 @@ class StackedDecoder(FusedDecoder):
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         """See `FusedDecoder.feed_forward`."""
-        stacks = self.stacks[id(layer)]
+        stacks = self._layer_stacks[id(layer)]
         gate, up = products(normed, stacks.gate_up)
         return product(F.silu(gate, inplace=True).mul_(up), stacks.down)
 
@@ -235,7 +238,7 @@ class Matrix(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The matrices of one layer."""
+    """The matrices of one layer, or of n, one behind the other."""
 
     qkv: Matrix
     output: Matrix
@@ -282,6 +285,21 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
 def _one_behind_the_other(matrices: Iterable[Matrix]) -> Matrix:
     weights, biases = zip(*matrices)
     return Matrix(torch.stack(weights), None if biases[0] is None else torch.stack(biases)[:, None])
+
+
+def _stacked(layers: Sequence[Any]) -> Any:
+    """One of what n layers have each: tensors (n, ...), within tuples."""
+    first = layers[0]
+    if isinstance(first, tuple):
+        return type(first)(*map(_stacked, zip(*layers)))
+    return torch.stack(tuple(layers)) if isinstance(first, Tensor) else first
+
+
+def _part(stacked: Any, number: int) -> Any:
+    """What went into `_stacked` as one of many, without a copy."""
+    if isinstance(stacked, tuple):
+        return type(stacked)(*(_part(field, number) for field in stacked))
+    return stacked[number] if isinstance(stacked, Tensor) else stacked
 
 
 def _paired(heads: Tensor) -> Tensor:

@@ -14,23 +14,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl.rollout.embedded.fused import StackedDecoder, product, products
+from verl.rollout.embedded.fused import Matrix, StackedDecoder
 from verl.rollout.embedded.host_rows import RowArrays
-from verl.rollout.sampling import sample
-from verl.rollout.types import SamplingParams
+from verl.rollout.embedded.kernels.blas import sgemm_address
+from verl.rollout.sampling import shifted_column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
 
-# Threads take turns in Python: a third one makes the others wait longer than it helps.
-MOST_LANES = 2
-# Two lanes of fewer rows take longer than one, for whose products torch takes all its threads.
-ROWS_PER_LANE = 64
-# What torch's operations do with more threads than there are lanes, they do faster for more rows than these.
-ROWS_BEFORE_MANY_THREADS = 32
+# Every lane reads all weights. With so many rows it computes on them for longer than memory needs to bring them.
+ROWS_PER_LANE = 32
+# Weights up to this size stay in a CPU's caches: 16 MiB. Then lanes may have fewer rows, and there may be fewer of them
+# than threads.
+CACHED_BYTES = 1 << 24
+ROWS_PER_CACHED_LANE = 16
 # Calls that cannot generate so many tokens do not gain what a process needs to load numba: 0.6 s.
 TOKENS_THAT_PAY = 4096
 # A lane keeps the memory of so many logits, (row, token) pairs: 64 MiB.
 LANE_LOGITS = 1 << 24
+# A window that no sequence leaves.
+NO_WINDOW = 1 << 62
 
 Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their log-probs (b,)
 
@@ -45,11 +47,14 @@ def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
     )
 
 
-def count_lanes(rows: int, threads: int) -> int:
-    """How many lanes a step of so many rows goes in; 0 where torch's operations are faster."""
-    if threads > MOST_LANES:
-        return int(rows <= ROWS_BEFORE_MANY_THREADS)
-    return max(1, min(threads, rows // ROWS_PER_LANE))
+def count_lanes(rows: int, threads: int, weight_bytes: int) -> int:
+    """How many lanes a step of so many rows goes in: one lane has all of torch's threads for its products, each of
+    several has one thread. 0 where torch's own operations are faster."""
+    if rows >= threads * ROWS_PER_LANE:
+        return threads
+    if weight_bytes <= CACHED_BYTES:
+        return max(1, min(threads, rows // ROWS_PER_CACHED_LANE))
+    return int(rows <= ROWS_PER_LANE or threads <= 2)
 
 
 @functools.cache
@@ -57,6 +62,9 @@ def load_kernels() -> ModuleType | None:
     """The module of numba's kernels; None, and why in the log, without numba."""
     if not is_installed("numba"):
         logger.info("rollout: with numba this model would decode faster on CPU: pip install numba")
+        return None
+    if sgemm_address() is None:
+        logger.info("rollout: numba's kernels call MKL's products, which this torch does not have; torch decodes alone")
         return None
     try:
         return importlib.import_module("verl.rollout.embedded.kernels.host")
@@ -66,44 +74,73 @@ def load_kernels() -> ModuleType | None:
 
 
 class Lanes:
-    """A `StackedDecoder` whose threads meet once a step, where those of torch meet in each of 150 operations.
+    """A `StackedDecoder` whose threads meet once in some steps, where those of torch meet in each of 150 operations.
 
-    What lies between matrix products is one call of `kernels.host`, and so is a draw.
+    Their steps are one call of `kernels.host`, while other threads have Python.
     """
 
-    def __init__(self, decoder: StackedDecoder) -> None:
+    def __init__(self, module: Any, decoder: StackedDecoder) -> None:
         self.decoder = decoder
+        self.weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+        self._head = module.get_output_embeddings()
         self.kernels: Any = load_kernels()
-        self.turns = decoder.turns[:, 0].numpy()  # (P, D / 2)
-        self.logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
+        self._logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
 
-    def decode(self, rows: int, count: int, step: Callable[["Lane"], Answer]) -> Answer:
-        """Have each of `count` lanes take its `step` of a batch of so many rows; gives the answers of all rows."""
-        lanes = self._lanes_of(rows, count)
+    def run(self, weights: Any, rows: int, count: int, steps: Callable[["Lane"], list[Answer]]) -> list[Answer]:
+        """Have each of `count` lanes take `steps` of a batch of so many rows; gives each step's answer of all rows."""
+        lanes = self._lanes_of(weights, rows, count)
 
-        def run(lane: Lane) -> Answer:
+        def run(lane: Lane) -> list[Answer]:
             with torch.inference_mode():
-                return step(lane)
+                return steps(lane)
 
         if len(lanes) == 1:
             return run(lanes[0])  # with all of torch's threads for its products
         running = [self._pool.submit(run, lane) for lane in lanes]
         try:
-            tokens, log_probs = zip(*(lane.result() for lane in running))
+            parts = [lane.result() for lane in running]
         finally:
             wait(running)  # none goes on when another has failed
-        return np.concatenate(tokens), np.concatenate(log_probs)
+        return [(np.concatenate(tokens), np.concatenate(log_probs)) for tokens, log_probs in map(zip, *parts)]
+
+    def weights(self) -> Any:
+        """`kernels.host.Weights`: the model's own memory and the decoder's."""
+        decoder, stacks = self.decoder, self.decoder.stacks
+        layers, norm, heads_norm = decoder.layers, decoder.norm, decoder.layers[0].query_norm
+        return self.kernels.Weights(
+            embeddings=decoder.embeddings.weight.detach().numpy(),
+            **_arrays("head", Matrix(self._head.weight.detach(), self._head.bias)),
+            head_norms=(stacks.qkv.weight[:, :0] if stacks.head_norm is None else stacks.head_norm).numpy(),
+            **_arrays("qkv", stacks.qkv),
+            **_arrays("output", stacks.output),
+            **_arrays("gate_up", stacks.gate_up),
+            **_arrays("down", stacks.down),
+            last_factors=decoder.last_factors.numpy(),
+            turns=decoder.turns[:, 0].numpy(),
+            windows=np.array([layer.facts.window or NO_WINDOW for layer in layers]),
+            scale=np.float32(layers[0].facts.scale),
+            epsilon=np.float32(norm.variance_epsilon * norm.weight.shape[0]),
+            head_epsilon=np.float32(0 if heads_norm is None else heads_norm.variance_epsilon * decoder.cos.shape[1]),
+        )
+
+    def memory_of_logits(self, lane: int, rows: int, vocabulary: int) -> torch.Tensor:
+        """(n, V) for n rows at most, the same in every step: fresh memory costs a page fault every 4 KiB."""
+        rows = max(1, min(rows, LANE_LOGITS // vocabulary))
+        kept = self._logits.get(lane)
+        if kept is None or kept.numel() < rows * vocabulary:
+            kept = self._logits[lane] = torch.empty(rows * vocabulary)
+        return kept[: rows * vocabulary].view(rows, vocabulary)
 
     @functools.cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return _single_threads(MOST_LANES)
+        return _single_threads(torch.get_num_threads())
 
-    def _lanes_of(self, rows: int, count: int) -> list["Lane"]:
+    def _lanes_of(self, weights: Any, rows: int, count: int) -> list["Lane"]:
         if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:
             bounds = [rows * i // count for i in range(count + 1)]
             shares = itertools.starmap(slice, itertools.pairwise(bounds))
-            self._lanes = [Lane(self, number, share) for number, share in enumerate(shares)]
+            self._lanes = [Lane(self, weights, number, share) for number, share in enumerate(shares)]
         return self._lanes
 
 
@@ -125,75 +162,61 @@ def _single_threads(count: int) -> ThreadPoolExecutor:
 class Lane:
     """The rows of one thread, and memory for them that every step uses again."""
 
-    def __init__(self, owner: Lanes, number: int, rows: slice) -> None:
+    def __init__(self, owner: Lanes, weights: Any, number: int, rows: slice) -> None:
         self.owner = owner
-        self.number = number
         self.rows = rows
-        decoder = owner.decoder
-        stacks = decoder.stacks[id(decoder.layers[0])]
-        hidden, intermediate = decoder.norm.weight.shape[0], stacks.down.weight.shape[0]
-        count, dim = rows.stop - rows.start, decoder.cos.shape[1]
-        self.stream, self.added, self.normed = torch.empty(3, count, hidden).unbind()
-        self.heads = torch.empty(count, stacks.qkv.weight.shape[1])
-        self.mixed = torch.empty(count, stacks.output.weight.shape[0])
-        self.gate_up = torch.empty(2, count, intermediate)
-        self.active = torch.empty(count, intermediate)
-        # The same memory for the kernels.
-        self._stream, self._added, self._normed, self._gate_up, self._active = (
-            tensor.numpy() for tensor in (self.stream, self.added, self.normed, self.gate_up, self.active)
+        count, dim = rows.stop - rows.start, owner.decoder.cos.shape[1]
+        hidden, intermediate = weights.down.shape[2], weights.down.shape[1]
+        shapes = {
+            "stream": (count, hidden),
+            "added": (count, hidden),
+            "normed": (count, hidden),
+            "heads": (count, weights.qkv.shape[2] // dim, dim),
+            "mixed": (count, weights.output.shape[1] // dim, dim),
+            "gate_up": (2, count, intermediate),
+            "active": (count, intermediate),
+            "scores": (count, weights.output.shape[1] // dim, 0),
+            "scratch": weights.head.shape[:1],
+        }
+        # By torch, which has them begin where vectors do.
+        arrays = {name: torch.empty(shape).numpy() for name, shape in shapes.items()}
+        self.logits = owner.memory_of_logits(number, count, weights.head.shape[0])
+        self.memory = owner.kernels.Memory(**arrays, logits=self.logits.numpy())
+
+    def generate(
+        self, ids: NDArray[np.int64], noise: NDArray[np.int32], weights: Any, arrays: RowArrays, temperature: float
+    ) -> list[Answer]:
+        """Feed `ids` (b,) of these rows and draw as many tokens as `noise` (s, b, 2) has keys for, each from the one
+        before; without any keys (s, 0, 2) the likeliest."""
+        tokens, log_probs = np.empty((len(noise), len(ids)), np.int64), np.empty((len(noise), len(ids)), np.float32)
+        columns = shifted_column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)
+        self._have_scores(arrays)
+        self.owner.kernels.generate(
+            ids, np.ascontiguousarray(noise).view(np.uint32), weights, arrays.keys, arrays.values, arrays.starts,
+            self.rows.start, arrays.column, self.memory, np.float32(temperature), columns, tokens, log_probs,
+        )  # fmt: skip
+        return list(zip(tokens, log_probs))
+
+    def hidden(self, ids: NDArray[np.int64], weights: Any, arrays: RowArrays, column: int) -> torch.Tensor:
+        """The last hidden states (b, H) of these rows, whose tokens' keys and values go to a column of the arrays. The
+        memory is written to again in the next step."""
+        self._have_scores(arrays)
+        self.owner.kernels.step(
+            ids, weights, arrays.keys, arrays.values, arrays.starts, self.rows.start, column, self.memory
         )
-        self._heads, self._mixed = (tensor.view(count, -1, dim).numpy() for tensor in (self.heads, self.mixed))
-        self._scores = np.empty(0, np.float32)
+        return torch.from_numpy(self.memory.normed)
 
-    def hidden(self, ids: NDArray[np.int64], positions: NDArray[np.int64], arrays: RowArrays) -> torch.Tensor:
-        """The last hidden states (n, H) of these rows, whose tokens' keys and values go to the arrays. The memory is
-        written to again in the next step."""
-        decoder, kernels, mine = self.owner.decoder, self.owner.kernels, self.rows
-        starts, column = arrays.starts[mine], arrays.column
-        if len(self._scores) <= column:
-            self._scores = np.empty(2 * column + 1, np.float32)
-        torch.index_select(decoder.embeddings.weight, 0, torch.from_numpy(ids), out=self.stream)
-        self.added.zero_()
-        for layer in decoder.layers:
-            stacks, facts = decoder.stacks[id(layer)], layer.facts
-            self._add_norm(layer.input_norm)
-            product(self.normed, stacks.qkv, self.heads)
-            norms, epsilon = _NO_NORMS, np.float32(0)
-            if stacks.head_norm is not None:
-                norms, epsilon = stacks.head_norm.numpy(), _epsilon(layer.query_norm)
-            keys, values = arrays.layers[id(decoder.paging.layers[layer.attention])]
-            kernels.attend(
-                self._heads, norms, epsilon, self.owner.turns, positions, keys[mine], values[mine], starts, column,
-                facts.window or column + 1, np.float32(facts.scale), self._scores, self._mixed,
-            )  # fmt: skip
-            product(self.mixed, stacks.output, self.added)
-            self._add_norm(layer.post_norm)
-            products(self.normed, stacks.gate_up, self.gate_up)
-            kernels.gate(self._gate_up, self._active)
-            product(self.active, stacks.down, self.added)
-        self._add_norm(decoder.norm)
-        return self.normed.mul_(decoder.last_factors)
-
-    def memory_of_logits(self, rows: int, vocabulary: int) -> torch.Tensor:
-        """(rows, V), the same in every step: fresh memory costs a page fault every 4 KiB."""
-        kept = self.owner.logits.get(self.number)
-        if kept is None or kept.numel() < rows * vocabulary:
-            kept = self.owner.logits[self.number] = torch.empty(rows * vocabulary)
-        return kept[: rows * vocabulary].view(rows, vocabulary)
-
-    def sample(
-        self, logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sampling.sample`."""
-        kernels = self.owner.kernels
-        return (kernels.sample if kernels.can_sample(logits, params) else sample)(logits, params, keys)
-
-    def _add_norm(self, norm: Any) -> None:
-        self.owner.kernels.add_unit_rows(self._stream, self._added, self._normed, _epsilon(norm))
+    def _have_scores(self, arrays: RowArrays) -> None:
+        rows, heads, columns = self.memory.scores.shape
+        if columns < arrays.keys.shape[1]:
+            scores = torch.empty(rows, heads, arrays.keys.shape[1]).numpy()
+            self.memory = self.memory._replace(scores=scores)
 
 
-_NO_NORMS = np.empty((0, 0), np.float32)
-
-
-def _epsilon(norm: Any) -> np.float32:
-    return np.float32(norm.variance_epsilon * norm.weight.shape[0])
+def _arrays(name: str, matrix: Matrix) -> dict[str, NDArray[np.float32]]:
+    weight, bias = matrix.weight, matrix.bias
+    if bias is None:
+        bias = weight[..., :0, :]
+    elif bias.dim() < weight.dim():
+        bias = bias[..., None, :]
+    return {name: weight.numpy(), f"{name}_bias": bias.detach().numpy()}

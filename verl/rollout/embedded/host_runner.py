@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verl.models.attention import Facts
+from verl.models.logprobs import Head
 from verl.rollout.embedded import host_lanes, invariant
 from verl.rollout.embedded.attention import DecodeStep, LayerPages, Paging, PrefillStep, plan_chunks
 from verl.rollout.embedded.fused import StackedDecoder, TorchDecoder
 from verl.rollout.embedded.host_lanes import Answer, Lane, Lanes
-from verl.rollout.embedded.host_rows import KeyRows, most_bytes, words
+from verl.rollout.embedded.host_rows import STEPS_AT_ONCE, KeyRows, most_bytes, words
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.sampling import row_keys, sample
@@ -83,7 +84,11 @@ class HostRunner(ModelRunner):
         self._key_rows.clear()
         self._lanes = None
         if self.parallel is None and host_lanes.pay(self._body, most_tokens):
-            self._lanes = self._made_lanes = self._made_lanes or Lanes(self._body)
+            self._lanes = self._made_lanes = self._made_lanes or Lanes(self.module, self._body)
+
+    def steps_at_once(self, scheduler: Scheduler) -> int:
+        """See `ModelRunner.steps_at_once`."""
+        return STEPS_AT_ONCE if self._count_lanes(scheduler) else 1
 
     @torch.inference_mode()
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
@@ -91,17 +96,16 @@ class HostRunner(ModelRunner):
         return self._draws(scheduler, slots, self._draw(hidden, self._noise_keys(scheduler, slots)))
 
     @torch.inference_mode()
-    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
+    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
         """See `ModelRunner.decode`."""
         assert self._body is not None
-        keeps_rows = not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
+        keeps_rows, lanes = self._keeps_rows(scheduler), self._count_lanes(scheduler)
         if keeps_rows:
-            slots = self._key_rows.arrange(scheduler, slots)
+            slots = self._key_rows.arrange(scheduler, slots, steps, by_column=lanes > 0)
         last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
+        if lanes:
+            return self._decode_in(lanes, scheduler, slots, last, steps)
         positions = scheduler.cached[slots]
-        lanes = host_lanes.count_lanes(len(slots), torch.get_num_threads()) if self._lanes is not None else 0
-        if keeps_rows and lanes:
-            return self._draws(scheduler, slots, self._decode_in(lanes, scheduler, slots, last, positions))
         if keeps_rows:
             self._key_rows.lay_out()
             step = self._key_rows
@@ -110,8 +114,8 @@ class HostRunner(ModelRunner):
             step = self._rows_step(positions, table, self.page_size)
         hidden = self._body(torch.from_numpy(last), torch.from_numpy(positions), step)
         if keeps_rows:
-            self._key_rows.advance(scheduler)(slice(0, len(slots)))
-        return self.start(scheduler, slots, hidden)
+            self._key_rows.advance(scheduler, steps)(slice(0, len(slots)))
+        return [self.start(scheduler, slots, hidden)]
 
     def _decode_in(
         self,
@@ -119,22 +123,41 @@ class HostRunner(ModelRunner):
         scheduler: Scheduler,
         slots: NDArray[np.int64],
         ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> Answer:
+        steps: int,
+    ) -> list[Draws]:
         assert self._lanes is not None
-        arrays, noise_keys = self._key_rows.arrays(), self._noise_keys(scheduler, slots)
-        fill_pages = self._key_rows.advance(scheduler)
+        arrays, weights = self._key_rows.arrays(), self._lanes.weights()
+        noise_keys = np.stack([self._noise_keys(scheduler, slots, step) for step in range(steps)])
+        fill_pages = self._key_rows.advance(scheduler, steps)
 
-        def step(lane: Lane) -> Answer:
+        def run(lane: Lane) -> list[Answer]:
             mine = lane.rows
-            answer = self._draw(lane.hidden(ids[mine], positions[mine], arrays), noise_keys[mine], lane)
+            if self.params.is_filtered or self.head != Head():
+                answers, last = [], ids[mine]
+                for step in range(steps):
+                    hidden = lane.hidden(last, weights, arrays, arrays.column + step)
+                    answers.append(self._draw(hidden, noise_keys[step, mine], lane.logits))
+                    last = answers[-1][0]
+            else:
+                noise = noise_keys[:, mine if self.params.temperature else slice(0)]
+                answers = lane.generate(ids[mine], noise, weights, arrays, self.params.temperature or 1.0)
             fill_pages(mine)
-            return answer
+            return answers
 
-        return self._lanes.decode(len(slots), lanes, step)
+        return [self._draws(scheduler, slots, answer) for answer in self._lanes.run(weights, len(slots), lanes, run)]
 
-    def _noise_keys(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> NDArray[np.int32]:
-        return row_keys(scheduler.keys[slots], scheduler.drawn[slots])
+    def _keeps_rows(self, scheduler: Scheduler) -> bool:
+        return not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
+
+    def _count_lanes(self, scheduler: Scheduler) -> int:
+        """How many lanes the next steps go in."""
+        if self._lanes is None or not self._keeps_rows(scheduler):
+            return 0
+        rows, threads = len(scheduler.unfinished), torch.get_num_threads()
+        return host_lanes.count_lanes(rows, threads, self._lanes.weight_bytes)
+
+    def _noise_keys(self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: int = 0) -> NDArray[np.int32]:
+        return row_keys(scheduler.keys[slots], scheduler.drawn[slots] + ahead)
 
     def _draws(self, scheduler: Scheduler, slots: NDArray[np.int64], answer: Answer) -> Draws:
         return Draws(slots, scheduler.epoch[slots], lambda: answer)
@@ -162,16 +185,17 @@ class HostRunner(ModelRunner):
             page_size=size,
         )
 
-    def _draw(self, hidden: torch.Tensor, keys: NDArray[np.int32], lane: Lane | None = None) -> Answer:
-        """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of their noise."""
+    def _draw(self, hidden: torch.Tensor, keys: NDArray[np.int32], memory: Tensor | None = None) -> Answer:
+        """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of their noise, by logits
+        that may be written to `memory` (rows, V)."""
         noise = None if self.params.temperature == 0 else torch.from_numpy(keys)
         vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
-        rows = max(1, (ALIVE_LOGITS if lane is None else host_lanes.LANE_LOGITS) // vocabulary)
-        draw = invariant.draw if self.deterministic else sample if lane is None else lane.sample
+        rows = max(1, ALIVE_LOGITS // vocabulary) if memory is None else len(memory)
+        draw = invariant.draw if self.deterministic else sample
         parts = []
         for first in range(0, hidden.shape[0], rows):
             states = hidden[first : first + rows]
-            logits = self.logits(states, None if lane is None else lane.memory_of_logits(len(states), vocabulary))
+            logits = self.logits(states, None if memory is None else memory[: len(states)])
             parts.append(draw(logits, self.params, None if noise is None else noise[first : first + rows]))
         tokens, log_probs = (torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts))
         if self.parallel is not None:

@@ -167,8 +167,12 @@ class ModelRunner:
         """The first draw (or the first after a pre-emption) of `slots` (b,), from hidden states (b, H)."""
         raise NotImplementedError
 
-    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
-        """Feed the last token of each of `slots` (b,), whose page is ready for it, and draw the next."""
+    def steps_at_once(self, scheduler: Scheduler) -> int:
+        """How many steps one call of `decode` takes at most. A sample that ends in one of them is computed on with."""
+        return 1
+
+    def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
+        """Feed the last token of each of `slots` (b,), whose pages are ready, and draw the next, so many times."""
         raise NotImplementedError
 
     @torch.inference_mode()

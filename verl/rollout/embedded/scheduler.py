@@ -154,19 +154,22 @@ class Scheduler:
         """Running slots with draws left to launch."""
         return self.running[self.launched[self.running] < self.limits[self.running]]
 
-    def prepare_decode(self, *, may_preempt: bool = True) -> tuple[list[tuple[int, int]], bool]:
-        """Give every unfinished slot a page of its own for its next token, pre-empting the latest if need be.
+    def steps_ahead(self, most: int) -> int:
+        """How many steps, at least one and at most `most`, all unfinished slots can take together: none has drawn its
+        last token before the last step, and there are pages for all."""
+        rows = self.unfinished
+        steps = int((self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size)))
+        return steps if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))) else 1
+
+    def prepare_decode(self, steps: int = 1, *, may_preempt: bool = True) -> tuple[list[tuple[int, int]], bool]:
+        """Give every unfinished slot pages of its own for its next `steps` tokens, pre-empting the latest if need be.
 
         Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared until written to.
-        And whether all have their page: False only where a sample would have to go and `may_preempt` is False, because
+        And whether all have theirs: False only where a sample would have to go and `may_preempt` is False, because
         tokens it has drawn are still on the device.
         """
         copies: list[tuple[int, int]] = []
-        rows = self.unfinished
-        number = self.cached[rows] // self.page_size
-        needs_page = (self.cached[rows] % self.page_size == 0) | (self.pages.references[self.table[rows, number]] > 1)
-        for slot in rows[needs_page].tolist():
-            index = int(self.cached[slot]) // self.page_size
+        for slot, index in self._lacking_pages(steps):
             while self._samples[slot] is not None:
                 held = self._held[slot]
                 shared = index < len(held) and self.pages.is_shared(held[index])
@@ -196,11 +199,11 @@ class Scheduler:
         self._changed.clear()
         return changed
 
-    def launch(self, slots: NDArray[np.int64], *, feeds: bool) -> None:
-        """Note that a draw was launched for each of `slots`; with `feeds`, that its last token goes into its pages."""
-        self.launched[slots] += 1
-        if feeds:
-            self.cached[slots] += 1
+    def launch(self, slots: NDArray[np.int64], *, fed: int) -> None:
+        """Note that the first draw of each of `slots` was launched (fed = 0), or one for each of the next `fed` tokens
+        that go into its pages."""
+        self.launched[slots] += max(fed, 1)
+        self.cached[slots] += fed
 
     def record(
         self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], log_probs: NDArray[np.float32]
@@ -254,6 +257,17 @@ class Scheduler:
         """Pages are held by running samples and by prompts with samples yet to start, and by nobody else."""
         prompts = [group.pages for group in self._prompts if group.pages is not None]
         self.pages.check_integrity([*self._held, *prompts])
+
+    def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
+        """(slot, number of the page in its sequence) where an unfinished slot's next `steps` tokens go to a page that
+        it has not, or not alone."""
+        rows, size = self.unfinished, self.page_size
+        cached = self.cached[rows]
+        shared = (cached % size > 0) & (self.pages.references[self.table[rows, cached // size]] > 1)
+        begin, end = -(-cached // size) - shared, -(-(cached + steps) // size)
+        lacking = np.flatnonzero(begin < end)
+        bounds = zip(rows[lacking].tolist(), begin[lacking].tolist(), end[lacking].tolist())
+        return [(slot, index) for slot, first, stop in bounds for index in range(first, stop)]
 
     def _start(self, sample: Sample, admission: Admission) -> None:
         slot = heapq.heappop(self._free_slots)

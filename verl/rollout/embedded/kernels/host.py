@@ -1,20 +1,19 @@
-"""The kernels of a CPU, compiled by numba: what a decode step does between its matrix products, one call each, on the
-rows of one thread; and the draw of a token in one pass over its row's logits.
+"""The kernels of a CPU, compiled by numba: a decode step's way through the layers, on the rows of one thread, and the
+draw of a token in one pass over its row's logits.
 
 They are in one file, because numba compiles again what it keeps on disk when the file of a function changes, and not
 when those of the functions that it calls do.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import llvmlite.binding
 import numpy as np
-import torch
-from numba import njit
+from numba import njit, types
 from numpy.typing import NDArray
 
-from verl.rollout.sampling import shifted_column_hashes
-from verl.rollout.types import SamplingParams
+from verl.rollout.embedded.kernels.blas import sgemm_address
 from verl.utils.logging import logger
 
 # Sums may be added up in any order. NaN and infinity stay what they are.
@@ -37,6 +36,12 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 inlined = njit(inline="always")  # into what is compiled, by whose rules it goes
+
+
+# What is kept on disk knows it by this name, and finds it where it is in this process.
+llvmlite.binding.add_symbol("verl_sgemm", sgemm_address())
+_sgemm = types.ExternalFunction("verl_sgemm", types.void(*[types.voidptr] * 13))
+_FORMS = np.array([ord("N"), ord("T")], np.uint8)  # a matrix as it lies in memory, and a transposed one
 
 
 @inlined
@@ -108,32 +113,153 @@ def gate(gate_up, out):
             out[row, i] = gate / (np.float32(1) + exp(-gate)) * gate_up[1, row, i]
 
 
+class Weights(NamedTuple):
+    """Those of n layers, as `fused.Stacks` has them. What a model has not is empty in its last dimension but one."""
+
+    embeddings: NDArray  # (V, H)
+    qkv: NDArray  # (n, H, (Hq + 2 Hk) D)
+    qkv_bias: NDArray  # (n, 1, (Hq + 2 Hk) D)
+    head_norms: NDArray  # (n, Hq + Hk, D)
+    output: NDArray  # (n, Hq D, H)
+    output_bias: NDArray  # (n, 1, H)
+    gate_up: NDArray  # (n, 2, H, I)
+    gate_up_bias: NDArray  # (n, 2, 1, I)
+    down: NDArray  # (n, I, H)
+    down_bias: NDArray  # (n, 1, H)
+    last_factors: NDArray  # (H,)
+    turns: NDArray  # (P, D / 2)
+    head: NDArray  # (V, H)
+    head_bias: NDArray  # (1, V)
+    windows: NDArray  # (n,), int64
+    scale: np.float32
+    epsilon: np.float32  # times H
+    head_epsilon: np.float32  # times D
+
+
+class Memory(NamedTuple):
+    """What a step writes to."""
+
+    stream: NDArray  # (b, H)
+    added: NDArray  # (b, H)
+    normed: NDArray  # (b, H)
+    heads: NDArray  # (b, Hq + 2 Hk, D)
+    mixed: NDArray  # (b, Hq, D)
+    gate_up: NDArray  # (2, b, I)
+    active: NDArray  # (b, I)
+    scores: NDArray  # (b, Hq, C)
+    logits: NDArray  # (rows of which there are logits at once, V)
+    scratch: NDArray  # (V,)
+
+
 @compiled
-def attend(heads, norms, epsilon, turns, positions, keys, values, starts, column, window, scale, scores, out):
+def generate(ids, noise, weights, keys, values, starts, first, column, memory, temperature, columns, tokens, log_probs):
+    """tokens (s, b) and log_probs (s, b) of s steps, the first of which is fed `ids` (b,); see `step` and `draw`.
+    noise (s, b, 2), or (s, 0, 2) for the largest logits."""
+    last, most = ids, len(memory.logits)
+    for number in range(len(tokens)):
+        step(last, weights, keys, values, starts, first, column + number, memory)
+        last = tokens[number]
+        for begin in range(0, len(ids), most):
+            end = min(begin + most, len(ids))
+            logits = memory.logits[: end - begin]
+            multiply(memory.normed[begin:end], weights.head, weights.head_bias, logits, True)
+            draw(
+                logits, temperature, noise[number, begin:end], columns, memory.scratch, last[begin:end],
+                log_probs[number, begin:end],
+            )  # fmt: skip
+
+
+@compiled
+def step(ids, weights, keys, values, starts, first, column, memory):
+    """memory.normed (b, H) = the last hidden states of one new token a row, `ids` (b,). Its keys and values go to
+    `column` of those that keys and values (n, C, R, Hk, D) and starts (R,) have from row `first` on; see `attend`."""
+    rows, hidden = memory.stream.shape
+    heads, mixed = memory.heads.reshape(rows, -1), memory.mixed.reshape(rows, -1)
+    for row in range(rows):
+        for i in range(hidden):
+            memory.stream[row, i] = weights.embeddings[ids[row], i]
+            memory.added[row, i] = np.float32(0)
+    for layer in range(len(weights.qkv)):
+        add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
+        multiply(memory.normed, weights.qkv[layer], weights.qkv_bias[layer], heads, False)
+        attend(
+            memory.heads, weights.head_norms[layer], weights.head_epsilon, weights.turns, keys[layer], values[layer],
+            starts, first, column, weights.windows[layer], weights.scale, memory.scores, memory.mixed,
+        )  # fmt: skip
+        multiply(mixed, weights.output[layer], weights.output_bias[layer], memory.added, False)
+        add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
+        for part in range(2):
+            matrix, bias = weights.gate_up[layer, part], weights.gate_up_bias[layer, part]
+            multiply(memory.normed, matrix, bias, memory.gate_up[part], False)
+        gate(memory.gate_up, memory.active)
+        multiply(memory.active, weights.down[layer], weights.down_bias[layer], memory.added, False)
+    add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
+    for row in range(rows):
+        for i in range(hidden):
+            memory.normed[row, i] *= weights.last_factors[i]
+
+
+@compiled
+def multiply(x, matrix, bias, out, transposed):
+    """out (b, N) = x (b, K) times matrix (K, N), or (N, K) and transposed, and bias (1, N) if it is not empty."""
+    for row in range(len(out) if len(bias) else 0):
+        for i in range(out.shape[1]):
+            out[row, i] = bias[0, i]
+    # Fortran's order: its matrices are the transposed ones, its numbers come by their addresses.
+    sizes, factors = np.empty(4, np.int64), np.empty(2, np.float32)
+    sizes[0], sizes[1], sizes[2], sizes[3] = out.shape[1], x.shape[0], x.shape[1], matrix.shape[1]
+    factors[0], factors[1] = 1, len(bias)
+    form = _FORMS[1:].ctypes if transposed else _FORMS.ctypes
+    _sgemm(
+        form, _FORMS.ctypes, sizes.ctypes, sizes[1:].ctypes, sizes[2:].ctypes, factors.ctypes, matrix.ctypes,
+        sizes[3:].ctypes, x.ctypes, sizes[2:].ctypes, factors[1:].ctypes, out.ctypes, sizes.ctypes,
+    )  # fmt: skip
+
+
+@compiled
+def attend(heads, norms, epsilon, turns, keys, values, starts, first, column, window, scale, scores, out):
     """Attention of one new token a row, which comes as the product of its projections.
 
     heads (b, Hq + 2 Hk, D): queries, keys and values; overwritten. norms (Hq + Hk, D): factors of the norms of query
-    and key heads, or (0, D). turns (P, D / 2): e^(i angle) at each position. keys, values (b, Hk, C, D): the new token
-    goes to `column`, and a row's first one is at starts (b,). scores (C,) is scratch. out (b, Hq, D).
+    and key heads, or (0, D). turns (P, D / 2): e^(i angle) at each position. keys, values (C, R, Hk, D), whose rows
+    are these from `first` on: the new token goes to `column`, and a row's first one is at starts (R,). scores
+    (b, Hq, C) is scratch. out (b, Hq, D).
+
+    All rows go through the columns together, so that keys and values are read in the order in which they lie in memory.
     """
-    num_key_heads = keys.shape[1]
+    num_key_heads = keys.shape[2]
     num_query_heads = heads.shape[1] - 2 * num_key_heads
     groups = num_query_heads // num_key_heads
-    for row in range(heads.shape[0]):
+    rows = len(heads)
+    seen, begin = np.empty(rows, np.int64), column
+    for row in range(rows):
         mine = heads[row]
+        seen[row] = max(starts[first + row], column + 1 - window)
+        begin = min(begin, seen[row])
         if norms.shape[0] > 0:
             _normalize(mine[:-num_key_heads], norms, epsilon)
-        _rotate(mine[:-num_key_heads], turns[positions[row]])
-        first = max(starts[row], column + 1 - window)
+        _rotate(mine[:-num_key_heads], turns[column - starts[first + row]])
         for head in range(num_key_heads):
-            keys[row, head, column] = mine[num_query_heads + head]
-            values[row, head, column] = mine[num_query_heads + num_key_heads + head]
-            seen_keys, seen_values = keys[row, head, first : column + 1], values[row, head, first : column + 1]
-            seen_scores = scores[: len(seen_keys)]
-            for query in range(head * groups, (head + 1) * groups):
-                _score(mine[query], seen_keys, scale, seen_scores)
-                _softmax(seen_scores)
-                _mix(seen_scores, seen_values, out[row, query])
+            for i in range(heads.shape[2]):
+                keys[column, first + row, head, i] = mine[num_query_heads + head, i]
+                values[column, first + row, head, i] = mine[num_query_heads + num_key_heads + head, i]
+    for at in range(begin, column + 1, 4):
+        for row in range(rows):
+            start, stop = max(at, seen[row]), min(at + 4, column + 1)
+            for query in range(num_query_heads if start < stop else 0):
+                row_scores = scores[row, query, start - begin :]
+                _score(heads[row, query], keys, start, stop, first + row, query // groups, scale, row_scores)
+    for row in range(rows):
+        for query in range(num_query_heads):
+            _softmax(scores[row, query, seen[row] - begin : column + 1 - begin])
+            for i in range(out.shape[2]):
+                out[row, query, i] = np.float32(0)
+    for at in range(begin, column + 1, 4):
+        for row in range(rows):
+            start, stop = max(at, seen[row]), min(at + 4, column + 1)
+            for query in range(num_query_heads if start < stop else 0):
+                row_scores = scores[row, query, start - begin :]
+                _mix(row_scores, values, start, stop, first + row, query // groups, out[row, query])
 
 
 @inlined
@@ -156,23 +282,26 @@ def _rotate(heads, turn):
 
 
 @inlined
-def _score(query, keys, scale, scores):
-    """scores (L,) = keys (L, D) times query (D,); four at a time, so that a number of the query is loaded once."""
-    fours = len(keys) - len(keys) % 4
-    for at in range(0, fours, 4):
+def _score(query, keys, start, stop, row, head, scale, scores):
+    """scores (stop - start,) = query (D,) times these columns' keys (C, R, Hk, D) in a row and head. Four are taken at
+    once, so that a number of the query is loaded once."""
+    if stop - start == 4:
+        key_0, key_1 = keys[start, row, head], keys[start + 1, row, head]
+        key_2, key_3 = keys[start + 2, row, head], keys[start + 3, row, head]
         score_0 = score_1 = score_2 = score_3 = np.float32(0)
         for i in range(len(query)):
-            score_0 += query[i] * keys[at, i]
-            score_1 += query[i] * keys[at + 1, i]
-            score_2 += query[i] * keys[at + 2, i]
-            score_3 += query[i] * keys[at + 3, i]
-        scores[at], scores[at + 1] = score_0 * scale, score_1 * scale
-        scores[at + 2], scores[at + 3] = score_2 * scale, score_3 * scale
-    for at in range(fours, len(keys)):
-        score = np.float32(0)
-        for i in range(len(query)):
-            score += query[i] * keys[at, i]
-        scores[at] = score * scale
+            score_0 += query[i] * key_0[i]
+            score_1 += query[i] * key_1[i]
+            score_2 += query[i] * key_2[i]
+            score_3 += query[i] * key_3[i]
+        scores[0], scores[1], scores[2], scores[3] = score_0 * scale, score_1 * scale, score_2 * scale, score_3 * scale
+    else:
+        for column in range(start, stop):
+            key = keys[column, row, head]
+            score = np.float32(0)
+            for i in range(len(query)):
+                score += query[i] * key[i]
+            scores[column - start] = score * scale
 
 
 @inlined
@@ -188,50 +317,27 @@ def _softmax(scores):
 
 
 @inlined
-def _mix(weights, values, out):
-    """out (D,) = weights (L,) times values (L, D); four at a time, so that a sum is loaded and stored once."""
-    for i in range(len(out)):
-        out[i] = np.float32(0)
-    fours = len(values) - len(values) % 4
-    for at in range(0, fours, 4):
-        weight_0, weight_1, weight_2, weight_3 = weights[at], weights[at + 1], weights[at + 2], weights[at + 3]
+def _mix(weights, values, start, stop, row, head, out):
+    """out (D,) += weights (stop - start,) times these columns' values (C, R, Hk, D) in a row and head. Four are taken
+    at once, so that a sum is loaded and stored once."""
+    if stop - start == 4:
+        value_0, value_1 = values[start, row, head], values[start + 1, row, head]
+        value_2, value_3 = values[start + 2, row, head], values[start + 3, row, head]
+        weight_0, weight_1, weight_2, weight_3 = weights[0], weights[1], weights[2], weights[3]
         for i in range(len(out)):
-            out[i] += (
-                weight_0 * values[at, i]
-                + weight_1 * values[at + 1, i]
-                + weight_2 * values[at + 2, i]
-                + weight_3 * values[at + 3, i]
-            )
-    for at in range(fours, len(values)):
-        weight = weights[at]
-        for i in range(len(out)):
-            out[i] += weight * values[at, i]
-
-
-def can_sample(logits: torch.Tensor, params: SamplingParams) -> bool:
-    """Whether `sample` draws by these parameters: from whole vocabularies alone."""
-    return logits.dtype == torch.float32 and not params.is_filtered
-
-
-def sample(
-    logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`verl.rollout.sampling.sample`, with the same noise, whose logarithms may differ in the last place."""
-    rows, vocabulary = logits.shape
-    tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    columns = shifted_column_hashes(vocabulary, logits.device)[0]
-    noise = torch.empty(0, 2, dtype=torch.int32) if keys is None else keys
-    _draw(
-        logits.numpy(), np.float32(params.temperature or 1.0), noise.numpy().view(np.uint32),
-        columns.numpy().view(np.uint32), np.empty(vocabulary, np.float32), tokens.numpy(), log_probs.numpy(),
-    )  # fmt: skip
-    return tokens, log_probs
+            out[i] += weight_0 * value_0[i] + weight_1 * value_1[i] + weight_2 * value_2[i] + weight_3 * value_3[i]
+    else:
+        for column in range(start, stop):
+            weight, value = weights[column - start], values[column, row, head]
+            for i in range(len(out)):
+                out[i] += weight * value[i]
 
 
 @compiled
-def _draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
-    """tokens (b,) and log_probs (b,) from logits (b, V), uint32 row keys (b, 2), or (0, 2) for the largest logit, and
-    column hashes (V,). scratch (V,)."""
+def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
+    """`verl.rollout.sampling.sample` from whole vocabularies: tokens (b,) and log_probs (b,) from logits (b, V), uint32
+    row keys (b, 2), or (0, 2) for the largest logit, and column hashes (V,). scratch (V,). The noise is the same, but
+    its logarithms may differ in the last place."""
     factor = np.float32(1) / temperature
     for row in range(logits.shape[0]):
         mine = logits[row]
