@@ -208,7 +208,7 @@ class StackedDecoder(FusedDecoder):
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
         """See `FusedDecoder.attend`."""
         stacks, dim = self._layer_stacks[id(layer)], self.cos.shape[1]
-        heads = product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
+        heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
         rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
         if stacks.head_norm is not None:
             rotated = _unit_rows(rotated, layer.query_norm.variance_epsilon).mul_(stacks.head_norm)
@@ -223,13 +223,13 @@ class StackedDecoder(FusedDecoder):
             out = out[0][0]
         else:
             out = step.attend(self.paging, pages, q, k, v, facts)
-        return product(out.flatten(1), stacks.output)
+        return _product(out.flatten(1), stacks.output)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         """See `FusedDecoder.feed_forward`."""
         stacks = self._layer_stacks[id(layer)]
-        gate, up = products(normed, stacks.gate_up)
-        return product(F.silu(gate, inplace=True).mul_(up), stacks.down)
+        gate, up = _products(normed, stacks.gate_up)
+        return _product(F.silu(gate, inplace=True).mul_(up), stacks.down)
 
 
 class Matrix(NamedTuple):
@@ -307,17 +307,17 @@ def _paired(heads: Tensor) -> Tensor:
     return torch.stack(heads.chunk(2, dim=-1), dim=-1).flatten(-2)
 
 
-def product(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
+def _product(x: Tensor, matrix: Matrix) -> Tensor:
     """(b, N): x (b, K) times a matrix."""
     weight, bias = matrix
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def products(x: Tensor, matrices: Matrix, out: Tensor | None = None) -> Tensor:
+def _products(x: Tensor, matrices: Matrix) -> Tensor:
     """(n, b, N): x (b, K) times each of n matrices, which MKL computes faster than one product of n * N columns."""
     weight, bias = matrices
     each = x.expand(weight.shape[0], -1, -1)
-    return torch.bmm(each, weight, out=out) if bias is None else torch.baddbmm(bias, each, weight, out=out)
+    return torch.bmm(each, weight) if bias is None else torch.baddbmm(bias, each, weight)
 
 
 def _unit_rows(x: Tensor, epsilon: float) -> Tensor:
