@@ -21,7 +21,7 @@ from verl.config.rollout import RolloutConfig
 from verl.rollout import Request, SamplingParams, create_rollout_engine
 from verl.rollout.embedded import host_lanes
 
-# Hidden size, layers: 0.7, 11 and 57 million parameters with a vocabulary of 1,024.
+# Hidden size, layers: 0.7, 15 and 50 million parameters with a vocabulary of 1,024.
 MODELS = ((128, 4), (384, 8), (640, 10))
 VOCABULARY = 1024
 

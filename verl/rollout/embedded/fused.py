@@ -6,7 +6,7 @@ listed; all others decode through their module.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -234,7 +234,7 @@ class StackedDecoder(FusedDecoder):
 
 class Matrix(NamedTuple):
     weight: Tensor  # (K, N), as products read it fastest, or n of them (n, K, N)
-    bias: Tensor | None  # (N,), or (n, 1, N)
+    bias: Tensor | None  # (1, N), or (n, 1, N)
 
 
 class Stacks(NamedTuple):
@@ -265,7 +265,7 @@ class Stacks(NamedTuple):
         return cls(
             qkv=qkv,
             output=_stack([attention.o_proj]),
-            gate_up=_one_behind_the_other(_stack([part], layer.post_norm) for part in (mlp.gate_proj, mlp.up_proj)),
+            gate_up=_stacked([_stack([part], layer.post_norm) for part in (mlp.gate_proj, mlp.up_proj)]),
             down=_stack([mlp.down_proj]),
             head_norm=head_norm,
             num_key_heads=num_key_heads,
@@ -279,20 +279,15 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
         weight *= norm.weight * weight.shape[1] ** 0.5
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     assert len(biases) in (0, len(linears))
-    return Matrix(weight.t().contiguous(), torch.cat(biases) if biases else None)
+    return Matrix(weight.t().contiguous(), torch.cat(biases)[None] if biases else None)
 
 
-def _one_behind_the_other(matrices: Iterable[Matrix]) -> Matrix:
-    weights, biases = zip(*matrices)
-    return Matrix(torch.stack(weights), None if biases[0] is None else torch.stack(biases)[:, None])
-
-
-def _stacked(layers: Sequence[Any]) -> Any:
-    """One of what n layers have each: tensors (n, ...), within tuples."""
-    first = layers[0]
+def _stacked(parts: Sequence[Any]) -> Any:
+    """n alike, one behind the other: tensors (n, ...), within tuples."""
+    first = parts[0]
     if isinstance(first, tuple):
-        return type(first)(*map(_stacked, zip(*layers)))
-    return torch.stack(tuple(layers)) if isinstance(first, Tensor) else first
+        return type(first)(*map(_stacked, zip(*parts)))
+    return torch.stack(tuple(parts)) if isinstance(first, Tensor) else first
 
 
 def _part(stacked: Any, number: int) -> Any:

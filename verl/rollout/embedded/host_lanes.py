@@ -79,10 +79,9 @@ class Lanes:
     Their steps are one call of `kernels.host`, while other threads have Python.
     """
 
-    def __init__(self, module: Any, decoder: StackedDecoder) -> None:
+    def __init__(self, decoder: StackedDecoder, head: Any) -> None:
         self.decoder = decoder
-        self.weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-        self._head = module.get_output_embeddings()
+        self._head = head
         self.kernels: Any = load_kernels()
         self._logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
@@ -110,7 +109,7 @@ class Lanes:
         layers, norm, heads_norm = decoder.layers, decoder.norm, decoder.layers[0].query_norm
         return self.kernels.Weights(
             embeddings=decoder.embeddings.weight.detach().numpy(),
-            **_arrays("head", Matrix(self._head.weight.detach(), self._head.bias)),
+            **_arrays("head", Matrix(self._head.weight, None if self._head.bias is None else self._head.bias[None])),
             head_norms=(stacks.qkv.weight[:, :0] if stacks.head_norm is None else stacks.head_norm).numpy(),
             **_arrays("qkv", stacks.qkv),
             **_arrays("output", stacks.output),
@@ -214,9 +213,6 @@ class Lane:
 
 
 def _arrays(name: str, matrix: Matrix) -> dict[str, NDArray[np.float32]]:
-    weight, bias = matrix.weight, matrix.bias
-    if bias is None:
-        bias = weight[..., :0, :]
-    elif bias.dim() < weight.dim():
-        bias = bias[..., None, :]
-    return {name: weight.numpy(), f"{name}_bias": bias.detach().numpy()}
+    weight = matrix.weight.detach()
+    bias = weight[..., :0, :] if matrix.bias is None else matrix.bias.detach()
+    return {name: weight.numpy(), f"{name}_bias": bias.numpy()}

@@ -1,5 +1,6 @@
 """The runner of a CPU: every step is computed when it is asked for."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class HostRunner(ModelRunner):
         self._key_rows.clear()
         self._lanes = None
         if self.parallel is None and host_lanes.pay(self._body, most_tokens):
-            self._lanes = self._made_lanes = self._made_lanes or Lanes(self.module, self._body)
+            self._lanes = self._made_lanes = self._made_lanes or Lanes(self._body, self.module.get_output_embeddings())
 
     def steps_at_once(self, scheduler: Scheduler) -> int:
         """See `ModelRunner.steps_at_once`."""
@@ -154,7 +155,7 @@ class HostRunner(ModelRunner):
         if self._lanes is None or not self._keeps_rows(scheduler):
             return 0
         rows, threads = len(scheduler.unfinished), torch.get_num_threads()
-        return host_lanes.count_lanes(rows, threads, self._lanes.weight_bytes)
+        return host_lanes.count_lanes(rows, threads, self._weight_bytes)
 
     def _noise_keys(self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: int = 0) -> NDArray[np.int32]:
         return row_keys(scheduler.keys[slots], scheduler.drawn[slots] + ahead)
@@ -164,8 +165,12 @@ class HostRunner(ModelRunner):
 
     def _is_small(self) -> bool:
         """Whether copies of the weights are cheap, and change no more than their last bits."""
-        size = sum(parameter.numel() * parameter.itemsize for parameter in self.module.parameters())
-        return size <= STACKED_BYTES and self.dtype in (torch.float32, torch.float64) and not self.deterministic
+        is_exact = self.dtype in (torch.float32, torch.float64)
+        return self._weight_bytes <= STACKED_BYTES and is_exact and not self.deterministic
+
+    @functools.cached_property
+    def _weight_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.itemsize for parameter in self.module.parameters())
 
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         if not isinstance(self._body, StackedDecoder):

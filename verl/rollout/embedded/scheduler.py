@@ -161,7 +161,7 @@ class Scheduler:
         steps = int((self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size)))
         return steps if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))) else 1
 
-    def prepare_decode(self, steps: int = 1, *, may_preempt: bool = True) -> tuple[list[tuple[int, int]], bool]:
+    def prepare_decode(self, steps: int, *, may_preempt: bool = True) -> tuple[list[tuple[int, int]], bool]:
         """Give every unfinished slot pages of its own for its next `steps` tokens, pre-empting the latest if need be.
 
         Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared until written to.
