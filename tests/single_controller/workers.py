@@ -1,5 +1,6 @@
 """Workers that tests start on real processes, and what a driver does with them there."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -344,13 +345,15 @@ def many_calls(pool: Any) -> dict[str, list[int]]:
 
 def assert_nothing_grew(more: dict[str, list[int]]) -> None:
     """Of `many_calls`."""
-    assert max(more["mib"]) < 16, f"two in a hundred of 800 calls' batches: {more}"
+    assert max(more["mib"]) < 8, f"two in a hundred of 800 calls' rows, of which a rank gets 0.5 MiB: {more}"
     assert max(more["files"]) <= 2, more
     assert max(more["threads"]) <= 2, more
 
 
 def usage() -> dict[str, int]:
     process = psutil.Process()
+    # What was freed and lies between what is in use comes and goes by 20 MiB, and is no leak.
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
     mib = process.memory_full_info().uss // 2**20
     return {"mib": mib, "files": process.num_fds(), "threads": process.num_threads()}
 
