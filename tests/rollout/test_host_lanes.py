@@ -16,6 +16,7 @@ from verl.rollout.embedded import host_lanes, host_runner
 from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 from verl.rollout.embedded.kernels import blas
 from verl.utils.errors import VerlError
+from verl.utils.logging import say_once
 
 numba = pytest.importorskip("numba")
 if blas.sgemm_address() is None:
@@ -210,6 +211,16 @@ def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
         missing = run(make_engine(model), PROMPTS)
     assert "pip install numba" in caplog.text
     assert tokens_of(missing) == tokens_of(other) == tokens_of(broken)
+
+
+def test_the_wait_for_the_compiler_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    say_once.cache_clear()
+    fresh = numba.njit(host.largest_of.py_func)  # which no disk keeps
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            fresh(np.ones(8, np.float32))
+    assert [record.message[:40] for record in caplog.records] == ["rollout: numba compiles kernels for this"]
 
 
 def draw(logits, temperature, keys):

@@ -11,10 +11,25 @@ from typing import Any, NamedTuple
 import llvmlite.binding
 import numpy as np
 from numba import njit, types
+from numba.core import event
 from numpy.typing import NDArray
 
 from verl.rollout.embedded.kernels.blas import sgemm_address
-from verl.utils.logging import logger
+from verl.utils.logging import logger, say_once
+
+
+class _Compilation(event.Listener):
+    """Says why the first call waits."""
+
+    def on_start(self, event: event.Event) -> None:
+        if event.data["dispatcher"].py_func.__module__ == __name__:
+            say_once("rollout: numba compiles kernels for this CPU: some 10 s, once where a disk can keep them")
+
+    def on_end(self, event: event.Event) -> None:
+        """A listener must have one."""
+
+
+event.register("numba:compile", _Compilation())
 
 # Sums may be added up in any order. NaN and infinity stay what they are.
 _OPTIONS: dict[str, Any] = {
