@@ -83,8 +83,6 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ("trainer.resume_mode=resume_path trainer.resume_from_path=no/such", "found none at 'no/such'"),
         ("trainer.total_epochs=null", "The run has no end"),
         ("trainer.logger=[console,wandbb]", "unknown 'wandbb'. Nearest known: wandb"),
-        ("trainer.val_only=True", "val_only=True asks for validation, but data.val_files is not set"),
-        ("trainer.test_freq=5", "test_freq=5 asks for validation"),
         ("trainer.default_local_dir='s3://bucket/x'", "default_local_dir must be a local or a mounted folder"),
         ("trainer.nnodes=2", "nnodes=2 needs trainer.n_gpus_per_node"),
         ("trainer.n_gpus_per_node=1e9", "n_gpus_per_node must be above 0 and at most 1024, got 1000000000"),
@@ -129,9 +127,9 @@ def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, 
     assert "problems in the configuration" not in str(error.value)
 
 
-def test_several_problems_come_in_one_error(build: Load):
+def test_several_problems_come_in_one_error(load: Load):
     with pytest.raises(ConfigError, match="(?s)3 problems.*- .*hdfs.*- .*mode=async|3 problems.*mode=async.*hdfs"):
-        build("trainer.default_hdfs_dir=hdfs://x", f"{ROLLOUT}.mode=async", "trainer.test_freq=3")
+        load("trainer.default_hdfs_dir=hdfs://x", f"{ROLLOUT}.mode=async", "trainer.test_freq=3")
 
 
 def test_model_and_data_must_be_named():
@@ -139,6 +137,13 @@ def test_model_and_data_must_be_named():
         load_config([])
     with pytest.raises(ConfigError, match="model.path is not set"):  # of $MODEL that is not set
         load_config(["actor_rollout_ref.model.path=", "data.train_files=a"])
+
+
+@pytest.mark.parametrize("asked", ["trainer.val_only=True", "trainer.test_freq=5"])
+def test_a_command_line_names_validation_data_and_a_program_may_give_objects(asked: str, load: Load, build: Load):
+    with pytest.raises(ConfigError, match=f"{asked} asks for validation, but data.val_files is not set"):
+        load(asked)
+    build(asked)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.shared_files import SHARED, needs_shared
 from tests.trainer.runs import metric_lines, moments, run_in_child, same_bits, weights, without_times, write_lines
 from tests.trainer.test_resume import die_at_call
-from verl.config.load import load_config
+from verl.config.load import config_from_dict, load_config
 from verl.config.sft import SFTConfig, as_train_config
+from verl.data.sft_dataset import SFTDataset
 from verl.data.toy import TOY_MODEL, toy_files
 from verl.engine.base import TrainEngine
 from verl.trainer.main_sft import main
+from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
@@ -293,3 +295,26 @@ def test_the_toys_rows_are_learnt_from_nested_columns(tmp_path):
     answers = ["data.response_key=extra_info", "data.response_dict_keys=[answer]"]
     assert main(command_line(tmp_path, Path(toy_files()[0]), *nested, *answers)) == 0
     assert len(losses(tmp_path)) == 1
+
+
+def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
+    assert main(command_line(tmp_path / "files", rows_file, "trainer.max_steps=2", "trainer.save_freq=-1")) == 0
+    trainer = {"default_local_dir": str(tmp_path / "objects"), "max_steps": 2, "logger": ["file"], "device": "cpu"}
+    config = config_from_dict(
+        {
+            "model": {"path": "toy"},
+            "data": {"train_batch_size": 3, "shuffle": False},
+            "optim": {"lr": LEARNING_RATE, "lr_scheduler": "constant", "warmup_steps_ratio": 0, "weight_decay": 0.1},
+            "trainer": {**trainer, "test_freq": 1},
+        },
+        root="sft_trainer",
+    )
+    rows = SFTDataset(str(rows_file), AutoTokenizer.from_pretrained(TOY_MODEL), config.data)
+    for missing, given in (("data.train_files is not set", {}), ("data.val_files", {"train_dataset": rows})):
+        with pytest.raises(ConfigError, match=f"{missing}.* A program may also give SFTTrainer a train_dataset"):
+            SFTTrainer(config, **given)
+    run = SFTTrainer(config, train_dataset=rows, val_dataset=rows)
+    run.init_workers()
+    run.fit()
+    assert losses(tmp_path / "objects") == losses(tmp_path / "files")
+    assert len(losses(tmp_path / "objects", "val/loss")) == 2

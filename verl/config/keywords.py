@@ -12,7 +12,6 @@ from typing import Any
 from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
 from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
 from verl.config.placement import ranks_of_roles
-from verl.config.rules import training_data_is_named, validation_has_data
 from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
@@ -38,9 +37,6 @@ _BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
 OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 
 
-_NAMES_OF_DATA = (training_data_is_named, validation_has_data)
-
-
 def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfig:
     """A configuration of its own, checked; it need not name data, which a program may give as objects.
 
@@ -51,7 +47,7 @@ def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfi
     layers = [_given(config), dict(keywords)]
     options = {name: layer.pop(name) for layer in layers for name in OPTIONS if name in layer}
     values = merge_values(*(_as_keys(layer) for layer in layers))
-    return with_options(config_from_dict(values, without=_NAMES_OF_DATA), options)
+    return with_options(config_from_dict(values), options)
 
 
 def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig:
@@ -68,7 +64,7 @@ def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig
     if not values:
         return config
     changed = merge_values(_as_keys(_given(config)), values)
-    return config_from_dict(changed, without=_NAMES_OF_DATA)
+    return config_from_dict(changed)
 
 
 def assign(config: TrainConfig, other: TrainConfig) -> None:

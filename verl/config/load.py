@@ -21,7 +21,7 @@ from verl.config import evaluation, generation, sft
 from verl.config.actor import ExtraLossConfig
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
-from verl.config.rules import RULES, Rule, doubtful
+from verl.config.rules import RULES, RULES_OF_FILES, Rule, doubtful
 from verl.config.toy_defaults import with_toy_defaults
 from verl.config.train import TrainConfig
 from verl.config.validate import validate
@@ -37,6 +37,7 @@ class Root:
     module: str  # which `python -m` runs
     shortest: str  # what --help says of a first run
     rules: tuple[Rule, ...] = RULES
+    rules_of_files: tuple[Rule, ...] = ()  # more of them, for those who cannot give data as objects
     doubts: Callable[[Any], Iterable[str]] = doubtful
     with_defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
@@ -46,6 +47,7 @@ ROOTS = {
         TrainConfig,
         "verl.trainer.main_ppo",
         "The shortest run: data.dataset_name=toy. With --dry-run: its memory and batches alone, nothing is trained.",
+        rules_of_files=RULES_OF_FILES,
         with_defaults=with_toy_defaults,
     ),
     "generation": Root(
@@ -53,7 +55,7 @@ ROOTS = {
         "verl.trainer.main_generation",
         "The shortest run: data.path=toy model.path=toy data.output_path=out.parquet",
         generation.RULES,
-        generation.doubtful,
+        doubts=generation.doubtful,
     ),
     "evaluation": Root(
         evaluation.EvaluationConfig,
@@ -67,6 +69,7 @@ ROOTS = {
         "verl.trainer.main_sft",
         "The shortest run: data.train_files=rows.parquet model.path=toy",
         sft.RULES,
+        sft.RULES_OF_FILES,
         sft.doubtful,
     ),
 }
@@ -95,23 +98,17 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
         sys.exit(0)
     config = _build(_compose(command, root), root, on_line)
-    _validate(config, root, only_to_plan=only_to_plan)
+    about = ROOTS[root]
+    validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
     return config
 
 
-def config_from_dict(
-    values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer", without: Container[Rule] = ()
-) -> Any:
-    """A checked configuration from nested values, of which any may be left out (also a composed DictConfig); `without`
-    some of the rules that it is checked by."""
+def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
+    """A checked configuration from nested values, of which any may be left out (also a composed DictConfig). It need
+    not name data, which a program may give as objects."""
     config = _build(given_values(values, root=root), root)
-    _validate(config, root, without=without)
+    validate(config, ROOTS[root].rules, ROOTS[root].doubts)
     return config
-
-
-def _validate(config: Any, root: str, *, without: Container[Rule] = (), only_to_plan: bool = False) -> None:
-    rules = [rule for rule in ROOTS[root].rules if rule not in without]
-    validate(config, rules, ROOTS[root].doubts, only_to_plan=only_to_plan)
 
 
 def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:

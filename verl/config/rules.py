@@ -333,7 +333,6 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     model_and_data_are_named,
-    training_data_is_named,
     batch_divides_into_mini_batches,
     sequences_fit,
     roles_are_placed,
@@ -346,12 +345,13 @@ RULES: tuple[Rule, ...] = (
     engine_can_be_shared,
     adapters_can_be_trained,
     run_has_an_end_and_a_start,
-    validation_has_data,
     checkpoint_parts_are_known,
     loggers_are_known,
     reward_has_what_it_needs,
     *ALGORITHM_RULES,
 )
+# What a command line must name, and a program may give as objects.
+RULES_OF_FILES: tuple[Rule, ...] = (training_data_is_named, validation_has_data)
 
 
 def doubtful(config: TrainConfig) -> Iterator[str]:

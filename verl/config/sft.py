@@ -160,9 +160,12 @@ SHARED = SharedKeys((
 as_train_config = SHARED.as_train_config
 
 
-def data_and_model_are_named(config: SFTConfig) -> Iterator[str]:
+def model_is_named(config: SFTConfig) -> Iterator[str]:
     if config.model.path is None:
         yield "model.path (partial_pretrain) is not set. Give a folder or hub name of a causal LM, or 'toy'."
+
+
+def training_data_is_named(config: SFTConfig) -> Iterator[str]:
     if not config.data.train_files:
         yield "data.train_files is not set. Give Parquet or JSON lines with prompts and responses, or with messages."
 
@@ -177,7 +180,7 @@ def a_row_fits(config: SFTConfig) -> Iterator[str]:
 
 
 RULES = (
-    data_and_model_are_named,
+    model_is_named,
     a_row_fits,
     *map(
         SHARED.rule_here,
@@ -187,12 +190,12 @@ RULES = (
             rules.losses_make_sense,
             rules.adapters_can_be_trained,
             rules.run_has_an_end_and_a_start,
-            rules.validation_has_data,
             rules.checkpoint_parts_are_known,
             rules.loggers_are_known,
         ),
     ),
 )
+RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_data))
 
 
 def doubtful(config: SFTConfig) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl.config.sft import SFTConfig, as_train_config
+from verl.config.sft import RULES_OF_FILES, SFTConfig, as_train_config
 from verl.data import RLDataLoader
 from verl.data.loader import MapDataset
 from verl.data.sft_dataset import SFTDataset, pad_examples
@@ -10,6 +10,7 @@ from verl.protocol import DataProto
 from verl.trainer import setup
 from verl.trainer.placement import join_pool
 from verl.trainer.run import TrainingRun
+from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 from verl.workers.sft import SFTWorker
 
@@ -32,6 +33,9 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         train_dataset: MapDataset | None = None,
         val_dataset: MapDataset | None = None,
     ) -> None:
+        for given, rule in zip((train_dataset, val_dataset), RULES_OF_FILES):
+            for problem in rule(config) if given is None else ():
+                raise ConfigError(f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset.")
         super().__init__(config, config.trainer.max_ckpt_to_keep)
         self.train_config = train = as_train_config(config)  # for the parts that training has too
         setup.load_user_code(train)
