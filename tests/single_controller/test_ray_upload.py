@@ -98,3 +98,10 @@ def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch)
     finally:
         ray.shutdown()
     assert variables == {"NCCL_DEBUG": "INFO", "OF_JOB": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_told_with_the_way_out(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))
+    with pytest.raises(ConfigError, match=r"Ray's folder has too long a path.* cannot exceed.*Set RAY_TMPDIR=/tmp"):
+        connect(address="local", num_cpus=1, **QUIET)
+    assert not ray.is_initialized()

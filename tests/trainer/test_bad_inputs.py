@@ -15,6 +15,7 @@ from verl.data.toy import toy_files
 from verl.models.load import resolve_path
 from verl.utils.entry import INTERRUPTED
 from verl.utils.logging import logger
+from verl.utils.sigterm import TERMINATED
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -390,21 +391,30 @@ def hears_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+ENDS = {"SIGINT": (INTERRUPTED, "Interrupted.\n"), "SIGTERM": (TERMINATED, "Ended by SIGTERM.\n")}
+
+
 @pytest.mark.usefixtures("hears_ctrl_c")
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ENDS)
+def test_ctrl_c_and_sigterm_end_a_start_in_one_line(tmp_path, capfd, monkeypatch, name):
+    (tmp_path / f"told_by_{name}.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    code = run(tmp_path, f"actor_rollout_ref.model.external_lib=told_by_{name}")
+    assert (code, capfd.readouterr().err) == ENDS[name]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+@pytest.mark.parametrize("name", ENDS)
 def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, name):
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     reward = reward_file(tmp_path, f"import os, signal; os.kill(os.getpid(), signal.{name}); time.sleep(5)")
     assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
     again = ["trainer.save_freq=1", "reward_model.preflight=False", *reward]
-    if name == "SIGINT":
-        assert run(tmp_path, *again) == INTERRUPTED
-        assert capfd.readouterr().err == "Interrupted.\n"
-    else:
-        before = signal.getsignal(signal.SIGTERM)  # Ray's, where a test of this process has begun it
-        with pytest.raises(SystemExit) as caught:
-            run(tmp_path, *again)
-        assert caught.value.code == 128 + signal.SIGTERM
-        assert signal.getsignal(signal.SIGTERM) is before
+    before = signal.getsignal(signal.SIGTERM)  # Ray's, where a test of this process has begun it
+    code = run(tmp_path, *again)
+    assert (code, capfd.readouterr().err) == ENDS[name]
+    assert signal.getsignal(signal.SIGTERM) is before
     assert said == [f"Interrupted in step 2 of 2. Newest checkpoint in {tmp_path}: global_step_1."]

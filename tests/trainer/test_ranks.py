@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,15 @@ RAY = [
 ]
 
 
-def test_two_actors_of_ray_train_as_one_process(alone, tmp_path):
+def test_two_actors_of_ray_train_as_one_process(alone, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="the optional backend is not installed")
-    on_ray = train(ALONE, tmp_path, "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose path is short enough for Ray's sockets
+    on_ray = train(ALONE, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
     assert_same(on_ray, alone[1][:2])
+    assert not [*temporary.glob("verl-*")]
 
 
 def test_other_ranks_than_asked_for_are_told(tmp_path, capsys, monkeypatch):

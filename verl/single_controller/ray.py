@@ -17,6 +17,7 @@ from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
+from verl.utils.sigterm import sigterm_kept
 
 _ADDRESS_S = 10.0
 RUNTIME_ENV: dict[str, Any] = {"excludes": EXCLUDES, "env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
@@ -80,13 +81,18 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     runtime_env = merged_runtime_env(runtime_env)
     try:
-        ray.init(runtime_env=runtime_env, **ray_init)
+        with sigterm_kept():
+            ray.init(runtime_env=runtime_env, **ray_init)
     except Exception as error:
         ray.shutdown()  # else the next try would find it initialised
         if isinstance(error, ValueError) and "num_cpus" in ray_init and "num_cpus" in str(error):
             raise ConfigError(
                 f"ray_init.num_cpus={ray_init['num_cpus']} is for a Ray that is started here, but there is one "
                 "already, which has its number. Leave it unset, or set ray_init.address=local for one of the run's own."
+            ) from error
+        if "AF_UNIX path length" in str(error):
+            raise ConfigError(
+                f"Ray's folder has too long a path for its sockets: {error}. Set RAY_TMPDIR=/tmp."
             ) from error
         refused = refused_upload(error, runtime_env)
         if refused is not None:

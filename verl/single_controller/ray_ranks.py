@@ -6,6 +6,7 @@ import tempfile
 import time
 import types
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -84,6 +85,8 @@ class RayRanks:
         detached: bool,
     ) -> None:
         self.folder = Path(tempfile.gettempdir()) / f"verl-{uuid.uuid4().hex}"
+        if not detached:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also of a run that ends by itself
         bundles = [(group, number) for group in groups for number in range(group.bundle_count)]
         self.size = len(bundles)
         self._ended: str | None = None

@@ -31,7 +31,7 @@ from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
-from verl.utils.sigterm import handle_sigterm
+from verl.utils.sigterm import TERMINATED, handle_sigterm
 
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
 _NEWS_S = 2.0  # after torchrun said to end: in which a death that made it do so is known here too
@@ -152,7 +152,7 @@ class SpmdPool:
             if self.ranks.waiting:
                 return  # for a call, whose error will tell more
             self.ranks.raise_lost()
-        raise SystemExit(128 + signum)
+        raise SystemExit(TERMINATED)
 
 
 class SpmdRanks:

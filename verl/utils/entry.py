@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
+from verl.utils.sigterm import TERMINATED, sigterm_as_exit
 
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
 # A disk that is full or may not be written, a file that grew too large: not every library names the file in `filename`.
@@ -16,7 +17,8 @@ _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPE
 def exit_code(job: Callable[[], int | None]) -> int:
     """What `job` gives, None being 0. What a user can cause is 1 and a line on stderr; VERL_TRACEBACK=1 raises it."""
     try:
-        return job() or 0
+        with sigterm_as_exit():
+            return job() or 0
     except VerlError as error:
         # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
         of_rank = error.__cause__ if isinstance(error, WorkerError) else None
@@ -33,6 +35,10 @@ def exit_code(job: Callable[[], int | None]) -> int:
         return _told(f"{_named(error)}. {way_out}", error)
     except KeyboardInterrupt as error:
         return _told("Interrupted.", error, INTERRUPTED)
+    except SystemExit as error:
+        if error.code != TERMINATED:
+            raise
+        return _told("Ended by SIGTERM.", error, TERMINATED)
 
 
 def _named(error: Exception) -> str:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+TERMINATED = 128 + signal.SIGTERM  # the exit code of a shell's command that the signal has ended
+
 
 def handle_sigterm(handler: Any) -> None:
     """In this process, not in those that it forks: torch ends the workers of its data loaders by this signal."""
@@ -24,18 +26,44 @@ def sigterm_as_exit() -> Iterator[None]:
     if not is_free or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handle_sigterm(_interrupt)
+    interrupt = _Interrupt()
+    handle_sigterm(interrupt)
     try:
         yield
-    except _Terminated:
-        raise SystemExit(128 + signal.SIGTERM) from None
+    except KeyboardInterrupt:
+        if interrupt.is_told:
+            raise SystemExit(TERMINATED) from None
+        raise
+    finally:
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # and not of a pool that was made within
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Within `sigterm_as_exit`: what takes the signal for itself, as Ray does at its start, has it until then only."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not isinstance(handler, _Interrupt) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        yield
+    except SystemExit:  # by which Ray answers the signal
+        handler()
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
+class _Interrupt:
+    """A handler, which remembers that it was called: of what it raises Ray makes a plain KeyboardInterrupt."""
+
+    is_told = False
+
+    def __call__(self, *_: Any) -> None:
+        self.is_told = True
+        raise _Terminated
+
+
 class _Terminated(KeyboardInterrupt):
-    """Not SystemExit, which a user's code may raise by itself, and which then is that code's failure."""
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise _Terminated
+    """Not SystemExit, which a user's code may raise by itself, and which then is that code's failure. Nor its base:
+    where that has passed through exec() of a text, as in imports, Python ends with the code of Ctrl-C."""
