@@ -1,7 +1,9 @@
 """What is sent arrives, is the receiver's own, and leaves nothing behind."""
 
 import os
+import resource
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -70,6 +72,19 @@ def test_a_large_value_goes_through_memory_and_not_through_the_socket():
     one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     one.send(Kind.CALL, 1, torch.ones(1_000_000))  # nobody reads yet: through the socket this would block
     assert other.receive().value().sum() == 1_000_000
+
+
+def test_what_no_file_may_hold_goes_through_the_socket():
+    one, other = connected("memory")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with ThreadPoolExecutor(1) as reader:
+            received = reader.submit(other.receive)
+            one.send(Kind.CALL, 1, torch.ones(1_000_000))
+            assert received.result().value().sum() == 1_000_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_nothing_is_left_behind(ends):

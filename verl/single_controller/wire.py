@@ -2,14 +2,16 @@
 
 A value is pickled once, its tensors and arrays as buffers beside the pickle. Between processes of one machine they lie
 in an anonymous file (memfd) whose descriptor travels: nothing has a name that could leak, and `/dev/shm` may be small.
-Between machines, and where the system has no memfd, they follow on the socket. Whoever has received a value owns it:
-memory is mapped copy-on-write.
+Between machines, where the system has no memfd, and where they are larger than a file may be (`ulimit -f`), they
+follow on the socket. Whoever has received a value owns it: memory is mapped copy-on-write.
 """
 
 import io
+import math
 import mmap
 import os
 import pickle
+import resource
 import socket
 import struct
 import threading
@@ -109,7 +111,7 @@ class Link:
     def send(self, kind: Kind, number: int, value: Any) -> None:
         """`value`: anything that pickles, or an Outgoing that goes to several."""
         message = value if isinstance(value, Outgoing) else Outgoing(value, self._pickler)
-        in_memory = self._shares_memory and _end(message.sizes) > _INLINE_BYTES
+        in_memory = self._shares_memory and _INLINE_BYTES < _end(message.sizes) <= _largest_file()
         head = _HEADER.pack(kind, number, len(message.sizes), in_memory)
         head += struct.pack(f"<{len(message.sizes)}Q", *message.sizes)
         with self._sending:
@@ -158,6 +160,12 @@ class Link:
 
 def _value_in(head: memoryview, *buffers: memoryview) -> Any:
     return pickle.loads(head, buffers=buffers)
+
+
+def _largest_file() -> float:
+    """In bytes."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
