@@ -29,6 +29,7 @@ from verl.single_controller.ray import (
     merged_runtime_env,
 )
 from verl.single_controller.spmd import LocalPool
+from verl.utils.devices import ALLOCATOR_SETTINGS
 from verl.utils.errors import ConfigError, DeadlineError, WorkerError, WorkerLostError
 
 pytestmark = pytest.mark.timeout(180)
@@ -317,7 +318,8 @@ def test_a_ray_that_is_there_is_used_as_it_is(pools):
     assert ray.get_runtime_context().get_job_id() == before
 
 
-def test_a_users_runtime_environment_extends_the_shipped_one():
+def test_a_users_runtime_environment_extends_the_shipped_one(monkeypatch):
+    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # which a trainer in this process has set
     given = {"excludes": ["data/"], "env_vars": {"A": "1"}, "working_dir": "."}
     merged = merged_runtime_env(given)
     assert {"checkpoints/", "*.safetensors", "data/"} <= set(merged["excludes"])
