@@ -10,7 +10,6 @@ root/.in_use                                         locked by the run that writ
 import errno
 import os
 import re
-import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ from verl.checkpoint.manifest import (
     write_manifest,
 )
 from verl.utils.errors import CheckpointError
+from verl.utils.limits import largest_file
 from verl.utils.logging import logger
 
 Writer = Callable[[Path], object]
@@ -309,9 +309,9 @@ class CheckpointManager:
 
 def _grown_too_large(folder: Path) -> str | None:
     """Whether a file in it stands at the size that none may grow beyond: torch and safetensors do not tell."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = largest_file()
     sizes = (file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if limit == resource.RLIM_INFINITY or max(sizes, default=0) < limit:
+    if max(sizes, default=0) < limit:
         return None
     return f"no file may grow beyond {limit / 2**20:.3g} MiB here (ulimit -f). Start from a shell without that limit."
 

@@ -195,6 +195,7 @@ RULES = (
         ),
     ),
 )
+# What a command line must name, and a program may give as objects: the training set and the validation set.
 RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_data))
 
 

@@ -71,7 +71,8 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is.
 
     Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`, where Ray takes any
-    other argument for wrong, and, with the largest files, where it refuses to upload the folders of `runtime_env`.
+    other argument for wrong, where its own folder has too long a path, and, with the largest files, where it refuses to
+    upload the folders of `runtime_env`. Any other error is Ray's own.
     """
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")

@@ -7,11 +7,9 @@ follow on the socket. Whoever has received a value owns it: memory is mapped cop
 """
 
 import io
-import math
 import mmap
 import os
 import pickle
-import resource
 import socket
 import struct
 import threading
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from verl.utils.limits import largest_file
 from verl.utils.pickling import pack_tensor, unpack_tensor
 
 _HEADER = struct.Struct("<BQIB")  # kind, number, parts, whether they lie in memory
@@ -111,7 +110,7 @@ class Link:
     def send(self, kind: Kind, number: int, value: Any) -> None:
         """`value`: anything that pickles, or an Outgoing that goes to several."""
         message = value if isinstance(value, Outgoing) else Outgoing(value, self._pickler)
-        in_memory = self._shares_memory and _INLINE_BYTES < _end(message.sizes) <= _largest_file()
+        in_memory = self._shares_memory and _INLINE_BYTES < _end(message.sizes) <= largest_file()
         head = _HEADER.pack(kind, number, len(message.sizes), in_memory)
         head += struct.pack(f"<{len(message.sizes)}Q", *message.sizes)
         with self._sending:
@@ -160,12 +159,6 @@ class Link:
 
 def _value_in(head: memoryview, *buffers: memoryview) -> Any:
     return pickle.loads(head, buffers=buffers)
-
-
-def _largest_file() -> float:
-    """In bytes."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

@@ -33,9 +33,10 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         train_dataset: MapDataset | None = None,
         val_dataset: MapDataset | None = None,
     ) -> None:
-        for given, rule in zip((train_dataset, val_dataset), RULES_OF_FILES):
-            for problem in rule(config) if given is None else ():
-                raise ConfigError(f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset.")
+        rules = zip((train_dataset, val_dataset), RULES_OF_FILES)
+        problem = next((problem for given, rule in rules if given is None for problem in rule(config)), None)
+        if problem is not None:
+            raise ConfigError(f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset.")
         super().__init__(config, config.trainer.max_ckpt_to_keep)
         self.train_config = train = as_train_config(config)  # for the parts that training has too
         setup.load_user_code(train)
