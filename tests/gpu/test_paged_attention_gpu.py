@@ -88,7 +88,7 @@ def attend(kernels: ModuleType, batch: Batch, **settings: Any) -> Tensor:
     value_dim = batch.values.shape[-1]
     out = torch.full((rows, heads, value_dim), float("nan"), dtype=batch.q.dtype, device="cuda")
     workspace = kernels.split_workspace(rows, heads, value_dim, 64, "cuda")
-    for memory in workspace:
+    for memory in (workspace.out, workspace.lse):
         memory.fill_(float("nan"))
     kernels.decode_attention(*batch, out, scale=dim**-0.5, workspace=workspace, **settings)
     return out
@@ -155,6 +155,41 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_company(kernels, heads, 
         alone = batch._replace(q=batch.q[row : row + 1].clone(), slots=batch.slots[row : row + 1].clone())
         assert torch.equal(attend(kernels, alone, **fixed)[0], crowd[row])
     assert not torch.equal(attend(kernels, batch, window=window, num_splits=3), crowd), "any splits would do"
+
+
+@pytest.mark.parametrize(
+    ("shape", "normed"), [((14, 2, 64), False), ((16, 4, 96), False), ((12, 2, 128), True), ((8, 4, 256), True)]
+)
+def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
+    kernels, shape: tuple[int, int, int], normed: bool
+):
+    layers = importlib.import_module("verl.rollout.embedded.kernels.layers")
+    heads, kv_heads, dim = shape
+    batch = make_batch(19, heads, kv_heads, dim)
+    slots = batch.slots.long()
+    positions = batch.positions[slots].long()
+    pages, offsets = batch.table[slots, positions // PAGE_SIZE].long(), positions % PAGE_SIZE
+    with torch.device("cuda"):
+        cos, sin = (table.repeat(1, 2).bfloat16() for table in torch.randn(2, 700, dim // 2))
+        qkv = torch.randn(19, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+        norms = tuple(torch.rand(dim).bfloat16() for _ in range(2)) if normed else (None, None)
+    truth = batch._replace(keys=batch.keys.clone(), values=batch.values.clone())
+    turned = qkv.clone()
+    layers.rope_store(
+        turned, cos, sin, positions, pages, offsets, truth.keys, truth.values,
+        query_norm=norms[0], key_norm=norms[1], eps=1e-6,
+    )  # fmt: skip
+    truth, (q, k, v) = (
+        truth._replace(q=turned.unflatten(1, (-1, dim))[:, :heads]),
+        qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1),
+    )
+    for splits in ({}, {"num_splits": 5}, {"split_tokens": 256}):
+        for cache in (batch.keys, batch.values):
+            cache[pages, :, offsets] = float("nan")
+        fresh = kernels.Fresh(k, v, cos, sin, *norms, 1e-6)
+        assert relative_l2(attend(kernels, batch._replace(q=q), fresh=fresh, **splits), expected(truth)) < 5e-3, splits
+        assert relative_l2(batch.keys.nan_to_num(), truth.keys.float().nan_to_num()) < 1e-3
+        assert torch.equal(batch.values.nan_to_num(), truth.values.nan_to_num())
 
 
 def test_a_graph_follows_its_tensors(kernels):

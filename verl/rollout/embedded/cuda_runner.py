@@ -193,7 +193,7 @@ class CudaRunner(ModelRunner):
         )
         pages, offsets = self.to_device(table[rows, positions // size]), self.to_device(positions % size)
         step = self._device_step(self.to_device(rows.astype(np.int32)), pages, offsets)
-        return step._replace(state=own)
+        return step._replace(state=own, apart=False)
 
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         if not isinstance(self._body, TritonDecoder):

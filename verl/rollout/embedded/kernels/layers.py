@@ -20,6 +20,7 @@ def add_rms_norm(
 ) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019, equation 4) of the sum of one to three `parts` (b, H): (b, H), contiguous.
 
+    All but the first may also be (S, b, H) in fp32, contiguous: S sums whose sum, rounded, is the part.
     `writes_sum`: the first part becomes the sum, and the norm is of what was written, else of what was added up;
     `round_normed`: the normed states are rounded before they meet the weight.
     """
@@ -28,8 +29,10 @@ def add_rms_norm(
     out = torch.empty_like(first)
     rows, width = first.shape
     block = triton.next_power_of_2(width)
+    second_splits, third_splits = (1 if part is None or part.ndim == 2 else len(part) for part in (second, third))
     _add_rms_norm[(rows,)](
         first, second, third, weight, out, width, eps,
+        SECOND_SPLITS=second_splits, THIRD_SPLITS=third_splits,
         WRITES_SUM=writes_sum and bool(others), ROUND_NORMED=round_normed, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
@@ -57,14 +60,11 @@ def rope_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
-    keep_keys: bool = False,
-) -> Tensor:
-    """Rotate queries and keys (Su et al. 2021, equation 34, halves apart) and store keys and values in their pages.
+) -> None:
+    """Rotate queries and keys (Su et al. 2021, equation 34, halves apart) in place; keys and values go to their pages.
 
     qkv (b, (Hq + 2 Hk) D); cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
     (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head is RMS-normed first (Qwen3).
-    Gives the queries (b, Hq, D), a view of `qkv`, where they are rotated in place; with `keep_keys` the keys there are
-    as well.
     """
     heads_k, width = keys.shape[1], keys.shape[3]
     heads_q = qkv.shape[1] // width - 2 * heads_k
@@ -75,14 +75,13 @@ def rope_store(
         query_norm, key_norm, eps,
         HQ=heads_q, HK=heads_k, D=width, HALF=triton.next_power_of_2(width // 2),
         BLOCK_Q=triton.next_power_of_2(heads_q), BLOCK_K=triton.next_power_of_2(heads_k),
-        KEEP_KEYS=keep_keys, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
-    return qkv[:, : heads_q * width].unflatten(1, (heads_q, width))
 
 
 @triton.jit
 def _add_rms_norm(
-    FIRST, SECOND, THIRD, WEIGHT, OUT, width, eps,
+    FIRST, SECOND, THIRD, WEIGHT, OUT, width, eps, SECOND_SPLITS: tl.constexpr, THIRD_SPLITS: tl.constexpr,
     WRITES_SUM: tl.constexpr, ROUND_NORMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -91,9 +90,9 @@ def _add_rms_norm(
     dtype = FIRST.dtype.element_ty
     wide = tl.load(FIRST + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if SECOND is not None:
-        wide += tl.load(SECOND + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        wide += _part(SECOND, row * width + column, inside, width, SECOND_SPLITS, dtype)
     if THIRD is not None:
-        wide += tl.load(THIRD + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        wide += _part(THIRD, row * width + column, inside, width, THIRD_SPLITS, dtype)
     if WRITES_SUM:
         tl.store(FIRST + row * width + column, wide.to(dtype), mask=inside)
         wide = wide.to(dtype).to(tl.float32)
@@ -102,6 +101,15 @@ def _add_rms_norm(
         normed = normed.to(dtype).to(tl.float32)
     weight = tl.load(WEIGHT + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(OUT + row * width + column, (normed * weight).to(dtype), mask=inside)
+
+
+@triton.jit
+def _part(PART, at, inside, width, SPLITS: tl.constexpr, dtype: tl.constexpr):
+    """One row of a part, in fp32."""
+    part = tl.load(PART + at, mask=inside, other=0.0)
+    for number in tl.static_range(1, SPLITS):
+        part += tl.load(PART + number * tl.num_programs(0) * width + at, mask=inside, other=0.0)
+    return part.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -123,9 +131,9 @@ def _rope_store(
     VALUES, value_page, value_head, value_token,
     QUERY_NORM, KEY_NORM, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    KEEP_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row: queries are rotated in place, keys on their way to their page, values only moved there."""
+    """One row."""
     row = tl.program_id(0).to(tl.int64)
     page, offset = tl.load(PAGES + row), tl.load(OFFSETS + row)
     angle = tl.load(POSITIONS + row) * D + tl.arange(0, HALF)
@@ -141,9 +149,8 @@ def _rope_store(
     head, column, mask = _tile(BLOCK_K, HK, HALF, D)
     at = source + (HQ + head) * D + column
     low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, D)
-    if KEEP_KEYS:
-        tl.store(at, low, mask=mask)
-        tl.store(at + D // 2, high, mask=mask)
+    tl.store(at, low, mask=mask)
+    tl.store(at + D // 2, high, mask=mask)
     target = KEYS + page * key_page + head * key_head + offset * key_token + column
     tl.store(target, low, mask=mask)
     tl.store(target + D // 2, high, mask=mask)

@@ -1,7 +1,9 @@
 """Attention of one new token a row over the paged cache, for grouped queries, with split keys.
 
 The keys of a row are cut into splits. A program computes one of them for the query heads of one key head and leaves a
-partial result: its output, and the log2 of its softmax denominator. A second kernel merges the partials of a row.
+partial result: its output, and the log2 of its softmax denominator. The last program of a row to end merges them, in
+the order of the splits. A program also rotates its query and new key where these come as the projections gave them, and
+stores the new key and value: a kernel of its own for that took 3 us a layer.
 
 Nothing here allocates, or reads a tensor on the host, so every call may stand in a CUDA graph: what changes from step
 to step is read from tensors at fixed addresses, and the grid depends on shapes alone.
@@ -21,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# More splits fill the device at small batches; but to merge them takes 4 us, which they must win back first.
+# More splits fill the device at small batches, but what they leave must be merged.
 _PROGRAMS_PER_SM = 2
-_MAX_SPLITS = 64
-_MERGED_VALUES = 2048  # of partial results that a warp merges at a time: 64 registers of a thread
+_MAX_SPLITS = 32
+_MERGED = tl.constexpr(4)  # partial results that a program reads at a time: that many loads wait together
 
 
 class DecodeConfig(NamedTuple):
@@ -36,10 +38,27 @@ class DecodeConfig(NamedTuple):
 
 
 class SplitWorkspace(NamedTuple):
-    """fp32 memory for n partial results: outputs (n, Dv) and log2 of the softmax denominators (n,)."""
+    """fp32 memory for n partial results: outputs (n, Dv) and log2 of the softmax denominators (n,).
+
+    `arrived` (rows * Hk,) int32 counts the splits that have ended; it is 0 before and after every call.
+    """
 
     out: Tensor
     lse: Tensor
+    arrived: Tensor
+
+
+class Fresh(NamedTuple):
+    """The newest token of each of b rows as the projections gave it: its key is neither rotated nor in its page, nor is
+    its query rotated. No other row of the batch may see it."""
+
+    keys: Tensor  # (b, Hk, D), with the strides of the queries
+    values: Tensor  # (b, Hk, Dv), likewise
+    cos: Tensor  # (positions, D)
+    sin: Tensor
+    query_norm: Tensor | None  # (D,): each head is RMS-normed first (Qwen3)
+    key_norm: Tensor | None
+    eps: float
 
 
 def split_workspace(
@@ -53,6 +72,7 @@ def split_workspace(
     return SplitWorkspace(
         torch.empty(count, value_dim, dtype=torch.float32, device=device),
         torch.empty(count, dtype=torch.float32, device=device),
+        torch.zeros(rows * heads, dtype=torch.int32, device=device),
     )
 
 
@@ -71,19 +91,19 @@ def fixed_num_splits(table_width: int, page_size: int, split_tokens: int, window
     return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
 
 
-def decode_config(dim: int, value_dim: int, kv_heads: int, dtype: torch.dtype) -> DecodeConfig:
+def decode_config(dim: int, value_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """A function of what a layer is, never of the batch: other blocks give other bits.
 
-    Small blocks let more programs live on a multiprocessor: with two key heads, 512 programs took 29 us with these and
-    33 with three stages. With four key heads there are programs enough, and three stages took 61 us for two stages' 67.
+    Four programs must find registers on a multiprocessor, or the 512 of 256 rows with two key heads come in two waves:
+    with 152 registers a thread they took 46 us on an H200, with 118 of them 36. Three stages for heads of 128 numbers
+    ask for 150, and a bound on registers makes the compiler spill some.
     """
     widest = max(dim, value_dim)
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
-    if widest <= 64:
-        return DecodeConfig(block_n=32, num_warps=2, num_stages=3)
-    stages = 2 if widest <= 128 and kv_heads < 4 else 3
-    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=stages)
+    if widest <= 128:
+        return DecodeConfig(block_n=64, num_warps=4, num_stages=3 if widest <= 64 else 2)
+    return DecodeConfig(block_n=32, num_warps=4, num_stages=3)
 
 
 def decode_attention(
@@ -103,14 +123,17 @@ def decode_attention(
     split_tokens: int | None = None,
     workspace: SplitWorkspace | None = None,
     config: DecodeConfig | None = None,
+    fresh: Fresh | None = None,
 ) -> None:
     """Write to `out` (b, Hq, Dv) what the newest token of each of b rows attends to.
 
     q (b, Hq, D); keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv), page_size a power of two
     >= 8; all with any strides but a contiguous last dimension. `table` (S, W) int32: the pages of a slot, in order.
     `slots` (b,) int32: the slot of a row. `positions` (S,) int32: position of the newest token of a slot, whose key is
-    in its page already. The row sees the keys 0..position, with `window` the newest of them; at -1 its output is 0.
-    `cap` softly caps the scaled scores; `sinks` (Hq,) fp32 are scores of one more key a head, which has no value.
+    in its page already, unless it is given as `fresh`: then it is rotated (Su et al. 2021, equation 34, halves apart)
+    and put there. The row sees the keys 0..position, with `window` the newest of them; at -1, which no fresh token may
+    have, its output is 0. `cap` softly caps the scaled scores; `sinks` (Hq,) fp32 are scores of one more key a head,
+    which has no value.
 
     A row's keys are cut into `num_splits` splits of equal size or, with `split_tokens` (a multiple of the block), into
     splits of so many tokens, as many as `fixed_num_splits` says: its output then depends on its own query and keys
@@ -119,45 +142,35 @@ def decode_attention(
     _check(q, keys, values, table, out, sinks)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
-    config = config or decode_config(dim, value_dim, kv_heads, q.dtype)
+    config = config or decode_config(dim, value_dim, q.dtype)
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
-    single = num_splits == 1
-    partials = (out, None) if single else _room(workspace, rows * heads * num_splits, value_dim)
+    partials = (None, None, None) if num_splits == 1 else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
+    news = (None,) * 7
+    if fresh is not None:
+        assert fresh.keys.stride()[:2] == fresh.values.stride()[:2] == q.stride()[:2], "one projection's q, k and v"
+        assert dim == value_dim, f"keys of {dim} numbers, values of {value_dim}"
+        news = tuple(fresh)
     # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples of it.
     scale, cap = (scale * _LOG2_E.value, None) if cap is None else (scale / cap, cap * _LOG2_E.value)
-    _attend[(rows, kv_heads, num_splits)](
-        q, keys, values, table, slots, positions, sinks, *partials, scale, cap, window,
+    _attend[(rows * kv_heads, num_splits)](
+        q, *news, keys, values, table, slots, positions, sinks, out, *partials, scale, cap, window,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0),
-        GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size, SPLIT_TOKENS=split_tokens,
-        BLOCK_M=_block(heads // kv_heads), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim), BLOCK_VALUE=_block(value_dim),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    if not single:
-        _merge_splits(partials, out, slots, positions, window, num_splits, split_tokens, config.block_n)
-
-
-def _merge_splits(
-    partials: tuple[Tensor, Tensor | None], out: Tensor, slots: Tensor, positions: Tensor,
-    window: int | None, num_splits: int, split_tokens: int | None, block_n: int,
-) -> None:  # fmt: skip
-    rows, heads, value_dim = out.shape
-    block_value = _block(value_dim)
-    # Fixed splits are merged in blocks of one size, whatever the width of the table: the order of a sum is its bits.
-    block_s = min(16, _MERGED_VALUES // block_value, 16 if split_tokens else triton.next_power_of_2(num_splits))
-    block_h = min(4, _MERGED_VALUES // (block_s * block_value))
-    _merge[(rows, triton.cdiv(heads, block_h))](
-        *partials, out, slots, positions, window, num_splits,
-        HEADS=heads, VALUE_DIM=value_dim, SPLIT_TOKENS=split_tokens, BLOCK_N=block_n,
-        BLOCK_H=block_h, BLOCK_S=block_s, BLOCK_VALUE=block_value, num_warps=1,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
+        SPLIT_TOKENS=split_tokens, BLOCK_M=_block(heads // kv_heads), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim),
+        BLOCK_VALUE=_block(value_dim), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-def _room(workspace: SplitWorkspace | None, count: int, value_dim: int) -> SplitWorkspace:
+def _room(
+    workspace: SplitWorkspace | None, rows: int, heads: int, kv_heads: int, num_splits: int, value_dim: int
+) -> SplitWorkspace:
     assert workspace is not None, "more than one split a row needs a workspace"
+    count = rows * heads * num_splits
     assert workspace.lse.numel() >= count, f"{count} partial results in a workspace for {workspace.lse.numel()}"
     assert workspace.out.numel() >= count * value_dim, f"the workspace is for values of {workspace.out.shape[1]}"
+    assert workspace.arrived.numel() >= rows * kv_heads, f"the workspace is for {workspace.arrived.numel()} key heads"
     return workspace
 
 
@@ -203,55 +216,111 @@ def _span(slot, POSITIONS, window, num_splits, SPLIT_TOKENS: tl.constexpr, BLOCK
 
 @triton.jit
 def _attend(
-    Q, KEYS, VALUES, TABLE, SLOTS, POSITIONS, SINKS, OUT, LSE, scale, cap, window,
+    Q, NEW_KEYS, NEW_VALUES, COS, SIN, QUERY_NORM, KEY_NORM, eps,
+    KEYS, VALUES, TABLE, SLOTS, POSITIONS, SINKS, OUT, PARTIAL_OUT, PARTIAL_LSE, ARRIVED, scale, cap, window,
     q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """One split of one row, for the GROUP query heads of one key head, with a running softmax.
 
-    OUT and LSE are partials (b, Hq, num_splits, ...); without LSE, OUT (b, Hq, Dv) is the result itself.
+    OUT (b, Hq, Dv); partials, where there are any, (b, Hq, num_splits, ...).
     """
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    number, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, kv_head = number // KV_HEADS, number % KV_HEADS
     slot = tl.load(SLOTS + row).to(tl.int64)
-    first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N)
+    first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(1), SPLIT_TOKENS, BLOCK_N)
     begin = tl.maximum(origin + split * size, first)
     end = tl.minimum(origin + (split + 1) * size, stop)
-    if LSE is not None and begin >= end:
+    if (split > 0) & (begin >= end):
         return
+    pages, keys, values = TABLE + slot * table_row, KEYS + kv_head * key_head, VALUES + kv_head * value_head
+    offsets = tl.arange(0, BLOCK_N)
+    start = begin // BLOCK_N * BLOCK_N
+    page = tl.load(pages + (start + offsets) // PAGE_SIZE, mask=start + offsets < end, other=0)
     group = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + group
     dims = tl.arange(0, BLOCK_DIM)[None, :]
+    query = Q + row * q_row + heads[:, None] * q_head
     q_mask = (group[:, None] < GROUP) & (dims < DIM)
-    q = tl.load(Q + row * q_row + heads[:, None] * q_head + dims, mask=q_mask, other=0.0)
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS is not None:
         # A sink is a key without a value; the row's first split counts it.
         sink = tl.load(SINKS + heads, mask=(group < GROUP) & (split == 0), other=float("-inf")) * _LOG2_E
     m, total, acc = sink, tl.zeros_like(sink), tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
-    pages, keys, values = TABLE + slot * table_row, KEYS + kv_head * key_head, VALUES + kv_head * value_head
-    offsets = tl.arange(0, BLOCK_N)
-    start = begin // BLOCK_N * BLOCK_N
-    page = tl.load(pages + (start + offsets) // PAGE_SIZE, mask=start + offsets < end, other=0)
-    for block in range(start, end, BLOCK_N):
+    last = end
+    if COS is None:
+        q = tl.load(query + dims, mask=q_mask, other=0.0)
+    else:
+        position = stop - 1
+        q = _turned(query, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, DIM)
+        if end == stop:
+            # The new token comes before the loop: who would read it from its page would have to wait for the write.
+            last = tl.where(begin < position, position, 0)  # a block without any key would give NaN
+            new = row * q_row + kv_head * q_head
+            k = _turned(NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, DIM)
+            v = tl.load(NEW_VALUES + new + dims, mask=dims < DIM, other=0.0)
+            own, place = tl.load(pages + position // PAGE_SIZE).to(tl.int64), position % PAGE_SIZE
+            tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
+            tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
+            s = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, cap)
+            m = tl.maximum(sink, s)
+            total = tl.exp2(s - m)
+            acc = total[:, None] * v.to(tl.float32)
+    for block in range(start, last, BLOCK_N):
         tokens = block + offsets
-        seen = (tokens >= begin) & (tokens < end)
+        seen = (tokens >= begin) & (tokens < last)
         # Page ids come one block ahead: an address that waits for a load in its own block could not be pipelined.
         later = tokens + BLOCK_N
-        next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < end, other=0)
+        next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
         within = tokens.to(tl.uint32) % PAGE_SIZE
-        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
-        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
-        m, total, acc = _weigh(q, k, v, seen, m, total, acc, scale, cap)
+        keys_read = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
+        values_read = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
+        # "ieee": fp32 operands would be rounded to TF32 otherwise.
+        s = _capped(tl.dot(q, tl.trans(keys_read), input_precision="ieee") * scale, cap)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - new_m[:, None])
+        alpha = tl.exp2(m - new_m)
+        total = total * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(values_read.dtype), values_read, acc * alpha[:, None], input_precision="ieee")
+        m = new_m
         page = next_page
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
-    place = row * GROUP * tl.num_programs(1) + heads
-    if LSE is not None:
-        place = place * tl.num_programs(2) + split
-        tl.store(LSE + place, m + tl.log2(total), mask=group < GROUP)
-    _store(OUT, place, group < GROUP, acc, total, VALUE_DIM)
+    real, at = group < GROUP, number * GROUP + group
+    count = tl.cdiv(stop - origin, size)
+    if PARTIAL_OUT is not None and count > 1:
+        partial = at * tl.num_programs(1)
+        tl.store(PARTIAL_LSE + partial + split, m + tl.log2(total), mask=real)
+        _store(PARTIAL_OUT, partial + split, real, acc, total, VALUE_DIM)
+        tl.debug_barrier()  # what every thread has stored must be there before it counts
+        counter = ARRIVED + number
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+        if is_last:
+            tl.store(counter, 0)
+            total, acc = _merged(PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM, BLOCK_VALUE)
+        real &= is_last
+    _store(OUT, at, real, acc, total, VALUE_DIM)
+
+
+@triton.jit
+def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
+    """Heads at AT, normed where there is a NORM, and rotated: (M, BLOCK_DIM)."""
+    half: tl.constexpr = DIM // 2
+    partner = tl.where(dims < half, dims + half, dims - half)
+    one, other = tl.load(AT + dims, mask=mask, other=0.0), tl.load(AT + partner, mask=mask, other=0.0)
+    dtype = one.dtype
+    one, other = one.to(tl.float32), other.to(tl.float32)
+    if NORM is not None:
+        scale = tl.rsqrt(tl.sum(one * one, 1) / DIM + eps)[:, None]
+        one *= scale * tl.load(NORM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+        other *= scale * tl.load(NORM + partner, mask=dims < DIM, other=0.0).to(tl.float32)
+        one, other = one.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+    cos = tl.load(COS + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    sin = tl.load(SIN + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    return (one * cos + other * tl.where(dims < half, -sin, sin)).to(dtype)
 
 
 @triton.jit
@@ -266,18 +335,10 @@ def _read(CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexp
 
 
 @triton.jit
-def _weigh(q, k, v, seen, m, total, acc, scale, cap):
-    """One step of the running softmax: its maximum, the sum of its weights, and that of weighted values."""
-    # "ieee": fp32 operands would be rounded to TF32 otherwise.
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def _capped(s, cap):
     if cap is not None:
         s = cap * (2 * tl.sigmoid(2 * s) - 1)  # tanh
-    s = tl.where(seen[None, :], s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - new_m[:, None])
-    alpha = tl.exp2(m - new_m)
-    total = total * alpha + tl.sum(p, 1)
-    return new_m, total, tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return s
 
 
 @triton.jit
@@ -289,37 +350,28 @@ def _store(OUT, place, mask, acc, total, VALUE_DIM: tl.constexpr):
     tl.store(at, result.to(OUT.dtype.element_ty), mask=mask[:, None] & (dims < VALUE_DIM))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge(
-    PARTIAL_OUT, PARTIAL_LSE, OUT, SLOTS, POSITIONS, window, num_splits,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SPLIT_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+@triton.jit
+def _merged(
+    PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr
 ):  # fmt: skip
-    """The output of BLOCK_H query heads of one row: partials, weighted by their denominators, in a fixed order.
-
-    Only partials that were written are read, BLOCK_S of a head at a time, counted from the row's first.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    _, stop, origin, size = _span(tl.load(SLOTS + row), POSITIONS, window, num_splits, SPLIT_TOKENS, BLOCK_N)
-    count = tl.cdiv(stop - origin, size)
-    query = row * HEADS + head
-    # Splits are the first axis, so that the sum over them stays within a thread.
-    dims = tl.arange(0, BLOCK_VALUE)[None, None, :]
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_VALUE], tl.float32)
-    for first in range(0, count, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)[:, None]
-        written = (split < count) & (head < HEADS)[None, :]
-        place = query[None, :] * num_splits + split
-        lse = tl.load(PARTIAL_LSE + place, mask=written, other=float("-inf"))
-        at = PARTIAL_OUT + place[:, :, None] * VALUE_DIM + dims
-        part = tl.load(at, mask=written[:, :, None] & (dims < VALUE_DIM), other=0.0)
-        new_m = tl.maximum(m, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_m[None, :])
-        alpha = tl.exp2(m - new_m)
-        total = total * alpha + tl.sum(weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 0)
-        m = new_m
-    _store(OUT, query, head < HEADS, acc, total, VALUE_DIM)
+    """The `count` partials of each query head, the first at `partial` (M,), weighted by their denominators in order."""
+    m = tl.full(partial.shape, float("-inf"), tl.float32)
+    total = tl.zeros(partial.shape, tl.float32)
+    acc = tl.zeros([partial.shape[0], BLOCK_VALUE], tl.float32)
+    dims = tl.arange(0, BLOCK_VALUE)[None, :]
+    for first in range(0, count, _MERGED):
+        for number in tl.static_range(_MERGED):
+            split = first + number
+            written = real & (split < count)
+            # Past the L1 cache, which may hold what stood there for an earlier layer.
+            lse = tl.load(PARTIAL_LSE + partial + split, mask=written, other=float("-inf"), cache_modifier=".cg")
+            at = PARTIAL_OUT + (partial + split)[:, None] * VALUE_DIM + dims
+            part = tl.load(at, mask=written[:, None] & (dims < VALUE_DIM), other=0.0, cache_modifier=".cg")
+            new_m = tl.maximum(m, lse)
+            # A head of nobody has no partial at all: -inf less -inf would be NaN.
+            weight = tl.where(written, tl.exp2(lse - new_m), 0.0)
+            alpha = tl.where(m > float("-inf"), tl.exp2(m - new_m), 0.0)
+            total = total * alpha + weight
+            acc = acc * alpha[:, None] + part * weight[:, None]
+            m = new_m
+    return total, acc

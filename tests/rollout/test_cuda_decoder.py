@@ -1,0 +1,106 @@
+"""Decode steps of the Triton decoder, interpreted on the CPU, beside transformers; tests/gpu has whole rollouts."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.rollout.interpreter import interpreted
+from verl.models.attention import Layout
+from verl.rollout.embedded import cuda_decoder
+from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
+from verl.rollout.embedded.cuda_decoder import DeviceStep, Slots, TritonDecoder
+from verl.rollout.embedded.kernels.paged_attention import split_workspace
+
+ROWS, LENGTH, PAGE_SIZE, WIDTH = 2, 11, 8, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+TABLE = torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(0)).view(ROWS, WIDTH).int()
+
+
+def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    if family == "qwen2":  # biases
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    else:  # norms of the heads
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+class Twin(SimpleNamespace):
+    def stacked(self, linears: list[Any]) -> tuple[Tensor, Tensor | None]:
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None
+
+
+def make_decoder(model: PreTrainedModel) -> TritonDecoder:
+    """With pages of NaN."""
+    module: Any = copy.deepcopy(model)
+    paging = Paging(module)
+    zeros = torch.zeros(1, dtype=torch.long)
+    layout = Layout((1,), torch.tensor([0, 1], dtype=torch.int32))
+    with paging.counting() as seen, paging.computing(PrefillStep(layout, zeros, zeros)):
+        module.base_model(input_ids=zeros[None], position_ids=zeros[None], use_cache=False)
+    for layer, shape in seen.items():
+        size = (ROWS * WIDTH, shape.heads, PAGE_SIZE, shape.key_dim)
+        paging.layers[layer] = LayerPages(*(torch.full(size, float("nan"), dtype=module.dtype) for _ in range(2)))
+    twin = cast(Any, Twin(dtype=module.dtype))
+    return TritonDecoder(twin, module, paging, dict(seen), max_positions=64)
+
+
+def make_step(positions: Tensor, table: Tensor, num_splits: int = 1, *, apart: bool = True) -> DeviceStep:
+    """Row i is slot i."""
+    rows = len(positions)
+    state = Slots.allocate(rows, WIDTH, torch.device("cpu"))
+    state.positions.copy_(positions)
+    state.table.copy_(table)
+    pages = table[torch.arange(rows), positions // PAGE_SIZE].long()
+    workspace = split_workspace(rows, 4, 16, num_splits, "cpu") if num_splits > 1 else None
+    slots = torch.arange(rows, dtype=torch.int32)
+    return DeviceStep(slots, state, pages, positions % PAGE_SIZE, num_splits, None, workspace, apart)
+
+
+def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """torch.bmm on CPU knows no `out_dtype`."""
+    return torch.matmul(one.to(out_dtype), other.to(out_dtype))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"), [("qwen2", torch.float16, 1e-2), ("qwen3", torch.float32, 1e-5)]
+)
+@interpreted
+def test_steps_are_transformers(family: str, dtype: torch.dtype, tolerance: float):
+    model = make_model(family, dtype)
+    decoder = make_decoder(model)
+    ids = torch.randint(50, (ROWS, LENGTH))
+    truth = cast(Any, model).model(input_ids=ids).last_hidden_state.float()
+    with patch.object(cuda_decoder, "_SHORTEST", 16), patch.object(torch, "bmm", wraps=product_of_halves) as products:
+        for position in range(LENGTH):
+            step = make_step(torch.full((ROWS,), position), TABLE, num_splits=1 + position % 2)
+            states = decoder(ids[:, position], torch.full((ROWS,), position), step)
+            torch.testing.assert_close(states.float(), truth[:, position], rtol=0, atol=tolerance)
+        assert products.call_count == (0 if dtype == torch.float32 else LENGTH * 2 * 2), "products were to be split"
+
+        # Rows of one sequence see each other's keys, so that all must be stored before any is read; the latest is first
+        # here, as programs are interpreted in order.
+        start = 5
+        for cache in (cache for layer in decoder.paging.layers.values() for cache in layer):
+            cache[TABLE[0, 1:].long()] = float("nan")
+            cache[int(TABLE[0, 0]), :, start:] = float("nan")
+        rest = torch.arange(start, LENGTH).flip(0)
+        step = make_step(rest, TABLE[:1].expand(len(rest), -1), apart=False)
+        torch.testing.assert_close(decoder(ids[0, rest], rest, step).float(), truth[0, rest], rtol=0, atol=tolerance)
