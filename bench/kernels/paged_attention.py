@@ -138,7 +138,7 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
     print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
     for config, count in sorted(times, key=times.__getitem__)[:best]:
         print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
-    config = decode_config(batch.shape.dim, batch.shape.dim, torch.bfloat16)
+    config = decode_config(batch.shape.dim, batch.shape.dim, batch.shape.kv_heads, torch.bfloat16, fresh=False)
     count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
     us = batch.microseconds(config=config, num_splits=count)
     print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")

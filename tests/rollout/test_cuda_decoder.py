@@ -62,7 +62,7 @@ def make_decoder(model: PreTrainedModel) -> TritonDecoder:
     return TritonDecoder(twin, module, paging, dict(seen), max_positions=64)
 
 
-def make_step(positions: Tensor, table: Tensor, num_splits: int = 1, *, apart: bool = True) -> DeviceStep:
+def make_step(positions: Tensor, table: Tensor, num_splits: int = 1, *, takes_fresh: bool = True) -> DeviceStep:
     """Row i is slot i."""
     rows = len(positions)
     state = Slots.allocate(rows, WIDTH, torch.device("cpu"))
@@ -71,7 +71,7 @@ def make_step(positions: Tensor, table: Tensor, num_splits: int = 1, *, apart: b
     pages = table[torch.arange(rows), positions // PAGE_SIZE].long()
     workspace = split_workspace(rows, 4, 16, num_splits, "cpu") if num_splits > 1 else None
     slots = torch.arange(rows, dtype=torch.int32)
-    return DeviceStep(slots, state, pages, positions % PAGE_SIZE, num_splits, None, workspace, apart)
+    return DeviceStep(slots, state, pages, positions % PAGE_SIZE, num_splits, None, workspace, takes_fresh)
 
 
 def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -102,5 +102,5 @@ def test_steps_are_transformers(family: str, dtype: torch.dtype, tolerance: floa
             cache[TABLE[0, 1:].long()] = float("nan")
             cache[int(TABLE[0, 0]), :, start:] = float("nan")
         rest = torch.arange(start, LENGTH).flip(0)
-        step = make_step(rest, TABLE[:1].expand(len(rest), -1), apart=False)
+        step = make_step(rest, TABLE[:1].expand(len(rest), -1), takes_fresh=False)
         torch.testing.assert_close(decoder(ids[0, rest], rest, step).float(), truth[0, rest], rtol=0, atol=tolerance)

@@ -51,7 +51,7 @@ class DeviceStep(NamedTuple):
     num_splits: int
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
-    apart: bool = True  # no two rows are of one sequence
+    takes_fresh: bool  # attention turns and stores the new tokens; then no two rows are of one sequence
 
     def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
         """See `Step.attend`."""
@@ -125,7 +125,7 @@ class TritonDecoder(FusedDecoder):
         num_keys, dim = pages.keys.shape[1], pages.keys.shape[3]
         q, k, v = qkv.unflatten(1, (-1, dim)).tensor_split((-2 * num_keys, -num_keys), dim=1)
         fresh = None
-        if isinstance(step, DeviceStep) and step.apart:
+        if isinstance(step, DeviceStep) and step.takes_fresh:
             fresh = Fresh(k, v, self.cos, self.sin, **norms)
         else:
             rope_store(qkv, self.cos, self.sin, places, step.pages, step.offsets, *pages, **norms)

@@ -39,6 +39,9 @@ from verl.utils.reserved_memory import ReservedMemory
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # Tokens of one part of a row's keys where the parts must not depend on the batch.
 FIXED_SPLIT = 256
+# So many programs of attention run at once on a multiprocessor, and what each does first for a fresh token costs less
+# than a kernel of its own. Where there are more, that kernel is small beside them, and they are faster without.
+FRESH_PROGRAMS = 4
 # A prefill of few tokens costs almost what one of many does, so a running batch is not interrupted for a slot or two.
 REFILL_SHARE = 1 / 16
 
@@ -193,7 +196,7 @@ class CudaRunner(ModelRunner):
         )
         pages, offsets = self.to_device(table[rows, positions // size]), self.to_device(positions % size)
         step = self._device_step(self.to_device(rows.astype(np.int32)), pages, offsets)
-        return step._replace(state=own, apart=False)
+        return step._replace(state=own, takes_fresh=False)
 
     def _prefill_hidden(self, ids: Tensor, positions: Tensor, step: PrefillStep) -> Tensor:
         if not isinstance(self._body, TritonDecoder):
@@ -256,9 +259,10 @@ class CudaRunner(ModelRunner):
         """A step of b rows, with memory for partial results that is enough for the layer with most heads."""
         rows = len(slots)
         shapes = self.layer_shapes().values()
+        fewest = min(shape.heads for shape in shapes)
         fixed = FIXED_SPLIT if self.deterministic else None
         if fixed is None:
-            splits = choose_num_splits(rows, min(shape.heads for shape in shapes), self._num_sms)
+            splits = choose_num_splits(rows, fewest, self._num_sms)
         else:
             splits = fixed_num_splits(self.state.table.shape[1], self.page_size, fixed)
         workspace = None
@@ -267,7 +271,8 @@ class CudaRunner(ModelRunner):
             heads //= 1 if self.parallel is None else self.parallel.axis.size
             widest = max(shape.value_dim for shape in shapes)
             workspace = split_workspace(rows, heads, widest, splits, self.device)
-        return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace)
+        takes_fresh = fixed is None and rows * fewest <= FRESH_PROGRAMS * self._num_sms
+        return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace, takes_fresh)
 
     def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
         key = (rows, self._filtered, self._greedy)

@@ -91,19 +91,22 @@ def fixed_num_splits(table_width: int, page_size: int, split_tokens: int, window
     return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
 
 
-def decode_config(dim: int, value_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """A function of what a layer is, never of the batch: other blocks give other bits.
+def decode_config(dim: int, value_dim: int, kv_heads: int, dtype: torch.dtype, *, fresh: bool) -> DecodeConfig:
+    """A function of what a layer is, and whether tokens are fresh, never of the batch: other blocks give other bits.
 
-    Four programs must find registers on a multiprocessor, or the 512 of 256 rows with two key heads come in two waves:
-    with 152 registers a thread they took 46 us on an H200, with 118 of them 36. Three stages for heads of 128 numbers
-    ask for 150, and a bound on registers makes the compiler spill some.
+    Small blocks let more programs live on a multiprocessor: with two key heads, 512 programs took 29 us with these and
+    33 with three stages. With four key heads there are programs enough, and three stages took 61 us for two stages' 67.
+    With fresh tokens three stages ask for more registers than four programs find, and 512 programs come in two waves.
     """
     widest = max(dim, value_dim)
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
-    if widest <= 128:
+    if fresh and widest <= 128:
         return DecodeConfig(block_n=64, num_warps=4, num_stages=3 if widest <= 64 else 2)
-    return DecodeConfig(block_n=32, num_warps=4, num_stages=3)
+    if widest <= 64:
+        return DecodeConfig(block_n=32, num_warps=2, num_stages=3)
+    stages = 2 if widest <= 128 and kv_heads < 4 else 3
+    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=stages)
 
 
 def decode_attention(
@@ -142,7 +145,7 @@ def decode_attention(
     _check(q, keys, values, table, out, sinks)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
-    config = config or decode_config(dim, value_dim, q.dtype)
+    config = config or decode_config(dim, value_dim, kv_heads, q.dtype, fresh=fresh is not None)
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
@@ -154,12 +157,12 @@ def decode_attention(
         news = tuple(fresh)
     # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples of it.
     scale, cap = (scale * _LOG2_E.value, None) if cap is None else (scale / cap, cap * _LOG2_E.value)
-    _attend[(rows * kv_heads, num_splits)](
+    _attend[(rows, kv_heads, num_splits)](
         q, *news, keys, values, table, slots, positions, sinks, out, *partials, scale, cap, window,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0),
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size,
-        SPLIT_TOKENS=split_tokens, BLOCK_M=_block(heads // kv_heads), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim),
-        BLOCK_VALUE=_block(value_dim), num_warps=config.num_warps, num_stages=config.num_stages,
+        GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size, SPLIT_TOKENS=split_tokens,
+        BLOCK_M=_block(heads // kv_heads), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim), BLOCK_VALUE=_block(value_dim),
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -219,7 +222,7 @@ def _attend(
     Q, NEW_KEYS, NEW_VALUES, COS, SIN, QUERY_NORM, KEY_NORM, eps,
     KEYS, VALUES, TABLE, SLOTS, POSITIONS, SINKS, OUT, PARTIAL_OUT, PARTIAL_LSE, ARRIVED, scale, cap, window,
     q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
@@ -227,10 +230,9 @@ def _attend(
 
     OUT (b, Hq, Dv); partials, where there are any, (b, Hq, num_splits, ...).
     """
-    number, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, kv_head = number // KV_HEADS, number % KV_HEADS
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     slot = tl.load(SLOTS + row).to(tl.int64)
-    first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(1), SPLIT_TOKENS, BLOCK_N)
+    first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N)
     begin = tl.maximum(origin + split * size, first)
     end = tl.minimum(origin + (split + 1) * size, stop)
     if (split > 0) & (begin >= end):
@@ -289,14 +291,14 @@ def _attend(
         page = next_page
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
-    real, at = group < GROUP, number * GROUP + group
+    real, at = group < GROUP, row * GROUP * tl.num_programs(1) + heads
     count = tl.cdiv(stop - origin, size)
     if PARTIAL_OUT is not None and count > 1:
-        partial = at * tl.num_programs(1)
+        partial = at * tl.num_programs(2)
         tl.store(PARTIAL_LSE + partial + split, m + tl.log2(total), mask=real)
         _store(PARTIAL_OUT, partial + split, real, acc, total, VALUE_DIM)
         tl.debug_barrier()  # what every thread has stored must be there before it counts
-        counter = ARRIVED + number
+        counter = ARRIVED + row * tl.num_programs(1) + kv_head
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
         if is_last:
             tl.store(counter, 0)
