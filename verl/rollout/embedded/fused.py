@@ -53,7 +53,7 @@ def can_fuse(module: PreTrainedModel) -> bool:
     return all(type(part).__module__ == home for part in parts)
 
 
-# Tensors (b, H) whose sum is the residual stream.
+# Tensors (b, H) whose sum is the residual stream; some decoders leave (S, b, H), to be added up first.
 Parts = tuple[Tensor, ...]
 
 
