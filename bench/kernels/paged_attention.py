@@ -4,7 +4,8 @@ Rows have between 256 and 1,280 keys, evenly. The pages of several layers interl
 computes each layer once, so that no key is found in the L2 cache. For every shape and batch the best launches of a
 sweep are printed, then how far each launch is from the best over all batches: what defaults are chosen by.
 
-Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of it.
+Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of it. With `--fresh`
+the rows' newest tokens come as the projections give them, and the kernel rotates and stores them too.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from triton.runtime.errors import OutOfResources
 
 from verl.rollout.embedded.kernels.paged_attention import (
     DecodeConfig,
+    Fresh,
     choose_num_splits,
     decode_attention,
     decode_config,
@@ -51,14 +53,16 @@ SHAPES = {
 }
 LAUNCHES = [
     DecodeConfig(block_n, num_warps, num_stages)
-    for (block_n, num_warps), num_stages in product(((32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)), (2, 3, 4))
+    for (block_n, num_warps), num_stages in product(
+        ((16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)), (2, 3, 4)
+    )
 ]
 
 
 class Batch:
     """b rows in a cache of as many layers as it takes to read READ_BYTES."""
 
-    def __init__(self, shape: Shape, rows: int) -> None:
+    def __init__(self, shape: Shape, rows: int, *, fresh: bool) -> None:
         self.shape, self.rows = shape, rows
         with torch.device("cuda"):
             self.positions = torch.linspace(SHORTEST, LONGEST, rows)[torch.randperm(rows)].int() - 1
@@ -71,7 +75,9 @@ class Batch:
             page = (2, shape.kv_heads, PAGE_SIZE, shape.dim)
             self.cache = torch.randn(rows * width, self.layers, *page, dtype=torch.bfloat16)
             stacked = torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, dtype=torch.bfloat16)
-            self.q = stacked[:, : shape.heads * shape.dim].unflatten(1, (shape.heads, shape.dim))
+            self.q, k, v = stacked.unflatten(1, (-1, shape.dim)).tensor_split((-2 * shape.kv_heads, -shape.kv_heads), 1)
+            cos, sin = torch.randn(2, LONGEST, shape.dim, dtype=torch.bfloat16)
+            self.fresh = Fresh(k, v, cos, sin, None, None, 0.0) if fresh else None
             self.out = torch.empty(rows, shape.heads, shape.dim, dtype=torch.bfloat16)
         self.workspace = split_workspace(rows, shape.heads, shape.dim, 64, "cuda")
 
@@ -89,6 +95,7 @@ class Batch:
                 self.out,
                 scale=self.shape.dim**-0.5,
                 workspace=self.workspace,
+                fresh=self.fresh,
                 **settings,
             )
 
@@ -138,7 +145,8 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
     print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
     for config, count in sorted(times, key=times.__getitem__)[:best]:
         print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
-    config = decode_config(batch.shape.dim, batch.shape.dim, batch.shape.kv_heads, torch.bfloat16, fresh=False)
+    dim, kv_heads = batch.shape.dim, batch.shape.kv_heads
+    config = decode_config(dim, dim, kv_heads, torch.bfloat16, fresh=batch.fresh is not None)
     count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
     us = batch.microseconds(config=config, num_splits=count)
     print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")
@@ -164,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--fresh", action="store_true", help="rotate and store the newest tokens as well")
     parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -175,7 +184,7 @@ def main() -> None:
         print(name)
         results = []
         for rows in args.batches:
-            results.append(sweep(Batch(SHAPES[name], rows), device.multi_processor_count, args.best))
+            results.append(sweep(Batch(SHAPES[name], rows, fresh=args.fresh), device.multi_processor_count, args.best))
         rank(results, args.best)
 
 
