@@ -13,7 +13,7 @@ import pytest
 from tests.data.scripts import EXAMPLES, load_script
 from tests.shared_files import SHARED, needs_shared
 from verl.config import DataConfig
-from verl.data import RLDataset, files
+from verl.data import RLDataset
 from verl.utils.errors import DataError
 
 
@@ -42,7 +42,7 @@ def test_a_hub_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, scrip
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach it on the Hub")
 
-    monkeypatch.setattr(files, "load_dataset", unreachable)
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
     with pytest.raises(DataError, match="cannot be had from the hub: Couldn't reach .* --local_dataset_path"):
         load_script(f"data_preprocess/{script}.py").main([*arguments, "--local_save_dir", str(tmp_path)])
 
