@@ -40,7 +40,8 @@ class DecodeConfig(NamedTuple):
 class SplitWorkspace(NamedTuple):
     """fp32 memory for n partial results: outputs (n, Dv) and log2 of the softmax denominators (n,).
 
-    `arrived` (rows * Hk,) int32 counts the splits that have ended; it is 0 before and after every call.
+    `arrived` int32, a number or more for each key head of a row, counts the splits that have ended; it is 0 before and
+    after every call.
     """
 
     out: Tensor
@@ -150,7 +151,7 @@ def decode_attention(
         assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
     partials = (None, None, None) if num_splits == 1 else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
-    news = (None,) * 7
+    news = (None,) * len(Fresh._fields)
     if fresh is not None:
         assert fresh.keys.stride()[:2] == fresh.values.stride()[:2] == q.stride()[:2], "one projection's q, k and v"
         assert dim == value_dim, f"keys of {dim} numbers, values of {value_dim}"
@@ -266,10 +267,7 @@ def _attend(
             own, place = tl.load(pages + position // PAGE_SIZE).to(tl.int64), position % PAGE_SIZE
             tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
             tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
-            s = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, cap)
-            m = tl.maximum(sink, s)
-            total = tl.exp2(s - m)
-            acc = total[:, None] * v.to(tl.float32)
+            m, total, acc = _weigh_one(q, k, v, sink, scale, cap)
     for block in range(start, last, BLOCK_N):
         tokens = block + offsets
         seen = (tokens >= begin) & (tokens < last)
@@ -277,17 +275,9 @@ def _attend(
         later = tokens + BLOCK_N
         next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
         within = tokens.to(tl.uint32) % PAGE_SIZE
-        keys_read = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
-        values_read = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
-        # "ieee": fp32 operands would be rounded to TF32 otherwise.
-        s = _capped(tl.dot(q, tl.trans(keys_read), input_precision="ieee") * scale, cap)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        new_m = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - new_m[:, None])
-        alpha = tl.exp2(m - new_m)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(values_read.dtype), values_read, acc * alpha[:, None], input_precision="ieee")
-        m = new_m
+        k = _read(keys, page, key_page, within, key_token, seen, DIM, BLOCK_DIM)
+        v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
+        m, total, acc = _weigh(q, k, v, seen, m, total, acc, scale, cap)
         page = next_page
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
@@ -309,7 +299,7 @@ def _attend(
 
 @triton.jit
 def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
-    """Heads at AT, normed where there is a NORM, and rotated: (M, BLOCK_DIM)."""
+    """Heads at AT, normed where there is a NORM, and rotated: (M, BLOCK_DIM), whole as a product takes them."""
     half: tl.constexpr = DIM // 2
     partner = tl.where(dims < half, dims + half, dims - half)
     one, other = tl.load(AT + dims, mask=mask, other=0.0), tl.load(AT + partner, mask=mask, other=0.0)
@@ -334,6 +324,28 @@ def _read(CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexp
     # Masked, not only for the traffic: memory that no token was written to may hold NaN, and 0 * NaN is NaN.
     mask = seen[:, None] if DIM == BLOCK else seen[:, None] & (dims < DIM)
     return tl.load(CACHE + at[:, None] + dims, mask=mask, other=0.0)
+
+
+@triton.jit
+def _weigh(q, k, v, seen, m, total, acc, scale, cap):
+    """One step of the running softmax: its maximum, the sum of its weights, and that of weighted values."""
+    # "ieee": fp32 operands would be rounded to TF32 otherwise.
+    s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap)
+    s = tl.where(seen[None, :], s, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - new_m[:, None])
+    alpha = tl.exp2(m - new_m)
+    total = total * alpha + tl.sum(p, 1)
+    return new_m, total, tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _weigh_one(q, k, v, sink, scale, cap):
+    """The first step of the running softmax where its only key is k (1, D)."""
+    s = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, cap)
+    m = tl.maximum(sink, s)
+    total = tl.exp2(s - m)
+    return m, total, total[:, None] * v.to(tl.float32)
 
 
 @triton.jit
