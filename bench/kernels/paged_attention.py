@@ -145,9 +145,9 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
     print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
     for config, count in sorted(times, key=times.__getitem__)[:best]:
         print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
-    dim, kv_heads = batch.shape.dim, batch.shape.kv_heads
-    config = decode_config(dim, dim, kv_heads, torch.bfloat16, fresh=batch.fresh is not None)
     count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
+    fresh_programs = 0 if batch.fresh is None else programs * count
+    config = decode_config(batch.shape.dim, batch.shape.dim, torch.bfloat16, fresh_programs=fresh_programs)
     us = batch.microseconds(config=config, num_splits=count)
     print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")
     by_count = " ".join(f"{count}: {min(times[config, count] for config in LAUNCHES):.1f}" for count in counts)

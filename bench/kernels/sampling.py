@@ -74,21 +74,17 @@ def compare(all_logits: dict[int, torch.Tensor]) -> None:
 
 def tune(all_logits: dict[int, torch.Tensor]) -> None:
     cuts = [
-        *(("plain", Tuning(chunk=chunk, block=block, registers=registers))
-          for chunk in (4096, 8192, 16384) for block, registers in ((256, 64), (512, 96), (512, 144), (1024, 255))),
-        *((name, Tuning(search_block=block, search_warps=warps, search_stages=stages, search_registers=registers))
-          for name in ("top_p 0.95", "top_k 50") for block, warps, stages, registers in
-          ((4096, 16, 1, 64), (4096, 16, 1, 128), (4096, 16, 3, 64), (2048, 8, 4, 128), (4096, 8, 1, 128),
-           (8192, 16, 1, 128), (8192, 32, 1, 64))),
+        *((name, Tuning(chunk=chunk, block=block)) for name in ("plain", "greedy", "top_p 0.95")
+          for chunk in (4096, 8192, 16384) for block in (256, 512, 1024)),
+        *((name, Tuning(search_block=block, search_warps=warps)) for name in ("top_p 0.95", "top_k 50")
+          for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (16384, 16), (16384, 32))),
     ]  # fmt: skip
     print(f"\n{'microseconds at rows':60} " + " ".join(f"{rows:>7}" for rows in all_logits))
     for name, tuning in cuts:
         times = [milliseconds(replay(logits, MODES[name], tuning)) for logits in all_logits.values()]
-        if name == "plain":
-            cut = f"chunk {tuning.chunk} block {tuning.block} registers {tuning.registers}"
-        else:
-            cut = f"search block {tuning.search_block} warps {tuning.search_warps} stages {tuning.search_stages}"
-            cut += f" registers {tuning.search_registers}"
+        cut = f"chunk {tuning.chunk} block {tuning.block}"
+        if name not in ("plain", "greedy"):
+            cut += f" search {tuning.search_block} warps {tuning.search_warps}"
         print(f"{name:12} {cut:47} " + " ".join(f"{time * 1e3:7.1f}" for time in times))
 
 

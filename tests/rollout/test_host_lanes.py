@@ -226,7 +226,7 @@ def test_the_wait_for_the_compiler_is_told(monkeypatch, caplog):
 def draw(logits, temperature, keys):
     rows, vocabulary = logits.shape
     tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    columns = sampling.shifted_column_hashes(vocabulary, logits.device)[0].numpy().view(np.uint32)
+    columns = sampling.column_hashes(vocabulary, logits.device)[0].numpy().view(np.uint32)
     host.draw(
         logits.numpy(), np.float32(temperature), keys.numpy().view(np.uint32), columns,
         np.empty(vocabulary, np.float32), tokens.numpy(), log_probs.numpy(),

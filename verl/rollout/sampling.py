@@ -43,7 +43,7 @@ def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     # first halves collide still differ. A shift spreads over an exclusive or, so the first one of the (b, V) integers
     # is done for each column and each row.
     first, second = keys[:, :1].clone(), keys[:, 1:]
-    bits = shifted_column_hashes(vocabulary, keys.device) ^ _xor_shift_(first, 16, torch.empty_like(first))
+    bits = column_hashes(vocabulary, keys.device) ^ _xor_shift_(first, 16, torch.empty_like(first))
     torch.add(second, bits, alpha=_MULTIPLY_1, out=bits)
     shifted = torch.empty_like(bits)
     _xor_shift_(bits, 13, shifted).mul_(_MULTIPLY_2)
@@ -168,13 +168,6 @@ def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.
 
 @functools.lru_cache(maxsize=8)
 def column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """(1, V) int32, one hash a token id."""
-    hashes = _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()
-    return torch.from_numpy(hashes)[None].to(device)
-
-
-@functools.lru_cache(maxsize=8)
-def shifted_column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """`column_hashes` after the first shift of a round."""
-    hashes = column_hashes(vocabulary, device).clone()
-    return _xor_shift_(hashes, 16, torch.empty_like(hashes))
+    """(1, V) int32, one hash a token id, after the first shift of a round."""
+    hashes = torch.from_numpy(_splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy())
+    return _xor_shift_(hashes, 16, torch.empty_like(hashes))[None].to(device)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verl.rollout.embedded.fused import Matrix, StackedDecoder
 from verl.rollout.embedded.host_rows import RowArrays
 from verl.rollout.embedded.kernels.blas import sgemm_address
-from verl.rollout.sampling import shifted_column_hashes
+from verl.rollout.sampling import column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
 
@@ -188,7 +188,7 @@ class Lane:
         """Feed `ids` (b,) of these rows and draw as many tokens as `noise` (s, b, 2) has keys for, each from the one
         before; without any keys (s, 0, 2) the likeliest."""
         tokens, log_probs = np.empty((len(noise), len(ids)), np.int64), np.empty((len(noise), len(ids)), np.float32)
-        columns = shifted_column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)
+        columns = column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)
         self._have_scores(arrays)
         self.owner.kernels.generate(
             ids, np.ascontiguousarray(noise).view(np.uint32), weights, arrays.keys, arrays.values, arrays.starts,

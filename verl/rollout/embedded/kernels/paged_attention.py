@@ -26,6 +26,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # More splits fill the device at small batches, but what they leave must be merged.
 _PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 32
+# Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an H100 or H200.
+_THREE_STAGES = 3 * 132
 _MERGED = tl.constexpr(4)  # partial results that a program reads at a time: that many loads wait together
 
 
@@ -92,22 +94,19 @@ def fixed_num_splits(table_width: int, page_size: int, split_tokens: int, window
     return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
 
 
-def decode_config(dim: int, value_dim: int, kv_heads: int, dtype: torch.dtype, *, fresh: bool) -> DecodeConfig:
-    """A function of what a layer is, and whether tokens are fresh, never of the batch: other blocks give other bits.
+def decode_config(dim: int, value_dim: int, dtype: torch.dtype, *, fresh_programs: int = 0) -> DecodeConfig:
+    """Blocks and warps as the layer is, never as the batch: others give other bits. Stages give the same bits.
 
-    Small blocks let more programs live on a multiprocessor: with two key heads, 512 programs took 29 us with these and
-    33 with three stages. With four key heads there are programs enough, and three stages took 61 us for two stages' 67.
-    With fresh tokens three stages ask for more registers than four programs find, and 512 programs come in two waves.
+    `fresh_programs` is how many programs there are where tokens are fresh. Three stages keep more keys of the longest
+    rows coming, which a step waits for (64 rows of 256 to 1,280 tokens, heads of 128, on an H200: 25 us instead of 27,
+    and 39 instead of 46 at 7B). But with fresh tokens and heads of 128 they ask for more registers than four programs
+    find on a multiprocessor: 512 programs then come in two waves, and took 39 us for 32.
     """
     widest = max(dim, value_dim)
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
-    if fresh and widest <= 128:
-        return DecodeConfig(block_n=64, num_warps=4, num_stages=3 if widest <= 64 else 2)
-    if widest <= 64:
-        return DecodeConfig(block_n=32, num_warps=2, num_stages=3)
-    stages = 2 if widest <= 128 and kv_heads < 4 else 3
-    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=stages)
+    crowded = 64 < widest <= 128 and fresh_programs > _THREE_STAGES
+    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=2 if crowded else 3)
 
 
 def decode_attention(
@@ -146,10 +145,12 @@ def decode_attention(
     _check(q, keys, values, table, out, sinks)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
-    config = config or decode_config(dim, value_dim, kv_heads, q.dtype, fresh=fresh is not None)
+    if split_tokens is not None:
+        num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
+    fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
+    config = config or decode_config(dim, value_dim, q.dtype, fresh_programs=fresh_programs)
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
-        num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
     partials = (None, None, None) if num_splits == 1 else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
     news = (None,) * len(Fresh._fields)
     if fresh is not None:

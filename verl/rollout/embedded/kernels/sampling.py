@@ -26,16 +26,13 @@ class Tuning:
     """How the kernels cut a row: a program scans `chunk` columns, `block` at a time.
 
     It is one warp, so that a reduction over a block needs no barrier. A chunk has many blocks, so that most of them
-    meet a good score found before (see `scan_and_draw`).
+    meet a good score found before (see `scan_and_draw`). Small blocks leave registers for more programs.
     """
 
-    chunk: int = 8192
-    block: int = 512
-    registers: int = 96  # of a thread: the rarely taken branches alone want more, and would halve the number of warps
-    search_block: int = 4096
+    chunk: int = 4096
+    block: int = 256
+    search_block: int = 8192
     search_warps: int = 16
-    search_stages: int = 1
-    search_registers: int = 64  # two programs fit on a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +99,10 @@ def draw(logits: torch.Tensor, state: DrawState, workspace: Workspace, *, filter
     if filtered and not greedy:
         _kernels.find_threshold[(rows,)](
             *source, work.largest, work.totals, work.rows, VOCABULARY=vocabulary, **chunks,
-            BLOCK=tuning.search_block, STAGES=tuning.search_stages, DROPPED_BITS=_dropped_bits(logits.dtype),
-            num_warps=tuning.search_warps, maxnreg=tuning.search_registers,
+            BLOCK=tuning.search_block, DROPPED_BITS=_dropped_bits(logits.dtype), num_warps=tuning.search_warps,
         )  # fmt: skip
     if not greedy:
-        _kernels.scan_and_draw[grid](
-            *source, *noise, work.rows, *parts, FILTERED=filtered, maxnreg=tuning.registers, **cut
-        )
+        _kernels.scan_and_draw[grid](*source, *noise, work.rows, *parts, FILTERED=filtered, **cut)
     _kernels.merge[(rows,)](
         *source, *parts, work.rows, state.tokens, state.log_probs,
         VOCABULARY=vocabulary, GREEDY=greedy, FILTERED=filtered and not greedy, num_warps=1, **chunks,

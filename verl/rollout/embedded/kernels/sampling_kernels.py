@@ -16,8 +16,8 @@ _REACH = tl.constexpr(26.0)
 
 
 @triton.jit
-def _load_logits(row_ptr, columns, VOCABULARY: tl.constexpr):
-    return tl.load(row_ptr + columns, mask=columns < VOCABULARY, other=float("-inf")).to(tl.float32)
+def _load_logits(row_ptr, columns, end):
+    return tl.load(row_ptr + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -27,12 +27,18 @@ def _finite(largest):
 
 
 @triton.jit
-def _add_block(x, largest, total, scale):
-    """Take logits x into the running maximum and sum of exponentials. Gives weights, maximum, sum."""
-    raised = tl.maximum(largest, tl.max(x, axis=0))
-    base = _finite(raised)
-    weights = tl.exp2((x - base) * scale)
-    return weights, raised, total * tl.exp2((largest - base) * scale) + tl.sum(weights, axis=0)
+def _add_block(x, largest, totals, scale):
+    """Take logits x into the running maximum and the sums of exponentials, one a lane. Gives weights, maximum, sums.
+
+    What can wait for the chunk's end does, the sum over lanes, and what is rare has a branch: the maximum rises in few
+    blocks.
+    """
+    peak = tl.max(x, axis=0)
+    if peak > largest:
+        totals *= tl.exp2((largest - peak) * scale)
+        largest = peak
+    weights = tl.exp2((x - _finite(largest)) * scale)
+    return weights, largest, totals + weights
 
 
 @triton.jit
@@ -45,19 +51,21 @@ def scan(
     row_ptr = logits + row.to(tl.int64) * row_stride
     start = chunk * CHUNK
     scale = _LOG2_E if GREEDY else _LOG2_E / tl.load(settings)
-    largest, total, column = float("-inf"), 0.0, start
+    largest, totals, column = float("-inf"), tl.zeros([BLOCK], tl.float32), start
     offset, end = start, tl.minimum(start + CHUNK, VOCABULARY)
+    upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
-        x = _load_logits(row_ptr, columns, VOCABULARY)
+        x = upcoming
+        upcoming = _load_logits(row_ptr, columns + BLOCK, end)
         before = largest
-        _, largest, total = _add_block(x, largest, total, scale)
+        _, largest, totals = _add_block(x, largest, totals, scale)
         if GREEDY and largest > before:
             column = tl.min(tl.where(x == largest, columns, VOCABULARY - 1), axis=0)
         offset += BLOCK
     here = row * tl.num_programs(1) + chunk
     tl.store(largest_ptr + here, largest)
-    tl.store(totals_ptr + here, total)
+    tl.store(totals_ptr + here, tl.sum(totals, axis=0))
     if GREEDY:
         tl.store(scores_ptr + here, largest)
         tl.store(columns_ptr + here, column)
@@ -65,22 +73,22 @@ def scan(
 
 @triton.jit
 def _draw_key(slots, keys, drawn, row):
-    """The two halves of `row_keys`, uint32 each: SplitMix64 of the sample's key and the position."""
+    """`row_keys`, SplitMix64 of the sample's key and the position: two uint32, the first shifted as hashes are."""
     slot = tl.load(slots + row)
     bits = tl.load(keys + slot).to(tl.uint64, bitcast=True) + tl.load(drawn + slot).to(tl.uint64) * _GOLDEN
     bits += _GOLDEN
     bits = (bits ^ (bits >> 30)) * _SPLITMIX_1
     bits = (bits ^ (bits >> 27)) * _SPLITMIX_2
     bits = bits ^ (bits >> 31)
-    return bits.to(tl.uint32), (bits >> 32).to(tl.uint32)
+    low = bits.to(tl.uint32)
+    return low ^ (low >> 16), (bits >> 32).to(tl.uint32)
 
 
 @triton.jit
 def _noise_integers(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr):
     """`noise_integers` of these columns: uint32 below 2**31."""
     bits = tl.load(hashes + columns, mask=columns < VOCABULARY, other=0, eviction_policy="evict_last")
-    bits = bits.to(tl.uint32, bitcast=True) ^ key_low
-    bits = (bits ^ (bits >> 16)) * _MURMUR_1 + key_high
+    bits = (bits.to(tl.uint32, bitcast=True) ^ key_low) * _MURMUR_1 + key_high
     bits = (bits ^ (bits >> 13)) * _MURMUR_2
     return (bits ^ (bits >> 16)) & 0x7FFFFFFF
 
@@ -115,9 +123,10 @@ def _may_win(noise, weights, deficit):
 
 @triton.jit
 def _most_promising(noise, weights, columns, VOCABULARY: tl.constexpr):
-    """The column whose weight / u is largest, or nearly so; it has weight where any has at least exp(-_REACH)."""
+    """The column whose weight / u is largest, or nearly so, among those with weight."""
     # A positive float's bits, read as an integer, are its logarithm to 0.09 of a factor of two.
     promise = weights.to(tl.int32, bitcast=True) - (_leading_bits(noise) - (_2_TO_23 - 1.0)).to(tl.int32, bitcast=True)
+    promise = tl.where(weights > 0, promise, -2147483648)
     return tl.min(tl.where(promise == tl.max(promise, axis=0), columns, VOCABULARY - 1), axis=0)
 
 
@@ -139,46 +148,45 @@ def scan_and_draw(
     inverse = 1.0 / tl.load(settings)
     scale = inverse * _LOG2_E
     key_low, key_high = _draw_key(slots, keys, drawn, row)
-    largest, total, best, column = float("-inf"), 0.0, float("-inf"), start
+    largest, totals, best, column = float("-inf"), tl.zeros([BLOCK], tl.float32), float("-inf"), start
     if FILTERED:
         min_p = tl.load(settings + 2)
         largest = tl.load(rows_ptr + row * 3)
         threshold = tl.load(rows_ptr + row * 3 + 2)
     offset, end = start, tl.minimum(start + CHUNK, VOCABULARY)
+    upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
-        x = _load_logits(row_ptr, columns, VOCABULARY)
+        x = upcoming
+        upcoming = _load_logits(row_ptr, columns + BLOCK, end)  # on their way while these are weighed
         if FILTERED:
             weights = tl.exp2((x - _finite(largest)) * scale)
             weights = tl.where((x >= threshold) & (weights >= min_p), weights, 0.0)
             useful = tl.max(weights, axis=0) > 0
         else:
-            weights, largest, total = _add_block(x, largest, total, scale)
+            weights, largest, totals = _add_block(x, largest, totals, scale)
             useful = True
         if useful:
             noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
             hopeful = _may_win(noise, weights, _finite(largest) * inverse - best)
             if tl.max(hopeful.to(tl.int32), axis=0) > 0:
-                # The most promising token is tried alone; mostly nothing is left that could beat it.
-                tried = _most_promising(noise, weights, columns, VOCABULARY)
-                score = _load_logits(row_ptr, tried, VOCABULARY) * inverse
-                score += _gumbel(_noise_integers(hashes, tried, key_low, key_high, VOCABULARY))
-                if score > best:
-                    best, column = score, tried
-                hopeful = _may_win(noise, weights, _finite(largest) * inverse - best) & (columns != tried)
-                if tl.max(hopeful.to(tl.int32), axis=0) > 0:
-                    scores = tl.where(weights > 0, x * inverse + _gumbel(noise), float("-inf"))
-                    score = tl.max(scores, axis=0)
-                    if score > best:
-                        best = score
-                        column = tl.min(tl.where(scores == score, columns, VOCABULARY - 1), axis=0)
+                # The most promising token is tried alone; mostly none of the others could beat it then.
+                weights = tl.where(hopeful, weights, 0.0)
+                while tl.max((weights > 0).to(tl.int32), axis=0) > 0:
+                    tried = _most_promising(noise, weights, columns, VOCABULARY)
+                    score = tl.load(row_ptr + tried).to(tl.float32) * inverse
+                    score += _gumbel(_noise_integers(hashes, tried, key_low, key_high, VOCABULARY))
+                    if (score > best) | ((score == best) & (tried < column)):
+                        best, column = score, tried
+                    hopeful = _may_win(noise, weights, _finite(largest) * inverse - best) & (columns != tried)
+                    weights = tl.where(hopeful, weights, 0.0)
         offset += BLOCK
     here = row * tl.num_programs(1) + chunk
     tl.store(scores_ptr + here, best)
     tl.store(columns_ptr + here, column)
     if not FILTERED:
         tl.store(largest_ptr + here, largest)
-        tl.store(totals_ptr + here, total)
+        tl.store(totals_ptr + here, tl.sum(totals, axis=0))
 
 
 @triton.jit
@@ -233,13 +241,13 @@ def _of_order_key(key, DROPPED_BITS: tl.constexpr):
 @triton.jit
 def _sums_above(
     row_ptr, first, second, third, base, scale,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """How many of a row's logits, or with WEIGHTED how much weight, lie at or above each of three logits."""
     one = tl.zeros([BLOCK], tl.float32)
     two = tl.zeros([BLOCK], tl.float32)
     three = tl.zeros([BLOCK], tl.float32)
-    for offset in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
+    for offset in tl.range(0, VOCABULARY, BLOCK, num_stages=1):
         x = _load_logits(row_ptr, offset + tl.arange(0, BLOCK), VOCABULARY)
         weights = tl.exp2((x - base) * scale) if WEIGHTED else 1.0
         one += tl.where(x >= first, weights, 0.0)
@@ -251,7 +259,7 @@ def _sums_above(
 @triton.jit
 def _search(
     row_ptr, low, high, wanted, base, scale,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DROPPED_BITS: tl.constexpr,
+    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, DROPPED_BITS: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """The largest order key in [low, high) with at least `wanted` tokens, or weight, at or above it; if none, `low`.
@@ -275,7 +283,7 @@ def _search(
         turn += 1
         one, two, three = _sums_above(
             row_ptr, _of_order_key(first, DROPPED_BITS), _of_order_key(second, DROPPED_BITS),
-            _of_order_key(third, DROPPED_BITS), base, scale, VOCABULARY, BLOCK, STAGES, WEIGHTED,
+            _of_order_key(third, DROPPED_BITS), base, scale, VOCABULARY, BLOCK, WEIGHTED,
         )  # fmt: skip
         # Every branch shrinks the interval, also where a NaN makes all comparisons false.
         if one >= wanted:
@@ -297,7 +305,7 @@ def _search(
 def find_threshold(
     logits, row_stride, settings, largest_ptr, totals_ptr, rows_ptr,
     VOCABULARY: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, DROPPED_BITS: tl.constexpr,
+    BLOCK: tl.constexpr, DROPPED_BITS: tl.constexpr,
 ):  # fmt: skip
     """The smallest logit kept by top-k, then by top-p of what top-k left, among those that can be drawn at all."""
     row = tl.program_id(0)
@@ -310,19 +318,19 @@ def find_threshold(
     high = _order_key(largest, DROPPED_BITS) + 1
     held = total
     if (top_k > 0) & (top_k < VOCABULARY):
-        low = _search(row_ptr, low, high, top_k, base, scale, VOCABULARY, BLOCK, STAGES, DROPPED_BITS, False)
+        low = _search(row_ptr, low, high, top_k, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, False)
         if top_p < 1:
             # The share is of k tokens exactly, whatever ties with the last of them.
             last, above = _of_order_key(low, DROPPED_BITS), _of_order_key(low + 1, DROPPED_BITS)
-            count, _, _ = _sums_above(row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, STAGES, False)
-            weight, _, _ = _sums_above(row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, STAGES, True)
+            count, _, _ = _sums_above(row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, False)
+            weight, _, _ = _sums_above(row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, True)
             held = weight + (top_k - count) * tl.exp2((last - base) * scale)
     elif top_p < 1:
         # All tokens lighter than (1 - p) / V of the total may go at once; a factor of two is left for rounding.
         bound = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / VOCABULARY)
         low = tl.maximum(low, tl.minimum(_order_key(bound, DROPPED_BITS), high - 1))
     if top_p < 1:
-        low = _search(row_ptr, low, high, top_p * held, base, scale, VOCABULARY, BLOCK, STAGES, DROPPED_BITS, True)
+        low = _search(row_ptr, low, high, top_p * held, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, True)
     tl.store(rows_ptr + row * 3, largest)
     tl.store(rows_ptr + row * 3 + 1, total)
     tl.store(rows_ptr + row * 3 + 2, _of_order_key(low, DROPPED_BITS))
