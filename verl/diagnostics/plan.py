@@ -3,9 +3,8 @@
 import argparse
 import sys
 
-from verl.config.load import load_config
-from verl.diagnostics.profile import profile_memory
 from verl.utils.entry import exit_code
+from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +17,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
-    profile = profile_memory(load_config(keys, only_to_plan=True), device_gib=arguments.device_gib)
+    # A typo in a key is told before torch has loaded.
+    from verl.config.load import load_config
+
+    config = load_config(keys, only_to_plan=True)
+    with loading_packages():
+        from verl.diagnostics.profile import profile_memory
+    profile = profile_memory(config, device_gib=arguments.device_gib)
     print(profile.to_json() if arguments.json else profile)
     return 2 if profile.fits is False else 0
 

@@ -3,6 +3,7 @@
 import sys
 
 from verl.trainer.main_ppo import main as run_job
+from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,7 +16,8 @@ def job(argv: list[str]) -> None:
     from verl.config.load import load_config
 
     config = load_config(argv, root="evaluation")
-    from verl.trainer.evaluation import evaluate
+    with loading_packages():
+        from verl.trainer.evaluation import evaluate
 
     evaluate(config)
 

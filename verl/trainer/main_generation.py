@@ -4,6 +4,7 @@ import sys
 
 from verl.trainer.main_ppo import main as run_job
 from verl.utils.errors import retold
+from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,7 +18,8 @@ def job(argv: list[str]) -> None:
     from verl.config.load import load_config
 
     config = load_config(argv, root="generation")
-    from verl.trainer.generation import generate
+    with loading_packages():
+        from verl.trainer.generation import generate
 
     with retold(SHARED.names_here):
         generate(config)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from verl.utils.entry import exit_code
+from verl.utils.garbage import loading_packages
 from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
 
@@ -29,7 +30,8 @@ def train(argv: list[str]) -> None:
     from verl.config.load import load_config
 
     config = load_config(argv)
-    from verl.trainer.variants import trainer_class
+    with loading_packages():
+        from verl.trainer.variants import trainer_class
 
     trainer = trainer_class(config)(config)
     trainer.init_workers()

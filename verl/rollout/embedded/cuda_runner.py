@@ -8,10 +8,8 @@ steps follow each other without the host.
 import atexit
 import bisect
 import functools
-import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +30,7 @@ from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import GIB
 from verl.utils.errors import ConfigError, RolloutError
+from verl.utils.garbage import not_collecting
 from verl.utils.logging import logger
 from verl.utils.reserved_memory import ReservedMemory
 
@@ -53,18 +52,6 @@ def ladder(most: int) -> list[int]:
     while (size := size + (32 if size < 512 else max(64, size // 16))) < most:
         sizes.append(size)
     return [*sizes, most]
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What is collected may free device memory, which ends a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class CudaRunner(ModelRunner):
@@ -293,7 +280,7 @@ class CudaRunner(ModelRunner):
             self._step(rows)
             torch.cuda.synchronize(self.device)
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture.
-            with _no_garbage_collection():
+            with not_collecting():
                 # NCCL's watchdog asks for events on a thread of its own meanwhile.
                 errors_of = "global" if self.parallel is None else "thread_local"
                 graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
