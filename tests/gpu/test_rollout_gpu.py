@@ -9,6 +9,7 @@ import torch
 
 from tests.rollout.engines import (
     PROMPTS,
+    check_bits_of_a_thousand,
     forward_log_probs,
     make_engine,
     run,
@@ -140,6 +141,11 @@ def test_deterministic_gives_the_same_bits_in_every_batch(family, dtype):
     preempted = run(tight, PROMPTS, n=24)
     assert tight.statistics()["preemptions"] > 0
     assert crowd == few == preempted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_gives_the_same_bits_among_a_thousand(dtype):
+    check_bits_of_a_thousand(on_cuda(talkative_model("qwen2")), device="cuda", dtype=dtype)
 
 
 def test_sleep_gives_the_memory_back():

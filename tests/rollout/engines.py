@@ -75,3 +75,16 @@ def forward_log_probs(
     ids = torch.tensor([[*prompt, *response]], device=model.device)
     logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+
+
+def check_bits_of_a_thousand(model: PreTrainedModel, **settings: Any) -> None:
+    """With `deterministic` the same seeds give the same bits alone, among a thousand, and after pre-emption."""
+    n = 334
+    crowd = run(make_engine(model, deterministic=True, **settings), PROMPTS, n=n)
+    tight = make_engine(model, deterministic=True, num_pages=400, **settings)
+    assert run(tight, PROMPTS, n=n) == crowd
+    assert tight.statistics()["preemptions"] > 0
+    engine = make_engine(model, deterministic=True, **settings)
+    for sample_id in (0, n, 2 * n, len(crowd) - 1):
+        alone = Request(prompt_ids=tuple(PROMPTS[sample_id // n]), sample_ids=(sample_id,))
+        assert list(engine.generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)) == [crowd[sample_id]]

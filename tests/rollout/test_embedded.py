@@ -6,6 +6,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2MLP
 
 from tests.rollout.engines import (
     PROMPTS,
+    check_bits_of_a_thousand,
     forward_log_probs,
     make_engine,
     run,
@@ -312,6 +313,10 @@ def test_deterministic_gives_the_same_bits_in_every_batch(family):
     [completion] = engine.generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)
     assert crowd == few == preempted
     assert completion == crowd[6]
+
+
+def test_deterministic_gives_the_same_bits_among_a_thousand():
+    check_bits_of_a_thousand(talkative_model("qwen2"))
 
 
 def test_a_diverged_model_is_an_error():
