@@ -65,7 +65,10 @@ class Ours:
         return answers
 
     def statistics(self) -> dict[str, float]:
-        return self.engine.statistics()
+        statistics = self.engine.statistics()
+        self.engine.sleep()
+        kept = getattr(self.engine, "kept_asleep", dict)()
+        return {**statistics, **{f"asleep_gib/{what}": size / 2**30 for what, size in kept.items()}}
 
 
 if __name__ == "__main__":

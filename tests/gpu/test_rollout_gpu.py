@@ -148,6 +148,21 @@ def test_deterministic_gives_the_same_bits_among_a_thousand(dtype):
     check_bits_of_a_thousand(on_cuda(talkative_model("qwen2")), device="cuda", dtype=dtype)
 
 
+def test_what_stays_asleep_is_listed():
+    model = on_cuda(talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8))
+    before = torch.cuda.memory_reserved()
+    engine = cuda_engine(model, gpu_memory_utilization=0.02)
+    run(engine, PROMPTS, n=100)
+    engine.sleep()
+    gc.collect()
+    torch.cuda.empty_cache()
+    kept, left = engine.kept_asleep(), torch.cuda.memory_reserved() - before
+    assert kept["graphs"] > 0
+    # A segment of torch's is 2 MiB at least; cuBLAS keeps a workspace of 32 MiB for each of two streams.
+    assert left - 96 * 2**20 <= sum(kept.values()) <= left
+    assert left <= 0.02 * torch.cuda.get_device_properties(0).total_memory
+
+
 def test_sleep_gives_the_memory_back():
     model = talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     parameters = dict(model.named_parameters())

@@ -140,6 +140,19 @@ class CudaRunner(ModelRunner):
         if self._memory is not None:
             self._memory.release()
 
+    def kept_asleep(self) -> dict[str, int]:
+        """See `ModelRunner.kept_asleep`. Kernels and workspaces of libraries are the trainer's as well."""
+        here = torch.cuda.memory_snapshot()
+        pool = [segment["total_size"] for segment in here if tuple(segment["segment_pool_id"]) == tuple(self._pool)]
+        tables = [self._body.cos, self._body.sin] if isinstance(self._body, TritonDecoder) else []
+        rows = [*self.state, *self._fed, self._slots, self._draw.tokens, self._draw.log_probs]
+        return {
+            "graphs": sum(pool),
+            "scratch of the draw": self._workspace.num_bytes,
+            "tables of slots": sum(tensor.nbytes for tensor in rows),
+            "rotary tables": sum(tensor.nbytes for tensor in tables),
+        }
+
     @torch.inference_mode()
     def begin(self, params: SamplingParams, most_tokens: int) -> None:
         """See `ModelRunner.begin`."""

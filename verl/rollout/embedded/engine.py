@@ -67,6 +67,7 @@ class EmbeddedEngine(LocalEngine):
         )
         self.runner = self._make_runner()
         self._scheduler: Scheduler | None = None
+        self._has_slept = False
         self._pages = PageAllocator(0)
         self._pages_version: object = None  # of the weights that the keys in the pages were computed with
 
@@ -95,6 +96,13 @@ class EmbeddedEngine(LocalEngine):
         self.runner.release()
         self._pages = PageAllocator(0)
         super().sleep()
+        if not self._has_slept:
+            self._tell_what_stays()
+        self._has_slept = True
+
+    def kept_asleep(self) -> dict[str, int]:
+        """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs stay valid."""
+        return self.runner.kept_asleep()
 
     def forget_prefixes(self) -> None:
         """See `RolloutEngine.forget_prefixes`."""
@@ -107,6 +115,13 @@ class EmbeddedEngine(LocalEngine):
             self._scheduler.check_integrity()
         else:
             self._pages.check_integrity([])
+
+    def _tell_what_stays(self) -> None:
+        kept = self.kept_asleep()
+        if kept:
+            whole = torch.cuda.get_device_properties(self.device).total_memory
+            told = ", ".join(f"{what} {size / GIB:.3f} GiB" for what, size in kept.items())
+            logger.info(f"rollout: asleep, of the device {sum(kept.values()) / whole:.2%} stay in use: {told}")
 
     def _make_runner(self) -> ModelRunner:
         settings: dict[str, Any] = {

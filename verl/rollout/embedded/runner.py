@@ -115,6 +115,10 @@ class ModelRunner:
         self.paging.release()
         self.num_pages = 0
 
+    def kept_asleep(self) -> dict[str, int]:
+        """Bytes of its own that stay on a device while the engine sleeps, by what they are."""
+        return {}
+
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> torch.Tensor:
         """Compute S whole sequences and fill their pages; gives the last hidden state of each, (S, H)."""
