@@ -22,8 +22,8 @@ def random_requests(random: np.random.Generator, count: int) -> list[Request]:
         prompt = stems[random.integers(3)][: random.integers(25)] + own
         samples = int(random.choice([0, 1, 1, 1, 2, 3]))
         ids = tuple(range(first, first + samples))
-        limits = tuple(random.geometric(0.15, samples).clip(max=20).tolist())
-        requests.append(Request(prompt_ids=prompt, sample_ids=ids, limits=limits if random.random() < 0.8 else None))
+        limits = tuple(random.geometric(0.3, samples).clip(max=20).tolist())
+        requests.append(Request(prompt_ids=prompt, sample_ids=ids, limits=limits if random.random() < 0.95 else None))
         first += samples
     return requests
 
