@@ -292,7 +292,8 @@ class CudaRunner(ModelRunner):
         with torch.cuda.stream(stream):
             self._step(rows)
             torch.cuda.synchronize(self.device)
-            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture.
+            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture. What is
+            # collected meanwhile may free device memory, which ends a capture.
             with not_collecting():
                 # NCCL's watchdog asks for events on a thread of its own meanwhile.
                 errors_of = "global" if self.parallel is None else "thread_local"

@@ -97,8 +97,8 @@ class EmbeddedEngine(LocalEngine):
         self._pages = PageAllocator(0)
         super().sleep()
         if not self._has_slept:
+            self._has_slept = True
             self._tell_what_stays()
-        self._has_slept = True
 
     def kept_asleep(self) -> dict[str, int]:
         """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs stay valid."""

@@ -145,12 +145,11 @@ def decode_attention(
     _check(q, keys, values, table, out, sinks)
     rows, heads, dim = q.shape
     kv_heads, page_size, value_dim = values.shape[1:]
-    if split_tokens is not None:
-        num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
     fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
     config = config or decode_config(dim, value_dim, q.dtype, fresh_programs=fresh_programs)
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
+        num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
     partials = (None, None, None) if num_splits == 1 else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
     news = (None,) * len(Fresh._fields)
     if fresh is not None:
