@@ -17,6 +17,8 @@ from rollout_work import Answer, Ask, Job, serve
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout import Completion, Request, SamplingParams, create_rollout_engine
+from verl.rollout.embedded.engine import EmbeddedEngine
+from verl.utils.units import GIB
 
 
 class Ours:
@@ -65,10 +67,12 @@ class Ours:
         return answers
 
     def statistics(self) -> dict[str, float]:
+        """Asked last: the engine sleeps afterwards."""
         statistics = self.engine.statistics()
+        assert isinstance(self.engine, EmbeddedEngine)
         self.engine.sleep()
-        kept = getattr(self.engine, "kept_asleep", dict)()
-        return {**statistics, **{f"asleep_gib/{what}": size / 2**30 for what, size in kept.items()}}
+        kept = self.engine.kept_asleep()
+        return {**statistics, **{f"asleep_gib/{what}": size / GIB for what, size in kept.items()}}
 
 
 if __name__ == "__main__":
