@@ -109,7 +109,7 @@ def test_what_an_engine_gives_is_checked(answers, message):
 @pytest.mark.parametrize("side", [Ours, HF])
 def test_a_side_gives_every_sample_its_length(side, tmp_path):
     write_config(tmp_path, "tiny", "cpu")
-    workload = Workload(prompts=3, samples=2, prompt_tokens=16, lengths="tail:24")
+    workloads = [Workload(prompts=3, samples=samples, prompt_tokens=16, lengths="tail:24") for samples in (2, 3)]
     job = Job(
         folder=str(tmp_path),
         device="cpu",
@@ -119,15 +119,15 @@ def test_a_side_gives_every_sample_its_length(side, tmp_path):
         deterministic=False,
         repeats=2,
         seed=0,
-        workloads=(workload,),
+        workloads=tuple(workloads),
     )
     job.write(tmp_path / "job.json")
     result = run_job(side, Job.read(tmp_path / "job.json"))
-    (measured,) = result["workloads"]
-    assert measured["tokens"] == workload.limits(0).sum()
-    assert len(set(workload.limits(0).ravel().tolist())) > 2
-    assert len(measured["seconds"]) == 2
-    assert min(measured["seconds"]) > 0
+    for measured, workload in zip(result["workloads"], workloads, strict=True):
+        assert measured["tokens"] == workload.limits(0).sum()
+        assert len(set(workload.limits(0).ravel().tolist())) > 2
+        assert len(measured["seconds"]) == 2
+        assert min(measured["seconds"]) > 0
     json.dumps(result)  # it is handed over as JSON
 
 

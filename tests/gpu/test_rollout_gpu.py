@@ -153,10 +153,12 @@ def test_what_stays_asleep_is_listed():
     before = torch.cuda.memory_reserved()
     engine = cuda_engine(model, gpu_memory_utilization=0.02)
     run(engine, PROMPTS, n=100)
+    awake = engine.kept_asleep()
     engine.sleep()
     gc.collect()
     torch.cuda.empty_cache()
     kept, left = engine.kept_asleep(), torch.cuda.memory_reserved() - before
+    assert kept == awake
     assert kept["graphs"] > 0
     # A segment of torch's is 2 MiB at least; cuBLAS keeps a workspace of 32 MiB for each of two streams.
     assert left - 96 * 2**20 <= sum(kept.values()) <= left

@@ -101,7 +101,8 @@ class EmbeddedEngine(LocalEngine):
             self._tell_what_stays()
 
     def kept_asleep(self) -> dict[str, int]:
-        """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs stay valid."""
+        """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs stay valid. Awake or
+        asleep, they are the same."""
         return self.runner.kept_asleep()
 
     def forget_prefixes(self) -> None:
