@@ -86,6 +86,9 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     parser.add_argument("--out", type=Path, default=Path("outputs/rollout"), help="folder for logs and JSON")
     arguments = parser.parse_args(words)
+    batch = {name: getattr(arguments, name) for name in ("lengths", "prompts", "samples", "prompt_tokens")}
+    if arguments.decode_step and set(batch.values()) != {None}:
+        parser.error(f"--decode-step has a batch of its own, got another by {batch}.")
     for name, value in (TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -115,6 +118,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             f"{repeats}."
         )
     if arguments.decode_step:
+        if arguments.max_num_seqs < DECODE_ROWS:
+            raise ValueError(
+                f"--decode-step runs {DECODE_ROWS} rows at once: --max-num-seqs must be as many at least, got "
+                f"{arguments.max_num_seqs}."
+            )
         workloads = [decode_workload(1), decode_workload(DECODE_TOKENS)]
     else:
         workloads = [

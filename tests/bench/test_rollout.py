@@ -138,16 +138,18 @@ def test_a_missing_engine_is_told_before_anything_runs(monkeypatch):
 
 
 def test_what_the_command_line_may_not_say(capsys):
-    for words in (
-        ["--engines", "ours,xyz"],
-        ["--models", "3b"],
-        ["--samples", "16,n"],
-        ["--repeats", "0"],
-        ["--lengths", "tail"],
+    for words, told in (
+        (["--engines", "ours,xyz"], "got 'xyz'"),
+        (["--models", "3b"], "got '3b'"),
+        (["--samples", "16,n"], "must be at least 1"),
+        (["--repeats", "0"], "must be at least 1"),
+        (["--lengths", "tail"], "fixed:L"),
+        (["--decode-step", "--samples", "8"], "batch of its own"),
+        (["--decode-step", "--max-num-seqs", "64"], "256 rows at once"),
     ):
         with pytest.raises(SystemExit):
             rollout.parse_plan(words)
-        assert f"{words[1].split(',')[-1]}" in capsys.readouterr().err
+        assert told in capsys.readouterr().err.rpartition("error: ")[2]
 
 
 def test_the_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, tmp_path):

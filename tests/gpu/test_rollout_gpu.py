@@ -165,6 +165,27 @@ def test_what_stays_asleep_is_listed():
     assert left <= 0.02 * torch.cuda.get_device_properties(0).total_memory
 
 
+@pytest.mark.parametrize(("given", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (RuntimeError, RolloutError)])
+def test_what_ends_a_capture_does_not_end_the_engine(given, raised, monkeypatch):
+    model = on_cuda(talkative_model("qwen2"))
+    whole = tokens_of(run(cuda_engine(model, dtype="float32"), PROMPTS, n=2))
+    engine = cuda_engine(model, dtype="float32")
+    step, calls = engine.runner._step, 0
+
+    def broken(rows: int) -> None:
+        nonlocal calls
+        calls += 1
+        step(rows)
+        if calls == 2:  # the first one compiles, the second is captured
+            raise given("in the midst of a capture")
+
+    with monkeypatch.context() as patched, pytest.raises(raised):
+        patched.setattr(engine.runner, "_step", broken)
+        run(engine, PROMPTS, n=2)
+    torch.cuda.synchronize()
+    assert tokens_of(run(engine, PROMPTS, n=2)) == whole
+
+
 def test_sleep_gives_the_memory_back():
     model = talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
     parameters = dict(model.named_parameters())

@@ -1,5 +1,6 @@
 """The embedded engine against transformers' own `generate` and forward."""
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2MLP
@@ -271,8 +272,15 @@ def test_what_cannot_be_generated_is_said_at_once():
         ask([5] * 48, 0)
     with pytest.raises(RolloutError, match="the model knows 0..127"):
         ask([5, 128], 0)
-    with pytest.raises(ConfigError, match="top_p must be above 0"):
-        ask([5], 0, params=SamplingParams(max_new_tokens=1, top_p=0.0))
+    with pytest.raises(RolloutError, match="sample id 9223372036854775808; ids must fit in 64 bits"):
+        ask([5], 2**63)
+    for told, setting in (
+        ("top_p must be above 0", {"top_p": 0.0}),
+        ("temperature must be 0 .* or at least 1e-37", {"temperature": 1e-40}),
+        ("stop must be a tuple of strings", {"stop": "Qx"}),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            ask([5], 0, params=SamplingParams(max_new_tokens=1, **setting))
     with pytest.raises(ConfigError, match="has 256 positions"):
         make_engine(talkative_model("qwen2"), max_model_len=257)
 
@@ -284,11 +292,22 @@ def test_responses_end_where_the_sequence_is_full():
     assert completion.finish_reason == "length"
 
 
+def test_seeds_may_be_numpys():
+    engine = make_engine(talkative_model("qwen2"), enable_prefix_caching=False)
+    drawn = run(engine, PROMPTS, seed=-5, step=3)
+    assert run(engine, PROMPTS, seed=np.int64(-5), step=np.int64(3)) == drawn
+
+
 def test_sleep_and_wake():
     model = talkative_model("qwen2")
     engine = make_engine(model)
     before = tokens_of(run(engine, PROMPTS))
+    whole = engine.runner.kept_bytes
+    pages = engine.runner.num_pages * engine.runner.page_bytes
+    assert whole > pages + sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    assert engine.statistics()["memory_gib"] == whole / 2**30
     engine.sleep()
+    assert engine.runner.kept_bytes == 0
     assert engine.runner.num_pages == 0
     assert not engine.runner.paging.layers
     with pytest.raises(EngineAsleepError):

@@ -1,17 +1,24 @@
 """What every engine must do: hf and embedded agree, stop where told, and take the trainer's weights."""
 
-import importlib.util
-
+import numpy as np
 import pytest
 import torch
 
-from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of, transformers_greedy
+from tests.rollout.engines import (
+    PROMPTS,
+    forward_log_probs,
+    make_engine,
+    run,
+    talkative_model,
+    tokens_of,
+    transformers_greedy,
+)
 from tests.tiny_models import FAMILIES, tiny_tokenizer
 from verl.config.rollout import RolloutConfig
 from verl.rollout import create_rollout_engine
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import SamplingParams
-from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
+from verl.utils.errors import ConfigError, RolloutError
 
 ENGINES = ["hf", "embedded"]
 
@@ -32,6 +39,25 @@ def test_hf_and_embedded_agree_under_filters_and_in_chunks():
     settings = {"n": 3, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
     reference = run(make_engine(model, "hf", max_num_seqs=4), PROMPTS, **settings)
     assert tokens_of(run(make_engine(model), PROMPTS, **settings)) == tokens_of(reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [
+        ("gpt2", {}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}}),
+    ],
+)
+def test_hf_feeds_no_row_beyond_the_longest_sequence(family, arguments):
+    """A full sequence beside a short one that goes on for longer."""
+    model = talkative_model(family, max_position_embeddings=64, **arguments)
+    engine = make_engine(model, "hf", prompt_length=60, response_length=4)
+    prompts = [[5 + (7 * i) % 90 for i in range(60)], [9, 11], [7, 13, 17]]
+    completions = run(engine, prompts, max_new_tokens=40, ignore_eos=True)
+    assert [len(completion.token_ids) for completion in completions] == [4, 40, 40]
+    for prompt, completion in zip(prompts, completions):
+        expected = forward_log_probs(model, prompt, completion.token_ids)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 def test_hf_greedy_is_transformers_generate():
@@ -97,6 +123,17 @@ def test_stop_strings_end_with_the_token_that_completes_them(name):
     assert stopped[1].finish_reason == "stop"
 
 
+def test_a_stop_string_may_have_tokens_without_text_in_it():
+    tokenizer = tiny_tokenizer()
+    begin, end, nothing = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), len(tokenizer)
+    rule = StopRule(SamplingParams(max_new_tokens=64, stop=("ab",)), (), tokenizer)
+    response = np.array([begin, *[nothing] * 40, end])
+    assert tokenizer.decode(response.tolist()) == "ab"
+    assert rule.completes_string(response)
+    assert not rule.completes_string(response[:-1])
+    assert not rule.completes_string(response[1:])
+
+
 def test_stop_strings_need_a_tokenizer():
     model = talkative_model("qwen2")
     engine = create_rollout_engine(
@@ -125,6 +162,22 @@ def test_on_cpu_the_engine_reads_the_trainers_weights_and_leaves_its_module_alon
     after = tokens_of(run(engine, PROMPTS))
     assert after != before
     assert after == tokens_of(run(make_engine(other, name), PROMPTS))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_on_cpu_a_step_of_the_optimizer_is_seen_at_once(fused):
+    model = talkative_model("qwen2")
+    engine = make_engine(model, page_size=4)
+    run(engine, PROMPTS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    completions = run(engine, PROMPTS)
+    assert engine.statistics()["cached_tokens"] == 0
+    for prompt, completion in zip(PROMPTS, completions):
+        expected = forward_log_probs(model, prompt, completion.token_ids)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -180,13 +233,8 @@ def test_tied_weights_stay_tied_and_either_name_is_known():
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_engines_of_other_projects_say_what_is_missing(name, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else find_spec(n, *a))
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'verl\[{name}\]'"):
-        make_engine(talkative_model("qwen2"), name)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: object() if n == name else find_spec(n, *a))
-    with pytest.raises(ConfigError, match="ships the engines embedded, hf only"):
+def test_engines_of_other_projects_have_no_adapter_yet(name):
+    with pytest.raises(ConfigError, match=f"no adapter for '{name}', but the engines embedded, hf.*name=embedded"):
         make_engine(talkative_model("qwen2"), name)
 
 

@@ -28,10 +28,11 @@ def check_params(params: SamplingParams) -> None:
     """Raise ConfigError for sampling parameters that mean nothing."""
     expected = {
         "max_new_tokens must be at least 1": params.max_new_tokens >= 1,
-        "temperature must be at least 0 (0 is greedy)": params.temperature >= 0,
+        "temperature must be 0 (greedy) or at least 1e-37": params.temperature == 0 or params.temperature >= 1e-37,
         "top_k must be -1 (off) or at least 0": params.top_k >= -1,
         "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,
         "min_p must be at least 0 and at most 1": 0 <= params.min_p <= 1,
+        "stop must be a tuple of strings": not isinstance(params.stop, str),
     }
     broken = [rule for rule, holds in expected.items() if not holds]
     if broken:
@@ -62,6 +63,8 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
                 "one of at least 1."
             )
         for sample_id in request.sample_ids:
+            if not -(2**63) <= sample_id < 2**63:
+                raise RolloutError(f"Request {number} has the sample id {sample_id}; ids must fit in 64 bits.")
             if sample_id in seen:
                 raise RolloutError(f"Sample id {sample_id} was asked for twice in one call; ids must be unique.")
             seen.add(sample_id)

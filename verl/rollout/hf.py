@@ -69,8 +69,7 @@ class HFEngine(LocalEngine):
     def _run(self, rows: list[_Row], params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
         start = time.perf_counter()
         generated = steps = 0
-        for first in range(0, len(rows), self.config.max_num_seqs):
-            chunk = rows[first : first + self.config.max_num_seqs]
+        for chunk in self._chunks(rows):
             recorder = self._generate_chunk(chunk, params, rule)
             steps += len(recorder.token_ids)
             for completion in recorder.completions(chunk):
@@ -84,6 +83,20 @@ class HFEngine(LocalEngine):
             "generate_s": seconds,
             "tokens_per_s": generated / seconds,
         }
+
+    def _chunks(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """Up to max_num_seqs rows at a time. All of them go on until the last has ended: none may come to positions
+        that the model does not have, or at which it computes all of them differently (dynamic rotary embeddings)."""
+        chunk: list[_Row] = []
+        for row in rows:
+            together = [*chunk, row]
+            longest = max(len(row.prompt) for row in together) + max(row.limit for row in together)
+            if len(together) > self.config.max_num_seqs or longest > self.max_model_len:
+                yield chunk
+                together = [row]
+            chunk = together
+        if chunk:
+            yield chunk
 
     def _generate_chunk(self, rows: list[_Row], params: SamplingParams, rule: StopRule) -> "_Recorder":
         longest = max(len(row.prompt) for row in rows)

@@ -28,7 +28,7 @@ _MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """One 64-bit key per sample from (seed, step, sample id)."""
     mask = (1 << 64) - 1
-    start = _splitmix64(np.array([seed & mask], np.uint64)) ^ np.uint64(step & mask)
+    start = _splitmix64(np.array([int(seed) & mask], np.uint64)) ^ np.uint64(int(step) & mask)
     return _splitmix64(_splitmix64(start) ^ np.asarray(sample_ids, np.int64).astype(np.uint64))
 
 

@@ -39,9 +39,7 @@ class StopRule:
                 f"stop_token_ids must be ids of the tokenizer, from 0 to {len(tokenizer) - 1}, got "
                 f"{list(params.stop_token_ids)}. tokenizer.convert_tokens_to_ids gives that of a token."
             )
-        # A token stands for one byte at least, so a text of n bytes lies within the last n tokens. The margin keeps
-        # what decoders do to the first token of a text (dropped spaces, broken characters) away from it.
-        self.window = max((len(text.encode()) for text in self.strings), default=0) + 8
+        self.longest = max((len(text.encode()) for text in self.strings), default=0)  # in bytes
 
     def ends(self, drawn: NDArray[np.int64]) -> NDArray[np.bool_]:
         """(b,) bool: which of the tokens (b,) just drawn are stop tokens."""
@@ -52,5 +50,13 @@ class StopRule:
     def completes_string(self, token_ids: NDArray[np.int64]) -> bool:
         """Whether the response `token_ids` (n,) contains a stop string. Asked after every token, so only its end is
         decoded."""
-        text = self.tokenizer.decode(token_ids[-self.window :].tolist(), skip_special_tokens=False)
-        return any(stop in text for stop in self.strings)
+        # Most tokens stand for a byte or more; some, as those that only pad a vocabulary, for none. The margins keep
+        # what decoders do to the first token of a text (dropped spaces, broken characters) away from it.
+        window = self.longest + 8
+        while True:
+            text = self.tokenizer.decode(token_ids[-window:].tolist(), skip_special_tokens=False)
+            if any(stop in text for stop in self.strings):
+                return True
+            if window >= len(token_ids) or len(text.encode()) >= self.longest + 4:
+                return False
+            window *= 2

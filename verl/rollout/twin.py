@@ -1,14 +1,18 @@
 """A second module object of the trainer's model class, whose weights an engine reads."""
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
 from verl.models.load import DTYPES
@@ -76,6 +80,7 @@ class ModelTwin:
         self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
         for name, parameter in self._parameters.items():
             if self._can_alias(name) and name not in self._merged:
+                _count_optimizer_steps()
                 self._aliased.add(name)
                 self._place(name, parameter)
             else:
@@ -239,6 +244,17 @@ class ModelTwin:
             owner, _, attribute = place.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
         self._held[name] = parameter
+
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    """Autograd counts what changes a tensor in place, but not what fused kernels of optimizers do."""
+
+    def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            increment_version(group["params"])
+
+    register_optimizer_step_post_hook(count)
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:

@@ -121,18 +121,18 @@ class CudaRunner(ModelRunner):
         if self._memory is None:
             self._memory = ReservedMemory(total, self.device)
         self._memory.grow((num_pages + 1) * page)
-        self.num_pages = num_pages
         offset = 0
         for module, shape in self.layer_shapes().items():
             views = []
             for dim in (shape.key_dim, shape.value_dim):
-                size = (self.num_pages + 1, shape.heads, self.page_size, dim)
+                size = (num_pages + 1, shape.heads, self.page_size, dim)
                 strides = (page // self.dtype.itemsize, self.page_size * dim, dim, 1)
                 views.append(self._memory.tensor(offset, size, self.dtype, strides))
                 offset += shape.heads * self.page_size * dim * self.dtype.itemsize
             self.paging.layers[module] = LayerPages(*views)
-        self.state.table[-1] = self.num_pages
+        self.state.table[-1] = num_pages
         self.state.positions[-1] = 0
+        self.num_pages = num_pages
 
     def release(self) -> None:
         """See `ModelRunner.release`. The addresses stay, and with them the graphs."""
@@ -297,14 +297,14 @@ class CudaRunner(ModelRunner):
             with not_collecting():
                 # NCCL's watchdog asks for events on a thread of its own meanwhile.
                 errors_of = "global" if self.parallel is None else "thread_local"
-                graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
                 try:
+                    graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
                     self._step(rows)
-                except RuntimeError as error:
+                except BaseException as error:  # an interrupt, too: what captures on refuses all other work
                     with suppress(RuntimeError):  # it says that the capture is broken, which is known
                         graph.capture_end()
                     self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as recorded to
-                    if isinstance(error, torch.OutOfMemoryError):
+                    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
                         raise
                     raise RolloutError(
                         f"A decode step of '{self.module.config.model_type}' cannot be a CUDA graph: {error}. "

@@ -43,8 +43,8 @@ class EmbeddedEngine(LocalEngine):
     completion, and gives all of them.
 
     Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps, generated_tokens,
-    preemptions, copied_pages, peak_pages, num_pages, memory_gib (pages, and weights that are not the trainer's),
-    capture_s (of all graphs since the engine was made), generate_s, tokens_per_s.
+    preemptions, copied_pages, peak_pages, num_pages, memory_gib (weights that are not the trainer's, pages, and on CPU
+    what else is kept between steps), capture_s (of all graphs since the engine was made), generate_s, tokens_per_s.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class EmbeddedEngine(LocalEngine):
     def forget_prefixes(self) -> None:
         """See `RolloutEngine.forget_prefixes`."""
         self._refuse_while_busy()
-        self._pages.forget()
+        self._begin_books()
 
     def check_integrity(self) -> None:
         """Assert that the pages' books are right; outside of a `generate` no page is in use."""
@@ -177,11 +177,19 @@ class EmbeddedEngine(LocalEngine):
         if wanted < max(most, default=0):
             raise RolloutError(
                 f"One sample alone may need {max(most)} pages of {size} tokens, the cache has room for {wanted} "
-                f"({wanted * self.runner.page_bytes / GIB:.2f} GiB). Raise actor_rollout_ref.rollout.num_pages or "
-                "gpu_memory_utilization, or lower data.max_response_length."
+                f"({wanted * self.runner.page_bytes / GIB:.2f} GiB). {self._way_to_pages()}, or lower "
+                "data.max_response_length."
             )
         if wanted > self.runner.num_pages:
             self.runner.allocate(wanted)
+
+    def _way_to_pages(self) -> str:
+        if self.config.num_pages or self.device.type == "cpu":
+            return "Raise actor_rollout_ref.rollout.num_pages"
+        return (
+            "Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower actor_rollout_ref.rollout.max_num_seqs, "
+            f"whose logits take {self.runner.other_bytes / GIB:.2f} GiB"
+        )
 
     def _most_bytes(self) -> int:
         """What the cache may fill of the memory that is free or its own: on each of the ranks that share the engine."""
@@ -194,16 +202,20 @@ class EmbeddedEngine(LocalEngine):
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         own = self.runner.num_pages * self.runner.page_bytes
-        return int(self.config.gpu_memory_utilization * (free + unused + own - self.runner.other_bytes))
+        return int(self.config.gpu_memory_utilization * max(0, free + unused + own - self.runner.other_bytes))
 
     def _fresh_pages(self) -> PageAllocator:
         """The books of the pages, without the keys of other weights than the present ones."""
-        self._pages.grow(self.runner.num_pages)
         if self._pages_version != self.twin.version:
-            self._pages.forget()
+            self._begin_books()
             self._pages_version = self.twin.version
+        self._pages.grow(self.runner.num_pages)
         self._pages.reset_peak()
         return self._pages
+
+    def _begin_books(self) -> None:
+        """No page is in use, and none is known to hold the keys of any tokens."""
+        self._pages = PageAllocator(self.runner.num_pages)
 
     def _run(self, samples: list[Sample], params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
         # Asked again: the iterator may be started long after it was made.
@@ -221,11 +233,11 @@ class EmbeddedEngine(LocalEngine):
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
         )
-        self._scheduler = scheduler
         progress = _Progress(len(scheduler.waiting))
         counts = Counter[str]()
         flight: deque[Draws] = deque()
         try:
+            self._scheduler = scheduler
             self.runner.begin(params, sum(sample.limit for sample in samples))
             while scheduler.has_work:
                 launched = self._launch(scheduler, counts, drained=not flight)
@@ -235,12 +247,15 @@ class EmbeddedEngine(LocalEngine):
                     completions = self._collect(scheduler, flight.popleft(), counts, rule)
                     progress.note(scheduler, len(completions), counts["generated_tokens"])
                     yield from completions
-        except BaseException:
-            # Pages are registered before their keys are computed, which may not have come to pass.
-            self._pages.forget()
+        except BaseException as error:
+            if isinstance(error, RolloutError):
+                # Keys may be NaN. A masked one would have weight 0 for the next sample in its page: NaN again.
+                self.runner.release()
+            # Not given back one by one: pages are registered before their keys are computed, and an interrupt may
+            # have come when one was handed out and not noted yet.
+            self._begin_books()
             raise
         finally:
-            scheduler.abandon()
             self._scheduler = None
             counts["generated_tokens"] -= scheduler.discarded
             self._statistics = {
@@ -249,7 +264,7 @@ class EmbeddedEngine(LocalEngine):
                 "peak_pages": float(scheduler.pages.peak),
                 "num_pages": float(scheduler.pages.num_pages),
                 "generate_s": progress.seconds,
-                "memory_gib": (self.twin.copied_bytes + scheduler.pages.num_pages * self.runner.page_bytes) / GIB,
+                "memory_gib": (self.twin.copied_bytes + self.runner.kept_bytes) / GIB,
                 "capture_s": self.runner.capture_s,
                 "tokens_per_s": counts["generated_tokens"] / progress.seconds,
             }
@@ -267,6 +282,7 @@ class EmbeddedEngine(LocalEngine):
                 counts["cached_tokens"] += prefill.cached
             return [draws]
         steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
+        assert scheduler.running.size, f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
         copies, complete = scheduler.prepare_decode(steps, may_preempt=drained)
         if copies:
             self.runner.copy_pages(copies)

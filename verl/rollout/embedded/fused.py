@@ -187,6 +187,11 @@ class StackedDecoder(FusedDecoder):
         self._layer_stacks: dict[int, Stacks] = {}  # views of them, by id of the layer
         self.refresh()
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies."""
+        return _num_bytes(self.stacks)
+
     @torch.inference_mode()
     def refresh(self) -> None:
         """Take the weights as they are now."""
@@ -295,6 +300,12 @@ def _part(stacked: Any, number: int) -> Any:
     if isinstance(stacked, tuple):
         return type(stacked)(*(_part(field, number) for field in stacked))
     return stacked[number] if isinstance(stacked, Tensor) else stacked
+
+
+def _num_bytes(stacked: Any) -> int:
+    if isinstance(stacked, tuple):
+        return sum(map(_num_bytes, stacked))
+    return stacked.nbytes if isinstance(stacked, Tensor) else 0
 
 
 def _paired(heads: Tensor) -> Tensor:

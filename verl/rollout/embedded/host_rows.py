@@ -73,6 +73,11 @@ class KeyRows:
         self._layers: dict[int, _LayerRows] = {}  # by id of the layer's pages
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows."""
+        return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
+
     def clear(self) -> None:
         """Forget all samples."""
         self._slots = self._epochs = self._starts = np.empty(0, np.int64)

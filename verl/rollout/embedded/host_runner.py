@@ -57,14 +57,22 @@ class HostRunner(ModelRunner):
         self._made_lanes: Lanes | None = None
         self._lanes: Lanes | None = None  # where they pay in this call
 
+    @property
+    def kept_bytes(self) -> int:
+        """See `ModelRunner.kept_bytes`."""
+        stacks = self._body.num_bytes if isinstance(self._body, StackedDecoder) else 0
+        return super().kept_bytes + self._key_rows.num_bytes + stacks
+
     def allocate(self, num_pages: int) -> None:
         """See `ModelRunner.allocate`."""
         self._key_rows.release()
         super().allocate(num_pages)
 
     def release(self) -> None:
-        """See `ModelRunner.release`."""
+        """See `ModelRunner.release`. Copies of weights go as well."""
         self._key_rows.release()
+        if isinstance(self._body, StackedDecoder):
+            self._body = self._lanes = self._made_lanes = None
         super().release()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:

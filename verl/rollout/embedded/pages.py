@@ -31,9 +31,9 @@ class PageAllocator:
     def grow(self, num_pages: int) -> None:
         """Have `num_pages` pages, at least as many as there are; those there are stay as they are."""
         assert num_pages >= self.num_pages
-        self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
-        self.references = np.append(self.references, np.zeros(num_pages - self.num_pages, np.int32))
-        self.num_pages = num_pages
+        free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
+        references = np.append(self.references, np.zeros(num_pages - self.num_pages, np.int32))
+        self._free, self.references, self.num_pages = free, references, num_pages  # no interrupt comes in between
 
     @property
     def num_free(self) -> int:
@@ -99,13 +99,6 @@ class PageAllocator:
             pages.append(found[0])
             key = found[1]
         return pages
-
-    def forget(self) -> None:
-        """Unregister all pages: their keys were computed with other weights."""
-        self._registered.clear()
-        self._names.clear()
-        self._free.extend(reversed(self._idle))
-        self._idle.clear()
 
     def reset_peak(self) -> None:
         self.peak = self.num_pages - self.num_free

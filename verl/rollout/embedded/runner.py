@@ -82,6 +82,11 @@ class ModelRunner:
         return numbers * self.page_size * self.dtype.itemsize
 
     @property
+    def kept_bytes(self) -> int:
+        """Memory that it keeps from step to step: pages, and copies of keys or weights."""
+        return self.num_pages * self.page_bytes
+
+    @property
     def other_bytes(self) -> int:
         """Device memory that steps need beside weights and pages, and that is not theirs yet."""
         return 0
@@ -106,7 +111,7 @@ class ModelRunner:
             )
             if module in self.paging.layers:
                 for new, old in zip((keys, values), self.paging.layers[module]):
-                    new[: self.num_pages] = old
+                    new[: self.num_pages] = old[: self.num_pages]  # longer, where an interrupt has ended this before
             self.paging.layers[module] = LayerPages(keys, values)
         self.num_pages = num_pages
 

@@ -245,14 +245,6 @@ class Scheduler:
         assert sample is not None
         return sample.sample_id
 
-    def abandon(self) -> None:
-        """Give every page back, whatever runs."""
-        for slot in self.running.tolist():
-            self._release(slot)
-        self.running = self.running[:0]
-        self.waiting.clear()
-        self._drop_prompts()
-
     def check_integrity(self) -> None:
         """Pages are held by running samples and by prompts with samples yet to start, and by nobody else."""
         prompts = [group.pages for group in self._prompts if group.pages is not None]

@@ -356,10 +356,11 @@ def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
     factor = np.float32(1) / temperature
     for row in range(logits.shape[0]):
         mine = logits[row]
-        largest = largest_of(mine) * factor
+        # Subtracted before they are multiplied: large products are so far apart that the difference would be lost.
+        largest = largest_of(mine)
         total = np.float32(0)
         for i in range(len(mine)):
-            weight = exp(mine[i] * factor - largest)
+            weight = exp((mine[i] - largest) * factor)
             scratch[i] = weight
             total += weight
         if keys.shape[0] > 0:
@@ -376,7 +377,7 @@ def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
                 scratch[i] /= -log1p(np.float32(-(2.0**-32)) - number * np.float32(2.0**-31))
         token = _first(scratch, largest_of(scratch))
         tokens[row] = token
-        log_probs[row] = mine[token] * factor - largest - np.float32(np.log(total))
+        log_probs[row] = (mine[token] - largest) * factor - np.float32(np.log(total))
 
 
 @compiled

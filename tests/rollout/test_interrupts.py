@@ -1,0 +1,87 @@
+"""A call of the engine that something ends half-way leaves nothing behind that the next one could stumble over."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
+from verl.rollout.embedded import pages, scheduler
+from verl.utils.errors import RolloutError
+
+BOOKKEEPING = (pages.__file__, scheduler.__file__)
+
+
+def interrupted(number: int, call: Callable[[], Any]) -> bool:
+    """Make a call and raise KeyboardInterrupt in it before the `number`th line of the bookkeeping; False if it has
+    fewer."""
+    left = number
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in BOOKKEEPING:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("first", [1, 12])
+def test_an_interrupt_in_the_bookkeeping_loses_no_page(first: int):
+    engine = make_engine(talkative_model("qwen2"), num_pages=3, max_num_seqs=4)
+
+    def call() -> list[list[int]]:
+        return tokens_of(run(engine, PROMPTS, n=3, max_new_tokens=6))
+
+    whole, number = call(), first
+    assert engine.statistics()["preemptions"] > 0
+    while interrupted(number, call):
+        engine.check_integrity()
+        assert call() == whole
+        number += 61
+    assert number > 1500, "all of the bookkeeping was to be interrupted"
+
+
+def test_keys_that_were_not_computed_are_not_found(monkeypatch):
+    model = talkative_model("qwen2")
+    whole = tokens_of(run(make_engine(model, page_size=4), PROMPTS))
+    engine = make_engine(model, page_size=4)
+    run(engine, [[99, 98]], max_new_tokens=2)
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("not enough memory")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(engine.runner, "prefill", fail)
+        run(engine, PROMPTS)
+    assert tokens_of(run(engine, PROMPTS)) == whole
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_after_weights_that_have_diverged_good_ones_draw_again(deterministic: bool):
+    model = talkative_model("qwen2")
+    engine = make_engine(model, deterministic=deterministic)
+    whole = tokens_of(run(engine, PROMPTS[:1], n=2))
+    good = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(torch.nan)
+    engine.update_weights(model.named_parameters())
+    with pytest.raises(RolloutError, match="not finite"):
+        run(engine, PROMPTS, n=2)
+    model.load_state_dict(good, strict=False)
+    engine.update_weights(model.named_parameters())
+    assert tokens_of(run(engine, PROMPTS[:1], n=2)) == whole
