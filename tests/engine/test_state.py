@@ -139,7 +139,7 @@ def test_what_fails_in_the_background_is_raised_once(tmp_path: Path, monkeypatch
     engine.load(tmp_path)
 
 
-def test_parts_that_are_not_wanted(tmp_path: Path):
+def test_parts_that_are_not_wanted(tmp_path: Path, caplog):
     engine, other = policy_engine(), policy_engine()
     train(engine, 0, 2)
     engine.save(tmp_path / "all")
@@ -152,6 +152,9 @@ def test_parts_that_are_not_wanted(tmp_path: Path):
         other.load(tmp_path / "weights")
     other.load(tmp_path / "weights", optimizer=False)
     assert train(other, 0, 1)[1] == OPTIM.lr, "after it"
+    assert "begins anew" not in caplog.text
+    other.load(tmp_path / "all", extra=False)
+    assert "The learning-rate schedule begins anew" in caplog.text
 
 
 def test_the_saved_folder_is_a_hugging_face_model(tmp_path: Path):

@@ -45,6 +45,13 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert without_times(step_lines(tmp_path / "cut")) == without_times(step_lines(tmp_path / "whole"))
 
 
+def test_adapters_are_not_scaled_otherwise_than_they_were(tmp_path, capfd):
+    assert run(tmp_path, *RUN, "trainer.max_steps=1", "trainer.save_freq=1") == 0
+    other = "actor_rollout_ref.model.lora_alpha=999"
+    assert run(tmp_path, *RUN, "trainer.max_steps=2", "trainer.save_freq=1", other) == 1
+    assert "were trained with lora_alpha=32, this run has 999. Set lora_alpha=32." in capfd.readouterr().err
+
+
 def test_a_module_that_is_not_there_is_told_before_the_first_step(tmp_path, capfd):
     wrong = 'actor_rollout_ref.model.target_modules=["q_prj"]'
     assert run(tmp_path, *LORA, wrong) == 1

@@ -26,6 +26,7 @@ from tests.trainer.runs import (
     weights,
     without_times,
 )
+from verl.checkpoint.manager import CheckpointManager
 from verl.engine.base import TrainEngine
 from verl.engine.memory import PassGuard
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -321,9 +322,11 @@ def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbe
 
 def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
-    expected = metric_lines(tmp_path)[-1]
+    lines = metric_lines(tmp_path)
+    expected = lines[-1]
     assert run(tmp_path, *COMMAND, "trainer.val_only=True") == 0
-    line = metric_lines(tmp_path)[-1]
+    *before, line = metric_lines(tmp_path)
+    assert before == lines, "the training's"
     assert line["step"] == LAST
     scores = {name: value for name, value in line.items() if name.startswith("val-core/")}
     assert scores
@@ -349,6 +352,25 @@ def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(tmp_p
     assert seen == [{key: 40}]
     assert run(tmp_path, "trainer.resume_mode=disable") == 0
     assert len(seen) == 1, "a start afresh knows nothing of it"
+    (tmp_path / "lowered_budgets.json").write_text('{"half a')
+    assert run(tmp_path) == 1
+    assert "it is no JSON" in capfd.readouterr().err
+
+
+def test_validation_alone_from_the_start_keeps_what_was_measured(tmp_path, undisturbed):
+    shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
+    lines = metric_lines(tmp_path)
+    assert run(tmp_path, *COMMAND, "trainer.val_only=True", "trainer.resume_mode=disable") == 0
+    assert metric_lines(tmp_path)[:-1] == lines
+
+
+def test_two_runs_without_checkpoints_do_not_share_a_file_of_metrics(tmp_path, capfd):
+    first = CheckpointManager(tmp_path)
+    first.claim()
+    assert os.waitstatus_to_exitcode(run_in_child(lambda: run(tmp_path, "trainer.save_freq=-1"))) == 1
+    assert f"Another run (pid {os.getpid()}" in capfd.readouterr().err
+    first.release()
+    assert run(tmp_path, "trainer.save_freq=-1") == 0
 
 
 def test_old_checkpoints_go(tmp_path):

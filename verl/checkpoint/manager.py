@@ -118,7 +118,7 @@ class CheckpointManager:
         holder = self._claim.take()
         if holder is not None:
             raise CheckpointError(
-                f"Another run ({holder}) writes its checkpoints into {self.root}. Wait for its end, or give this one a "
+                f"Another run ({holder}) writes into {self.root}. Wait for its end, or give this one a "
                 "folder of its own: set trainer.experiment_name or trainer.default_local_dir."
             )
 

@@ -34,6 +34,7 @@ from verl.engine.totals import LossOutput, Totals
 from verl.models.load import torch_dtype
 from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
 from verl.protocol import DataProto
+from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
 from verl.weight_sync.fingerprint import FingerprintLog
 from verl.weight_sync.shards import gathered
@@ -359,6 +360,11 @@ class TrainEngine:
             reshard(self.module)
         if not extra:
             progress = {}
+        if self.optimizer is not None and optimizer and "schedule_position" not in progress:
+            logger.warning(
+                "The learning-rate schedule begins anew: %s goes on with its optimizer, but without its position. Have "
+                "'extra' in checkpoint.save_contents and load_contents.", folder,
+            )  # fmt: skip
         self._pending = None
         if self.optimizer is not None:
             self._learning_rate.go_to(progress.get("schedule_position", 0))

@@ -217,6 +217,14 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
             f"{file} does not fit the adapters of this run, first at '{wrong[0]}'. Set lora_rank, target_modules and "
             f"exclude_modules as in {folder / _CONFIG_FILE}."
         )
+    config: Any = model.peft_config[_ADAPTER]  # pyright: ignore
+    written = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    if written["lora_alpha"] != config.lora_alpha:
+        # Of the same shapes, but scaled otherwise they are another policy.
+        raise CheckpointError(
+            f"The adapters in {folder} were trained with lora_alpha={written['lora_alpha']}, this run has "
+            f"{config.lora_alpha}. Set lora_alpha={written['lora_alpha']}."
+        )
     with torch.no_grad():
         for name, parameter in factors.items():
             parameter.copy_(shard_like(saved[name], parameter.detach()))

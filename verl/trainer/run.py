@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.single_controller import Worker, WorkerGroup
 from verl.tracking import Tracker, TrackerSettings
 from verl.utils.devices import describe_device, memory_metrics, visible_device
-from verl.utils.errors import NonFiniteError, OutOfMemoryError
+from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
@@ -114,9 +114,10 @@ class TrainingRun(ABC, Generic[Config]):
 
     def _fit(self) -> None:
         try:
-            if self.config.trainer.save_freq > 0:
+            if self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger:
                 self.checkpoints.claim()
             self.load_checkpoint()
+            self.tracker.rewind(self.global_step)
             self.lower_budgets()
             if self.global_step >= self.total_steps:
                 logger.warning(
@@ -214,7 +215,15 @@ class TrainingRun(ABC, Generic[Config]):
 
     def _noted_budgets(self) -> dict[str, int]:
         file = self._lowered_budgets_file
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"Expected the sizes of passes in {file}, as a run that was out of memory leaves them, and it is no "
+                f"JSON ({error}). Remove it: the run begins with the configured sizes and lowers them again if need be."
+            ) from error
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -242,7 +251,6 @@ class TrainingRun(ABC, Generic[Config]):
                 group.load_checkpoint(folder / role)
             self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
             logger.info("Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps)
-        self.tracker.rewind(self.global_step if folder is not None else -1)
 
     def state_dict(self) -> dict[str, Any]:
         """The driver's own part of a checkpoint."""
