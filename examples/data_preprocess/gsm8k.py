@@ -7,7 +7,6 @@ A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a li
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub
+from verl.data.files import load_from_hub, open_rows
 from verl.rewards.builtin.gsm8k import extract_answer
 from verl.utils.entry import exit_code
+from verl.utils.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -32,14 +32,21 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     path = Path(folder).expanduser() / f"{split}.jsonl"
     if not path.is_file():
         sys.exit(f"'{path.parent}' must hold {path.name} for the split {split}, found none.")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    rows = open_rows(path)
+    return [rows.row(number) for number in range(len(rows))]
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it. ValueError for an answer without its number."""
+    """One row as the trainer reads it. DataError for one without question, or without an answer with its number."""
+    for column in ("question", "answer"):
+        if not isinstance(raw.get(column), str):
+            raise DataError(f"{split} row {index}: the column '{column}' must be a text, got {raw.get(column)!r:.80}.")
     ground_truth = extract_answer(raw["answer"])
     if ground_truth is None:
-        raise ValueError(f"{split} row {index}: the answer must end in '#### number', got {raw['answer'][-40:]!r}.")
+        raise DataError(
+            f"{split} row {index}: the answer must end in '#### number', got {raw['answer'][-40:]!r}. Write the number "
+            "behind it, or take the row out."
+        )
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{raw['question']} {INSTRUCTION}"}],

@@ -78,6 +78,12 @@ def test_a_template_that_refuses_is_a_data_error(tokenizer):
         apply_chat_template(strict, ONE)
 
 
+def test_parts_that_a_template_cannot_write_are_a_data_error(tokenizer):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    with pytest.raises(DataError, match=r"refuses these messages \(can only concatenate str.*no content but a text"):
+        apply_chat_template(tokenizer, parts)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -88,6 +94,9 @@ def test_a_template_that_refuses_is_a_data_error(tokenizer):
         ([*ONE, {"content": "x"}], "message 1 lacks its role"),
         ([{"role": "user"}], "message 0 lacks its content"),
         ([{"role": "user", "content": 3}], "message 0 lacks its content"),
+        ("Hi \ud83d", r"message 0 must be text .* half a character .* at place 3"),
+        ([*ONE, {"role": "user", "content": "\ud83d"}], "message 1 must be text .* half a character"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], "message 0 must be text"),
     ],
 )
 def test_what_is_no_conversation_is_an_error(prompt, message):

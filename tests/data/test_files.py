@@ -1,5 +1,6 @@
 """Every format gives the same plain rows; what cannot be read is named."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
         ("list.jsonl", b'{"prompt": "a"}\n"b"\n', r"list\.jsonl', line 2, must be a JSON object .* got str"),
         ("array.json", b"[1]", r"element 1, must be a JSON object .* got int"),
         ("array.json", b"[{]", "not a JSON array"),
+        (
+            "latin.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "\xe9"}\n',
+            r"latin\.jsonl', line 2, .* UTF-8, got the byte 0xe9",
+        ),
+        ("wide.jsonl", '{"prompt": "a"}'.encode("utf-16"), r"line 1, must be text in UTF-8, got the byte 0xff"),
+        (
+            "packed.jsonl",
+            gzip.compress(b'{"prompt": "a"}', mtime=0),
+            r"packed\.jsonl' must be plain text, got one packed by gzip",
+        ),
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
     ],
 )
@@ -95,6 +107,14 @@ def test_any_other_folder_is_an_error(tmp_path: Path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(DataError, match=r"not written by datasets' save_to_disk \(it holds notes.txt\)"):
         open_rows(tmp_path)
+
+
+@pytest.mark.parametrize("marker", ["{", '{"splits": 3}', "[]"])
+def test_a_damaged_folder_is_an_error(tmp_path: Path, marker: str):
+    (tmp_path / "dataset_dict.json").write_text(marker)
+    for read in (has_split, open_rows):
+        with pytest.raises(DataError, match=r"must be whole, as datasets' save_to_disk .* Save it again"):
+            read(tmp_path, "val")
 
 
 def test_a_fingerprint_is_of_the_content(tmp_path: Path):

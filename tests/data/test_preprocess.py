@@ -78,8 +78,22 @@ def test_a_folder_without_raw_gsm8k_is_told(tmp_path, script):
 
 
 def test_a_gsm8k_answer_without_number_is_named():
-    with pytest.raises(ValueError, match="train row 4: the answer must end in '#### number'"):
+    with pytest.raises(DataError, match="train row 4: the answer must end in '#### number'"):
         load_script("data_preprocess/gsm8k.py").make_row({"question": "?", "answer": "none"}, "train", 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "?", "ans', r"train\.jsonl', line 2, must be one JSON object a line"),
+        ('{"question": "?"}', "train row 1: the column 'answer' must be a text, got None"),
+    ],
+)
+def test_a_raw_gsm8k_line_that_is_not_whole_is_named(tmp_path, line, message):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 1"}) + "\n" + line)
+    main = load_script("data_preprocess/gsm8k.py").main
+    with pytest.raises(DataError, match=message):
+        main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
 
 
 @needs_shared("data/math")

@@ -1,5 +1,6 @@
 """Items are prompts with everything a reward needs; a bad row is named before training starts."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change
     rows[1] |= change
     with pytest.raises(DataError, match=message):
         RLDataset(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, make_config())
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(parquet, tokenizer):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}Hi"
+    rows = make_rows(4)
+    rows[3]["prompt"] *= 2
+    message = r"rows\.parquet, row 3: the tokenizer's chat template refuses these messages \(roles must alternate\)"
+    with pytest.raises(DataError, match=message):
+        RLDataset(parquet(rows), strict, make_config())
+    unmeasured = RLDataset(parquet(rows), strict, make_config(truncation="left"))
+    with pytest.raises(DataError, match=message):
+        unmeasured[3]
 
 
 @pytest.mark.parametrize(

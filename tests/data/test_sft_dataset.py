@@ -216,6 +216,7 @@ TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
         ([GOOD, {"question": "x"}], {}, "row 1, column 'answer': must be a text that is not empty, got 'None'"),
         ([{"question": "x", "answer": ""}], {}, "row 0, column 'answer': must be a text that is not empty"),
         ([{"question": 3, "answer": "x"}], {}, "row 0, column 'question': must be a list of messages"),
+        ([GOOD, {"question": "x", "answer": "\ud83d"}], {}, "row 1, column 'answer': must be text .* half a character"),
         ([GOOD], {"response_dict_keys": ["text"]}, "row 0, column 'answer': must be a dict with the key 'text'"),
         ([GOOD, {"question": "x" * 90, "answer": "y"}], {"max_length": 60}, r"row 1: \d+ tokens, .* allows 60"),
         ([GOOD], {"max_length": 9, "truncation": "right"}, "row 0: no token to learn .within data.max_length=9"),

@@ -186,6 +186,9 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     assert values(report["all"])["mean"] == 1.0
     assert (report["all"]["responses"], report["failures"]["dropped"]) == (2, 2)
     assert "2 dropped" in capsys.readouterr().out
+    found = values(evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop", "metrics.k=[2,4]")["all"])
+    assert (found["pass@2"], "pass@4" in found) == (1.0, False), "what was paid for is told"
+    assert "metrics.k above 2 is left out" in capsys.readouterr().out
     assert main([f"data.path={tmp_path / 'responses.jsonl'}", *quick]) == 1
     told = capsys.readouterr().err
     assert "no such answer" in told
@@ -204,14 +207,32 @@ def test_responses_are_scored_in_calls_of_limited_size(tmp_path, monkeypatch):
         ({"prompt": "1 + 1"}, [], "the column 'responses' is missing"),
         (row("toy", "4"), [], "row 0, column 'responses': must be a list of texts"),
         (row("toys", "4", "4"), [], "No reward rule for data_source 'toys'"),
-        (row("toy", "4", "4"), ["metrics.k=[2]"], "more responses than any prompt has"),
     ],
-    ids=["no responses", "none of one row", "unknown source", "k too large"],
+    ids=["no responses", "none of one row", "unknown source"],
 )
 def test_what_is_wrong_is_told(tmp_path, capsys, line, overrides, told):
     path = write_lines(tmp_path / "responses.jsonl", [line])
     assert main([f"data.path={path}", *overrides]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("metrics.k=[1,2]", "metrics.k=[1, 2] asks for more responses than any prompt has, which is 1"),
+        ("data.output_path={}", "data.output_path must name a file, got the folder"),
+        ("data.output_path={}/responses.jsonl/scores.json", "scores.json' cannot be written: "),
+    ],
+    ids=["k too large", "a folder", "no folder"],
+)
+def test_what_would_make_the_scores_worthless_is_told_before_they_are_paid_for(
+    tmp_path, capsys, monkeypatch, override, told
+):
+    monkeypatch.setattr(evaluation, "score", lambda *_: pytest.fail("scored"))
+    path = write_lines(tmp_path / "responses.jsonl", [row("toy", "4", "4")])
+    assert main([f"data.path={path}", override.format(tmp_path)]) == 1
+    assert told in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["responses.jsonl"]
 
 
 def test_the_old_name_of_the_r1_recipe_is_the_same_thing(tmp_path, monkeypatch):

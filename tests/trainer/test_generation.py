@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.trainer.runs import run_in_child, write_lines
+from verl.checkpoint.claim import Claim
 from verl.trainer import finished_batches
 from verl.trainer.generation import weights_fingerprint
 from verl.trainer.main_eval import main as main_eval
@@ -168,6 +169,30 @@ def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
     assert output.read_bytes() == whole.read_bytes()
     assert generate(output, "rollout.top_p=0.5", "trainer.resume_mode=disable") == 0
     assert responses(output) != responses(whole)
+
+
+def test_of_two_runs_at_once_the_second_is_told_and_takes_nothing_away(tmp_path, capfd):
+    output, parts = tmp_path / "out.parquet", tmp_path / "out.parquet.parts"
+    parts.mkdir()
+    (parts / "batch_000000.parquet").touch()
+    first = Claim(parts)
+    assert first.take() is None
+    for mode in ("auto", "disable"):
+        status = run_in_child(lambda mode=mode: generate(output, f"trainer.resume_mode={mode}"))
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert f"Another run (pid {os.getpid()} on" in capfd.readouterr().err
+        assert (parts / "batch_000000.parquet").exists()
+    first.give_back()
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing(tmp_path):
+    def fill_the_disk(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        finished_batches.write_whole(tmp_path / "out.json", fill_the_disk)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):

@@ -20,7 +20,7 @@ def as_messages(value: Any) -> Messages:
     """A prompt as messages; a plain string is one message of the user (said once). DataError otherwise."""
     if isinstance(value, str):
         say_once("A prompt that is a plain string is taken as one message of the user.")
-        return [{"role": "user", "content": value}]
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(
             "must be a list of messages such as [{'role': 'user', 'content': 'Hi'}], or a string, "
@@ -40,6 +40,26 @@ def _check_message(number: int, message: Any) -> None:
     # Text, or a list of parts; null is an assistant's turn that only calls tools.
     if not (isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))):
         raise DataError(f"message {number} lacks its content (a text): {str(message)[:80]}")
+    for text in _texts(content):
+        check_text(text, f"message {number} ")
+
+
+def _texts(content: Any) -> Iterator[str]:
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            yield text
+
+
+def check_text(text: str, name: str = "") -> None:
+    """DataError for a text that no tokenizer takes; `name` is what the message begins with."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name}must be text that can be written as UTF-8, got half a character (a lone surrogate, "
+            f"{text[error.start]!r}) at place {error.start}: {text[:80]!r}. Write the whole character, or take it out"
+        ) from error
 
 
 def plain_text(messages: Messages, *, add_generation_prompt: bool = True) -> str:
@@ -103,8 +123,10 @@ def refusals_told(messages: Messages, key: str) -> Iterator[None]:
     """DataError where the chat template refuses the messages; `key` sets another one."""
     try:
         yield
-    except TemplateError as error:
+    # TypeError: a template that writes texts was given something else, a list of parts say.
+    except (TemplateError, TypeError) as error:
+        texts = " (many templates take no content but a text)" if isinstance(error, TypeError) else ""
         raise DataError(
             f"the tokenizer's chat template refuses these messages ({error}): {str(messages)[:120]}. Change the "
-            f"messages, or set {key}"
+            f"messages{texts}, or set {key}"
         ) from error

@@ -5,10 +5,11 @@ Whatever the format, a row comes as plain Python dicts, lists and scalars.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,10 @@ FORMATS = "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by
 # Names under which a `save_to_disk` folder with several splits keeps the one that is wanted, first found wins.
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 _MARKERS = ("dataset_dict.json", "state.json")  # one of them lies in every `save_to_disk` folder
+_GZIP = b"\x1f\x8b"  # what a file packed by gzip begins with
+
+Row = TypeVar("Row")
+Encoded = TypeVar("Encoded")
 
 
 class Rows(Protocol):
@@ -100,7 +105,10 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
 def has_split(file: str | Path, split: str) -> bool:
     """Whether `file` is a `save_to_disk` folder of several splits with one for `split`."""
     marker = Path(file).expanduser() / "dataset_dict.json"
-    return marker.is_file() and any(name in SPLITS[split] for name in json.loads(marker.read_text())["splits"])
+    if not marker.is_file():
+        return False
+    with _told_as_damaged(marker.parent):
+        return any(name in SPLITS[split] for name in json.loads(marker.read_text(encoding="utf-8"))["splits"])
 
 
 def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
@@ -119,6 +127,23 @@ def told_of(place: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{place}: {error}.") from error
+
+
+def encoded_in_chunks(
+    file: str | Path, rows: Iterable[Row], encode: Callable[[list[Row]], list[Encoded]], *, chunk: int
+) -> Iterator[Encoded]:
+    """What `encode` makes of each row of a file, `chunk` rows a call. DataError names the first that it refuses."""
+    rest, start = iter(rows), 0
+    while many := list(islice(rest, chunk)):
+        try:
+            encoded = encode(many)
+        except DataError:
+            for number, row in enumerate(many, start):
+                with told_of(f"{file}, row {number}"):  # it fails alone too
+                    encode([row])
+            raise
+        yield from encoded
+        start += len(many)
 
 
 def content_fingerprint(file: str | Path) -> str:
@@ -154,7 +179,7 @@ def _open_parquet(path: Path) -> Rows:
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
     """Objects one a line, or one array of objects."""
-    text = path.read_text(encoding="utf-8")
+    text = _read_text(path)
     if text.lstrip().startswith("["):
         try:
             rows = list(enumerate(json.loads(text), start=1))
@@ -164,6 +189,19 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     # Lines end at "\n" alone: str.splitlines would also cut at separators that JSON allows inside strings.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return [_parse_line(path, number, line) for number, line in lines]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        if error.object.startswith(_GZIP):
+            raise DataError(f"Data file '{path}' must be plain text, got one packed by gzip. Unpack it.") from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"Data file '{path}', line {line}, must be text in UTF-8, got the byte 0x{error.object[error.start]:02x} "
+            f"({error.reason}). Convert the file, for example with iconv -f LATIN1 -t UTF-8 or -f UTF-16."
+        ) from error
 
 
 def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -191,7 +229,8 @@ def _open_folder(path: Path, split: str) -> Rows:
         )
     from datasets import DatasetDict, load_from_disk  # with pandas it takes 0.6 s, which other files need not wait for
 
-    loaded = load_from_disk(str(path))
+    with _told_as_damaged(path):
+        loaded = load_from_disk(str(path))
     if not isinstance(loaded, DatasetDict):
         return ArrowRows(loaded.data.table)
     splits = {str(name): part for name, part in loaded.items()}
@@ -202,6 +241,18 @@ def _open_folder(path: Path, split: str) -> Rows:
         f"Folder '{path}' has the splits {', '.join(splits)}, but none for {split}: expected "
         f"{' or '.join(SPLITS[split])}. Save it again under such a name."
     )
+
+
+@contextmanager
+def _told_as_damaged(folder: Path) -> Iterator[None]:
+    """DataError for whatever reading the files of a `save_to_disk` folder raises where one is not what was saved."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"Folder '{folder}' must be whole, as datasets' save_to_disk writes it, but cannot be read "
+            f"({type(error).__name__}: {error}). Save it again."
+        ) from error
 
 
 def load_from_hub(name: str, *arguments: Any, **keywords: Any) -> Any:

@@ -5,13 +5,14 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.chat import Messages, encode_conversations
+from verl.data.files import encoded_in_chunks
 from verl.utils.logging import logger
 
 if TYPE_CHECKING:
@@ -43,26 +44,19 @@ def prompt_lengths(
 
     Args:
         key: what the lengths depend on; the name of the cache file.
-        name: how the log calls the conversations.
+        name: the file of the conversations, for the log and for errors.
     """
     path = cache_folder() / "prompt_lengths" / f"{key}.bin"
     cached = _read(path, count)
     if cached is not None:
         return cached
     start = time.perf_counter()
-    lengths = _measure(tokenizer, conversations)
+    encoded = encoded_in_chunks(name, conversations, partial(encode_conversations, tokenizer), chunk=_CHUNK)
+    lengths = np.fromiter(map(len, encoded), dtype=np.int32)
     assert len(lengths) == count
     logger.info("Measured %s prompts of %s in %.1f s.", f"{count:,}", name, time.perf_counter() - start)
     _write(path, lengths)
     return lengths
-
-
-def _measure(tokenizer: "PreTrainedTokenizerBase", conversations: Iterable[Messages]) -> np.ndarray:
-    lengths: list[int] = []
-    rest = iter(conversations)
-    while chunk := list(islice(rest, _CHUNK)):
-        lengths += map(len, encode_conversations(tokenizer, chunk))
-    return np.array(lengths, dtype=np.int32)
 
 
 def _read(path: Path, count: int) -> np.ndarray | None:

@@ -66,7 +66,8 @@ class RLDataset(Dataset):
         source, number = map(int, self._kept[item])
         row = self._sources[source].row(number)
         messages = as_messages(row[self.config.prompt_key])
-        ids = apply_chat_template(self.tokenizer, messages)
+        with told_of(f"{self.files[source]}, row {number}"):
+            ids = apply_chat_template(self.tokenizer, messages)
         limit = self.config.max_prompt_length
         if len(ids) > limit:
             if self.config.truncation == "error":

@@ -4,7 +4,8 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice, takewhile
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch.utils.data import Dataset
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl.config.sft import SFTDataConfig
-from verl.data.chat import Messages, as_messages, encode_conversations, refusals_told
-from verl.data.files import Rows, as_file_list, open_rows, require_column, told_of
+from verl.data.chat import Messages, as_messages, check_text, encode_conversations, refusals_told
+from verl.data.files import Rows, as_file_list, encoded_in_chunks, open_rows, require_column, told_of
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -217,17 +218,7 @@ class SFTDataset(Dataset):
 
     def _examples(self, file: str, rows: Rows) -> Iterator[Example]:
         conversations = (self._dialogues if self.config.multiturn.enable else self._pairs)(file, rows)
-        start = 0
-        while chunk := list(islice(conversations, _CHUNK)):
-            try:
-                examples = encode(self.tokenizer, chunk)
-            except DataError:
-                for number, conversation in enumerate(chunk, start):
-                    with told_of(f"{file}, row {number}"):  # it fails alone too
-                        encode(self.tokenizer, [conversation])
-                raise
-            yield from examples
-            start += len(chunk)
+        return encoded_in_chunks(file, conversations, partial(encode, self.tokenizer), chunk=_CHUNK)
 
     def _pairs(self, file: str, rows: Rows) -> Iterator[Conversation]:
         config = self.config
@@ -241,6 +232,7 @@ class SFTDataset(Dataset):
                 answer = _inner(answer, config.response_dict_keys)
                 if not isinstance(answer, str) or not answer:
                     raise DataError(f"must be a text that is not empty, got {str(answer)[:80]!r}")
+                check_text(answer)
             yield Conversation([*messages, {"role": "assistant", "content": answer}], len(messages), {})
 
     def _dialogues(self, file: str, rows: Rows) -> Iterator[Conversation]:

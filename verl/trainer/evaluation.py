@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.manager import Scores
 from verl.rewards.registry import answer_extractors
-from verl.trainer.finished_batches import write_whole
+from verl.trainer.finished_batches import require_writable, write_whole
 from verl.trainer.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
 from verl.trainer.setup import vote
 from verl.utils.errors import ConfigError, DataError, RewardError
@@ -63,6 +63,9 @@ class TextTokenizer:
 def evaluate(config: EvaluationConfig) -> dict[str, Any]:
     """The whole job: scores every response, prints the table, writes the JSON; gives what is in it."""
     prompts = read_prompts(config.data)
+    check_k(config.metrics.k, prompts)
+    if config.data.output_path is not None:
+        require_writable(Path(config.data.output_path))
     failures = score(config, prompts)
     report = summarize(config, prompts) | {"failures": failures}
     print(table(report), flush=True)
@@ -96,6 +99,16 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             name = "unknown" if source is None else str(source)
             prompts.append(ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns))
     return prompts
+
+
+def check_k(k: Sequence[int], prompts: Sequence[ScoredPrompt]) -> None:
+    """ConfigError where no prompt has so many responses: told before they are paid for."""
+    most = max(len(prompt.responses) for prompt in prompts)
+    if max(k, default=1) > most:
+        raise ConfigError(
+            f"metrics.k={list(k)} asks for more responses than any prompt has, which is {most}. Leave out what is "
+            "larger, or generate more: data.n_samples of main_generation."
+        )
 
 
 def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, int]:
@@ -165,8 +178,8 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
             by_source.setdefault(prompt.source, []).append(prompt)
     scored = [prompt for members in by_source.values() for prompt in members]
     most = max(len(prompt.scores) for prompt in scored)
-    if metrics.k and max(metrics.k) > most:
-        raise ConfigError(f"metrics.k={metrics.k} asks for more responses than any prompt has, which is {most}.")
+    if max(metrics.k, default=1) > most:  # the files had as many, see `check_k`
+        logger.warning("metrics.k above %d is left out: of no prompt were more responses scored.", most)
     if most > MAX_VOTES:
         logger.warning("maj@k is left out: it is computed for up to %d responses a prompt, got %d.", MAX_VOTES, most)
     return {

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.checkpoint.claim import Claim
 from verl.checkpoint.manifest import sync
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
@@ -21,7 +23,8 @@ _IDENTITY = "identity.json"
 class FinishedBatches:
     """The folder `<output>.parts`, with the responses of each batch and the identity of the run.
 
-    Nothing is ever half there: files are written under another name, synced and renamed.
+    Nothing is ever half there: files are written under another name, synced and renamed. While a run is at it, the
+    folder is its own.
 
     Args:
         output: the Parquet file to make.
@@ -37,11 +40,14 @@ class FinishedBatches:
         self.output, self.table, self.column = output, table, column
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
         self.folder = output.with_name(f"{output.name}.parts")
+        self._claim = Claim(self.folder)
         starts = range(0, table.num_rows, batch_size)
         self.batches = [range(start, min(start + batch_size, table.num_rows)) for start in starts]
 
     def discard(self) -> None:
-        """Forget what was done before, also a complete output."""
+        """Forget what was done before, also a complete output. Raises ConfigError where another run is at it."""
+        self._take_folder()
+        self._claim.give_back()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.output.unlink(missing_ok=True)
 
@@ -60,13 +66,13 @@ class FinishedBatches:
         return True
 
     def waiting(self) -> dict[int, range]:
-        """The batches still to do: numbers and rows. Raises ConfigError where another run began them."""
+        """The batches still to do: numbers and rows. Raises ConfigError where another run began them or is at them."""
+        self._take_folder()
         known = self.folder / _IDENTITY
         waiting = {number: rows for number, rows in enumerate(self.batches) if not self._place(number).exists()}
         if known.exists() and any(self.folder.glob("batch_*")):
             self._compare(json.loads(known.read_text(encoding="utf-8")), f"{self.folder} has batches of a killed run")
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(self.identity, indent=1)
             write_whole(known, lambda path: path.write_text(text, encoding="utf-8"))
         if len(waiting) < len(self.batches):
@@ -92,7 +98,17 @@ class FinishedBatches:
                     writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
         write_whole(self.output, write)
+        self._claim.give_back()  # some file systems keep a folder with an open file in it
         shutil.rmtree(self.folder)
+
+    def _take_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        holder = self._claim.take()
+        if holder is not None:
+            raise ConfigError(
+                f"Another run ({holder}) generates data.output_path='{self.output}'. Wait for its end, or give this "
+                "one another data.output_path."
+            )
 
     def _read(self, number: int) -> pa.Table:
         place = self._place(number)
@@ -123,11 +139,29 @@ _WAY_OUT = (
 )
 
 
+def require_writable(path: Path) -> None:
+    """Make the folder of a file to write. ConfigError where it cannot be written: at the end hours may be lost."""
+    if path.is_dir():
+        raise ConfigError(f"data.output_path must name a file, got the folder '{path}'. Name a file in it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"data.output_path='{path}' cannot be written: {error.strerror}. Name a file in a folder that can be."
+        ) from error
+
+
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Make `path` by `write`, so that it is there with all its bytes or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    write(unfinished)
-    sync(unfinished)
-    os.replace(unfinished, path)
+    try:
+        write(unfinished)
+        sync(unfinished)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     sync(path.parent)
