@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rewards.batches import PAD, CharTokenizer, make_batch
-from verl.rewards.manager import NaiveRewardManager, collect_extra
+from verl.rewards.custom import load_custom_reward
+from verl.rewards.fields import collect_extra
+from verl.rewards.manager import NaiveRewardManager
 from verl.rewards.registry import reward_managers
 from verl.utils.errors import ConfigError, RewardError
 
@@ -114,7 +117,7 @@ def test_every_kind_of_number_is_a_score(value):
 def failing(kind):
     values = {
         "nan": math.nan, "inf": math.inf, "text": "1.0", "none": None, "no score": {"reward": 1.0}, "huge": 10**400,
-        "nan inside": {"score": math.nan}, "two": torch.ones(2), "complex": 1j,
+        "nan inside": {"score": math.nan}, "two": torch.ones(2), "complex": 1j, "unwritable": 10**5000,
     }  # fmt: skip
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -140,7 +143,7 @@ def failing(kind):
     return compute_score, compute_score_async
 
 
-WRONG_VALUES = ["nan", "inf", "text", "none", "no score", "huge", "nan inside", "two", "complex"]
+WRONG_VALUES = ["nan", "inf", "text", "none", "no score", "huge", "nan inside", "two", "complex", "unwritable"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -162,6 +165,41 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
         assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
         assert result["dropped"] == dropped
         assert result["metrics"] == {"reward/num_errors": int(not late), "reward/num_timeouts": int(late)}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (re.match("a", "a"), "is of type Match and cannot be sent to another process"),
+        (10**400, "is a whole number of 1329 bits, too large for a float"),
+        (10**5000, "is a whole number of 16610 bits, too large for a float"),
+        (["x", 10**5000], "is of type list and cannot be written as text"),
+    ],
+    ids=["unsendable", "large", "unwritable", "unwritable inside"],  # pytest too would write the values
+)
+def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, told):
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0, "note": value if solution_str == "bad" else "fine"}
+
+    batch = make_batch(["ok", "bad"])
+    with pytest.raises(RewardError, match=rf"failed on row 1 .*its field 'note' {told}"):
+        manager(compute_score)(batch)
+    result = manager(compute_score, on_error="drop")(batch, return_dict=True)
+    assert (result["dropped"], result["metrics"]["reward/num_errors"]) == ([1], 1)
+    assert result["reward_extra_info"] == {"note": ["fine", None]}
+
+
+def test_a_field_of_a_class_in_the_functions_file_is_unknown_to_other_ranks(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("class Note: pass\ndef compute_score(**sample): return {'score': 1.0, 'note': Note()}\n")
+    with pytest.raises(RewardError, match=r"field 'note' is of type Note .*the class 'Note' is defined in a file"):
+        manager(load_custom_reward(str(path)))(make_batch(["a"]))
+
+
+def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
+    told = {"n": 10**300, "t": "x", "l": [1, {"a": None}], "array": np.ones(2), "tensor": torch.ones(2), "set": {1}}
+    result = manager(lambda **_: {"score": 1.0, **told})(make_batch(["a"]), return_dict=True)
+    assert {name: values[0] for name, values in result["reward_extra_info"].items()} == told
 
 
 @pytest.mark.parametrize(("kind", "errors", "timeouts"), [("cancels", 1, 0), ("blocks", 0, None)])
@@ -250,8 +288,6 @@ def test_coroutines_run_side_by_side_in_one_lasting_loop():
 
 
 def test_a_function_that_uses_signals_is_called_in_the_main_thread(tmp_path):
-    from verl.rewards.custom import load_custom_reward
-
     body = """
         import importlib
         {how}

@@ -18,7 +18,7 @@ from verl.trainer.dapo import DAPOTrainer, joined, rows_that_differ
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.remax import ReMaxTrainer
 from verl.trainer.variants import trainer_class
-from verl.utils.errors import ConfigError, DataError
+from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.workers.losses import PolicyObjective
 
 pytestmark = pytest.mark.timeout(120)
@@ -129,6 +129,15 @@ def test_prompts_whose_responses_are_alike_are_told_apart():
         rows_that_differ(batch, "accuracy")
 
 
+def test_a_field_that_tells_prompts_apart_is_one_value_a_response():
+    batch = scored_batch([0.0, 1.0], ["a", "a"])
+    batch.non_tensor_batch["acc"] = np.array([torch.tensor(1.0), torch.tensor(1.0), None], dtype=object)[:-1]
+    assert not rows_that_differ(batch, "acc").any()
+    batch.non_tensor_batch["acc"] = np.array([["1"], ["2"], None], dtype=object)[:-1]
+    with pytest.raises(ConfigError, match=r"metric='acc' must be a field of one number or text .*\['1'\] of type list"):
+        rows_that_differ(batch, "acc")
+
+
 def test_batches_with_other_reward_fields_join():
     one, other = scored_batch([0.0], ["a"]), scored_batch([1.0], ["b"])
     other.non_tensor_batch["note"] = np.array(["x"], dtype=object)
@@ -209,6 +218,32 @@ def test_remax_compares_with_the_greedy_response(tmp_path):
     assert torch.equal(batch.batch["reward_baselines"], greedy.repeat_interleave(3))
     scores = batch.batch["token_level_scores"].sum(-1)
     torch.testing.assert_close(batch.batch["advantages"][:, 0], scores - greedy.repeat_interleave(3))
+
+
+def test_remax_drops_a_prompt_whose_greedy_response_has_no_score(tmp_path):
+    lost = {0}  # rows of greedy responses, of which there are as many as prompts
+
+    def reward(data: DataProto, return_dict: bool = False) -> Any:
+        result = varied_reward(data, return_dict=True)
+        dropped = sorted(lost) if len(data) == 4 else [11]
+        result["reward_tensor"][dropped] = 0
+        result |= {"dropped": dropped, "metrics": {"reward/num_errors": len(dropped), "own": 1.0}}
+        return result if return_dict else result["reward_tensor"]
+
+    own = ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=3", "trainer.logger=[]"]
+    trainer = trainer_of(tmp_path, *own, reward_fn=reward, val_reward_fn=reward)
+    trainer.load_checkpoint()
+    prompts = next(iter(trainer.train_loader))
+    batch = trainer.estimate_advantages(trainer.collect(prompts))
+    counted = batch.batch["response_mask"].any(-1)
+    assert (~counted).nonzero().flatten().tolist() == [0, 1, 2, 11]
+    assert not batch.batch["advantages"][:3].any()
+    assert (trainer.metrics["reward/num_errors"], trainer.metrics["own"]) == (2, 1.0)
+    kept = batch.batch["reward_baselines"][3:]
+    assert trainer.metrics["critic/greedy_score/mean"] == pytest.approx(kept.mean().item())
+    lost |= {1, 2, 3}
+    with pytest.raises(RewardError, match="All samples of this step were dropped: .* greedy response"):
+        trainer.collect(prompts)
 
 
 @pytest.mark.parametrize("override", ["algorithm.adv_estimator=remax", f"{FILTER}.enable=True"])

@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -222,6 +224,17 @@ def test_without_a_reward_model_the_reward_function_scores(untrained):
     assert scores.dtype == torch.float32
     gsm8k = untrained.compute_reward(["#### 72", "#### 7"], data_source="openai/gsm8k", ground_truth="72")
     assert gsm8k.tolist() == [1.0, 0.0], "texts as they are, also of characters that the actor's tokenizer lacks"
+
+
+@pytest.mark.parametrize("column", [np.array, pd.Series, tuple, lambda entries: np.array(entries, dtype=object)])
+def test_one_entry_a_response_may_be_any_column(untrained, column):
+    sources, truths = ["openai/gsm8k", "toy"], ["42", "18"]
+    columns = {"data_source": column(sources), "ground_truth": column(truths)}
+    assert untrained.compute_reward(["#### 42", "18"], **columns).tolist() == [1.0, 1.0]
+    for one in ("42", np.array("42"), np.str_("42")):
+        assert untrained.compute_reward(["#### 42"] * 2, data_source="gsm8k", ground_truth=one).tolist() == [1.0, 1.0]
+    with pytest.raises(DataError, match="entry of ground_truth for each of 1 responses, got a table of 1 rows"):
+        untrained.compute_reward(["1"], data_source="toy", ground_truth=pd.DataFrame({"answer": ["1"]}))
 
 
 REWARD = """

@@ -1,6 +1,7 @@
 """The numbers of a step and of a validation, against what is counted by hand."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -170,12 +171,19 @@ def test_record_scores_refuses_a_batch_without_any_score():
         )
 
 
+def test_record_scores_names_the_field_of_an_own_manager_that_no_batch_can_carry():
+    result = {"reward_tensor": torch.ones(3, 4), "reward_extra_info": {"match": [None, re.match("a", "a"), None]}}
+    with pytest.raises(RewardError, match="field 'match' of row 1 is of type Match and cannot be sent"):
+        setup.record_scores(batch_of(), result)
+
+
 def test_reward_metrics_are_means_of_what_is_a_number():
     extra = {
         "acc": [True, False, np.float32(1.0)],
         "pred": ["1", "2", "3"],
         "some": [2.0, math.nan, 4.0],
         "none": [math.nan],
+        "complex": [np.complex64(1)],
     }
     metrics = setup.reward_metrics({"reward_extra_info": extra, "metrics": {"reward/num_errors": 0}})
     assert metrics == {"reward/num_errors": 0, "reward/acc/mean": pytest.approx(2 / 3), "reward/some/mean": 3.0}

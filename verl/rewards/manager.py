@@ -17,6 +17,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.rewards.calls import Caller, Outcome
+from verl.rewards.fields import collect_extra, fault_of, shown
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
 from verl.utils.errors import ConfigError, RewardError
@@ -340,7 +341,7 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
     """What a manager returned under `return_dict` fits the (B, R) responses: told at its first mistake.
 
     Raises:
-        RewardError: no finite (B, R) scores, or a field without one entry a response.
+        RewardError: no finite (B, R) scores, or a field without one entry a response, or with one that it cannot have.
     """
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
     if not isinstance(tensor, torch.Tensor) or tensor.shape != responses.shape:
@@ -358,6 +359,9 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
                 f"The reward's field '{name}' must have one entry for each of {len(responses)} responses, got "
                 f"{len(values)}."
             )
+        for row, value in enumerate(values):
+            if fault := fault_of(value):
+                raise RewardError(f"The reward's field '{name}' of row {row} {fault}")
 
 
 def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:
@@ -375,24 +379,12 @@ def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, 
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if not isinstance(value, (Real, np.bool_)):
-        return (
-            0.0,
-            {},
-            f"it returned {value!r:.100} of type {type(value).__name__}, not a number or a dict with 'score'.",
-        )
+        fact = f"{shown(value)} of type {type(value).__name__}"
+        return 0.0, {}, f"it returned {fact}, not a number or a dict with 'score'."
     # Compared before it is converted: float(10**400) raises. NaN compares false.
     if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
-        return 0.0, {}, f"it returned {value!r:.100}, not a finite float32."
+        return 0.0, {}, f"it returned {shown(value)}, not a finite float32."
+    for name, entry in extra.items():
+        if fault := fault_of(entry):
+            return 0.0, {}, f"its field '{name}' {fault}"
     return float(value), extra, None
-
-
-def collect_extra(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """One list of B a field, in order of first appearance. A row without it has NaN if the others are numbers, else
-    None."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    collected: dict[str, list[Any]] = {}
-    for name in names:
-        present = [row[name] for row in rows if name in row]
-        filler = math.nan if all(isinstance(entry, Real) for entry in present) else None
-        collected[name] = [row.get(name, filler) for row in rows]
-    return collected

@@ -82,7 +82,15 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
     for group, value in zip(groups, values):
-        values_of.setdefault(group, set()).add(value)
+        value = value.tolist() if hasattr(value, "tolist") else value  # tensors differ even where they are equal
+        try:
+            values_of.setdefault(group, set()).add(value)
+        except TypeError as error:  # has no hash
+            raise ConfigError(
+                f"algorithm.filter_groups.metric='{metric}' must be a field of one number or text a response, got "
+                f"{value!r:.80} of type {type(value).__name__}. Name another field, or set "
+                "algorithm.filter_groups.metric=score."
+            ) from error
     uids_that_differ = {uid for uid, group in zip(batch.non_tensor_batch["uid"], groups) if len(values_of[group]) > 1}
     return np.array([uid in uids_that_differ for uid in batch.non_tensor_batch["uid"]], dtype=bool)
 

@@ -1,22 +1,39 @@
 """ReMax, Li et al. 2023 (arXiv:2310.10505): the baseline of a prompt is the score of its greedy response."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from verl.protocol import DataProto
 from verl.trainer import setup
 from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.errors import RewardError
 
 
 class ReMaxTrainer(PPOTrainer):
     """Adds the column `reward_baselines` (B,), which `adv_estimator=remax` reads."""
 
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """See `PPOTrainer.collect`; before it, a greedy response to each prompt is scored."""
+        """See `PPOTrainer.collect`; before it, a greedy response to each prompt is scored.
+
+        A prompt whose greedy response has no score has no baseline: its samples are dropped.
+        """
         greedy = self.timed("gen_max", self.generate_greedy, prompts)
-        scores = self.timed("reward_max", lambda: self.reward_fn(self.add_rm_scores(greedy))).sum(-1)
+        result = self.timed("reward_max", self.score_greedy, greedy)
+        scores, counted = result["reward_tensor"].sum(-1), torch.ones(len(greedy), dtype=torch.bool)
+        counted[list(result.get("dropped", ()))] = False
+        _require_any(counted)
         batch = super().collect(prompts, first_row)
-        batch.batch["reward_baselines"] = scores.repeat_interleave(len(batch) // len(scores))
-        self.metrics["critic/greedy_score/mean"] = scores.mean().item()
+        samples = len(batch) // len(scores)
+        batch.batch["reward_baselines"] = scores.repeat_interleave(samples)
+        batch.batch["response_mask"][~counted.repeat_interleave(samples)] = 0
+        _require_any(batch.batch["response_mask"])
+        for name, count in result.get("metrics", {}).items():
+            if name.startswith("reward/num_"):
+                self.metrics[name] = self.metrics.get(name, 0.0) + count
+        self.metrics["critic/greedy_score/mean"] = scores[counted].mean().item()
         return batch
 
     def generate_greedy(self, prompts: DataProto) -> DataProto:
@@ -24,3 +41,18 @@ class ReMaxTrainer(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         draw = replace(setup.sampling_params(rollout), temperature=0.0)
         return self._generate(prompts.select(), 1, draw, rollout.seed, self.global_step)
+
+    def score_greedy(self, greedy: DataProto) -> Mapping[str, Any]:
+        """What the reward manager tells of greedy responses, checked."""
+        result = self.reward_fn(self.add_rm_scores(greedy), return_dict=True)
+        setup.check_result(result, greedy.batch["responses"])
+        return result
+
+
+def _require_any(counted: torch.Tensor) -> None:
+    if not counted.any():
+        raise RewardError(
+            "All samples of this step were dropped: for none could both its own reward be had and that of its prompt's "
+            "greedy response. Mend the reward function (the warning above names the first failure), or set "
+            "reward_model.on_error=zero or stop."
+        )

@@ -1,7 +1,7 @@
 """Scores of responses that are no batch of training: by the reward model, or by the reward function."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -98,8 +98,12 @@ def scores_of(manager: Any, batch: DataProto) -> Tensor:
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
+    """B entries: those of a list, array or column, or B times what is one value."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # Python's own values, as rows of a file have them
+    if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection):
         return [value] * count
-    if len(value) != count:
-        raise DataError(f"compute_reward needs one entry of {name} for each of {count} responses, got {len(value)}.")
-    return value
+    entries = list(value)
+    if len(entries) != count or hasattr(value, "columns"):
+        found = f"a table of {len(value)} rows" if hasattr(value, "columns") else len(value)
+        raise DataError(f"compute_reward needs one entry of {name} for each of {count} responses, got {found}.")
+    return entries

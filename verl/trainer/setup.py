@@ -235,7 +235,7 @@ def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
     """How many rewards failed, and the mean of every extra field that is numeric, over the samples that have it."""
     metrics: dict[str, float] = dict(result.get("metrics", {}))
     for name, values in result["reward_extra_info"].items():
-        if all(isinstance(value, (int, float, np.number, np.bool_)) for value in values):
+        if all(isinstance(value, (int, float, np.integer, np.floating, np.bool_)) for value in values):
             numbers = [float(value) for value in values if not math.isnan(value)]
             if numbers:
                 metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)

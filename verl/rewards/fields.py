@@ -1,0 +1,71 @@
+"""What a reward tells beside its score: which values it may tell, and how those of a batch become columns."""
+
+import io
+import math
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+_PLAIN = (float, str, bool, bytes, type(None))
+_WAY_OUT = "Return numbers, texts, or lists and dicts of them; of another object its str(), say."
+
+
+def fault_of(value: Any) -> str | None:
+    """Why a field cannot have this value; None if it can.
+
+    Columns become metrics and lines of text and go to the other ranks. All is asked on one process too: a program that
+    runs on one must run on many.
+    """
+    if type(value) in _PLAIN:
+        return None
+    if type(value) is int:  # compared before it is converted: float(10**400) raises
+        if -sys.float_info.max <= value <= sys.float_info.max:
+            return None
+        way_out = "Return a text of it, hex(n) say, or its logarithm."
+        return f"is a whole number of {value.bit_length()} bits, too large for a float. {way_out}"
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return None
+    try:
+        _Elsewhere(io.BytesIO(pickle.dumps(value))).load()
+    except Exception as error:  # noqa: BLE001 - whatever a user's class holds or does
+        fact = f"is of type {type(value).__name__} and cannot be sent to another process"
+        return f"{fact} ({type(error).__name__}: {error}). {_WAY_OUT}"
+    try:
+        str(value)
+    except Exception as error:  # noqa: BLE001 - integers of more than 4,300 digits, and a user's __str__
+        fact = f"is of type {type(value).__name__} and cannot be written as text"
+        return f"{fact} ({type(error).__name__}: {error}). {_WAY_OUT}"
+    return None
+
+
+class _Elsewhere(pickle.Unpickler):
+    """Reads as another process does, which knows nothing of the file of the reward function."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name.startswith("verl_user_"):
+            raise pickle.UnpicklingError(f"the class '{global_name}' is defined in a file that only this process loads")
+        return super().find_class(module_name, global_name)
+
+
+def shown(value: Any) -> str:
+    """The start of a value's repr; its type alone where it has none, as integers of more than 4,300 digits."""
+    try:
+        return repr(value)[:100]
+    except Exception:  # noqa: BLE001 - a user's __repr__, for a message about something else
+        return "a value that cannot be written"
+
+
+def collect_extra(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """One list of B a field, in order of first appearance. A row without it has NaN if the others are numbers, else
+    None."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    collected: dict[str, list[Any]] = {}
+    for name in names:
+        present = [row[name] for row in rows if name in row]
+        filler = math.nan if all(isinstance(entry, Real) for entry in present) else None
+        collected[name] = [row.get(name, filler) for row in rows]
+    return collected
