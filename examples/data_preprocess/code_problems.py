@@ -9,7 +9,6 @@ examples are left out. (The file is not called code.py: Python would find it as 
 """
 
 import argparse
-import gzip
 import json
 import sys
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub
+from verl.data.files import load_from_hub, read_json_rows
 from verl.utils.entry import exit_code
 
 SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
@@ -38,8 +37,7 @@ def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
     for name in (FILES[dataset], f"{FILES[dataset]}.gz"):
         path = Path(folder).expanduser() / name
         if path.is_file():
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
+            return read_json_rows(path)
     sys.exit(f"'{folder}' must hold {FILES[dataset]} or {FILES[dataset]}.gz, found neither.")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub, open_rows
+from verl.data.files import load_from_hub, read_json_rows
 from verl.rewards.builtin.gsm8k import extract_answer
 from verl.utils.entry import exit_code
 from verl.utils.errors import DataError
@@ -32,8 +32,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     path = Path(folder).expanduser() / f"{split}.jsonl"
     if not path.is_file():
         sys.exit(f"'{path.parent}' must hold {path.name} for the split {split}, found none.")
-    rows = open_rows(path)
-    return [rows.row(number) for number in range(len(rows))]
+    return read_json_rows(path)
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:

@@ -9,8 +9,6 @@ in `extra_info`. No rule scores these rows: name a reward model, a judge or a fu
 """
 
 import argparse
-import gzip
-import json
 import re
 import sys
 from collections.abc import Iterable
@@ -20,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub
+from verl.data.files import load_from_hub, read_json_rows
 from verl.utils.entry import exit_code
 
 DATA_SOURCE = "Anthropic/hh-rlhf"
@@ -34,12 +32,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     if folder is None:
         return load_from_hub(DATA_SOURCE, split=split)
     files = sorted(Path(folder).expanduser().glob(f"*{split}*.jsonl*"))
-    return [json.loads(line) for file in files for line in _text(file).split("\n") if line.strip()]
-
-
-def _text(file: Path) -> str:
-    data = file.read_bytes()
-    return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
+    return [row for file in files for row in read_json_rows(file)]
 
 
 def split_turns(text: str) -> list[dict[str, str]]:

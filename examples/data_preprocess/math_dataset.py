@@ -8,7 +8,6 @@ A local folder holds train.json (or train.jsonl) and test.jsonl (or math500.json
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.files import load_from_hub
+from verl.data.files import load_from_hub, read_json_rows
 from verl.rewards.builtin.math import last_boxed
 from verl.utils.entry import exit_code
 
@@ -37,10 +36,7 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
     root = Path(folder).expanduser()
     for name in FILES[split]:
         if (root / name).is_file():
-            text = (root / name).read_text(encoding="utf-8")
-            if text.lstrip().startswith("["):
-                return json.loads(text)
-            return [json.loads(line) for line in text.split("\n") if line.strip()]
+            return read_json_rows(root / name)
     sys.exit(f"'{root}' must hold one of {', '.join(FILES[split])} for the split {split}, found none.")
 
 

@@ -1,6 +1,7 @@
 """The scripts write files that the dataset loads and the reward rules can score."""
 
 import ast
+import gzip
 import json
 import subprocess
 import sys
@@ -94,6 +95,27 @@ def test_a_raw_gsm8k_line_that_is_not_whole_is_named(tmp_path, line, message):
     main = load_script("data_preprocess/gsm8k.py").main
     with pytest.raises(DataError, match=message):
         main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "arguments"),
+    [
+        ("math_dataset", "train.jsonl", []),
+        ("hh_rlhf", "train.jsonl.gz", []),
+        ("code_problems", "mbpp.jsonl.gz", ["--dataset", "mbpp"]),
+    ],
+)
+def test_raw_lines_that_are_not_whole_are_named(tmp_path, script, name, arguments):
+    main = load_script(f"data_preprocess/{script}.py").main
+    command = [*arguments, "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")]
+    line = b'{"problem": "?", "ans'
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
+    with pytest.raises(DataError, match=rf"{name}', line 1, must be one JSON object a line"):
+        main(command)
+    if name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress(line)[:-9])
+        with pytest.raises(DataError, match=rf"{name}' cannot be unpacked"):
+            main(command)
 
 
 @needs_shared("data/math")

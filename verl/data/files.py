@@ -3,8 +3,10 @@
 Whatever the format, a row comes as plain Python dicts, lists and scalars.
 """
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -94,7 +96,7 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
     elif path.suffix == ".parquet":
         rows = _open_parquet(path)
     elif path.suffix in (".json", ".jsonl"):
-        rows = ListRows(_read_json(path))
+        rows = ListRows(read_json_rows(path))
     else:
         raise DataError(f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.")
     if len(rows) == 0:
@@ -177,8 +179,8 @@ def _open_parquet(path: Path) -> Rows:
         raise DataError(f"Data file '{path}' is not readable as Parquet: {error}. Write it again.") from error
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    """Objects one a line, or one array of objects."""
+def read_json_rows(path: Path) -> list[dict[str, Any]]:
+    """Objects one a line, or one array of objects; those of a file named .gz unpacked. DataError names what is not."""
     text = _read_text(path)
     if text.lstrip().startswith("["):
         try:
@@ -193,7 +195,11 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(
+            f"Data file '{path}' cannot be unpacked ({error}). Get it again, or name it without .gz."
+        ) from error
     except UnicodeDecodeError as error:
         if error.object.startswith(_GZIP):
             raise DataError(f"Data file '{path}' must be plain text, got one packed by gzip. Unpack it.") from error
