@@ -54,9 +54,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
 
 
-def verify_files(folder: Path) -> None:
-    """Compare every file with the manifest: CheckpointError names all that are missing, truncated or changed."""
-    files: dict[str, dict[str, Any]] = read_manifest(folder)["files"]
+def verify_files(folder: Path, part: str = "") -> None:
+    """Compare every file with the manifest, or those whose names begin with `part` ("actor/"): CheckpointError names
+    all that are missing, truncated or changed."""
+    files = {name: entry for name, entry in read_manifest(folder)["files"].items() if name.startswith(part)}
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         faults = [
             fault

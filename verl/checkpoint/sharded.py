@@ -6,6 +6,7 @@ part of which tensor lies where. Nothing in them depends on how many ranks there
 
 import functools
 import logging
+import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ from verl.utils.errors import CheckpointError
 
 SHARDED_FOLDER = "sharded"  # within the folder of a role
 MODEL, OPTIMIZER = "model.", "optimizer."  # what the names of weights and of moments begin with
+# What unpickling raises where bytes are missing or changed; an OSError (no access) names its file by itself.
+_DAMAGED_PICKLE = (
+    *(pickle.UnpicklingError, EOFError, MemoryError, ValueError, OverflowError, RuntimeError),
+    *(LookupError, TypeError, AttributeError, ImportError),
+)
+_IF_DAMAGED = "If it is damaged or was not copied whole, copy it again, or use another checkpoint."
 
 # torch notes every tensor and every part of a save there, in debug messages that a root handler would print.
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
@@ -85,15 +92,19 @@ class SavedTensors:
                 f"Expected sharded tensors in {folder}, found no {SHARD_METADATA} there. {SHARED_FILES}"
             )
         self._reader = _Reader(folder)
-        metadata = self._reader.read_metadata()
-        files = {place.relative_path for place in (metadata.storage_data or {}).values()}
+        try:
+            metadata = self._reader.read_metadata()
+            files = {place.relative_path for place in (metadata.storage_data or {}).values()}
+            self.tensors = {
+                name: (info.size, info.properties.dtype)
+                for name, info in metadata.state_dict_metadata.items()
+                if isinstance(info, TensorStorageMetadata)
+            }
+        except _DAMAGED_PICKLE as error:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise CheckpointError(f"{folder / SHARD_METADATA} cannot be read ({reason}). {_IF_DAMAGED}") from error
         if missing := sorted(name for name in files if not (folder / name).is_file()):
             raise CheckpointError(f"{folder} lacks files that other ranks wrote: {', '.join(missing)}. {SHARED_FILES}")
-        self.tensors = {
-            name: (info.size, info.properties.dtype)
-            for name, info in metadata.state_dict_metadata.items()
-            if isinstance(info, TensorStorageMetadata)
-        }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill `tensors` in place, each with what was saved under its name. Ranks need not call it together.
@@ -107,7 +118,7 @@ class SavedTensors:
                 raise CheckpointError(
                     f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which {found}."
                 )
-        with _told(f"reading {self.folder}"):
+        with _told(f"reading {self.folder}", f" {_IF_DAMAGED}"):
             dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)
 
     def read_whole(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -134,7 +145,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(what: str, way_out: str = "") -> Iterator[None]:
     """torch tells of the failures of all ranks in a BaseException, which nobody else would catch."""
     try:
         yield
@@ -143,4 +154,5 @@ def _told(what: str) -> Iterator[None]:
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
         where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
-        raise CheckpointError(f"While {what}{where}: {type(cause).__name__}: {cause}") from cause
+        reason = f"{type(cause).__name__}: {cause}".rstrip(": .")  # an EOFError says nothing
+        raise CheckpointError(f"While {what}{where}: {reason}.{way_out}") from cause

@@ -4,32 +4,39 @@ Memory: two files of at most 5 GB and two decoder layers in fp32, about 17 GB fo
 ranks that saved them. With LoRA the base model as well, once, in its own dtype.
 """
 
+import errno
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from verl.checkpoint.hf import MAX_FILE_BYTES, WEIGHTS_FOLDER, layer_of, published, save_config, save_weights
-from verl.checkpoint.manifest import SHARD_METADATA
+from verl.checkpoint.manifest import MANIFEST, SHARD_METADATA, verify_files
 from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
-from verl.models.lora import ADAPTER_FOLDER, merged_weight, read_adapters
+from verl.models.lora import ADAPTER_FOLDER, merged_shape, merged_weight, read_adapters
 from verl.utils.errors import CheckpointError
+from verl.utils.limits import largest_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BODY, _HEAD = f"{MODEL}body.", f"{MODEL}value_head."  # the parts of a critic
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
+# What the readers of JSON, of a model's configuration and of safetensors raise where bytes are missing or changed.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -53,15 +60,14 @@ def merge(
     """Write what `local_dir` (`.../global_step_N/actor`) holds as a folder that transformers loads, adapters merged in.
 
     `target_dir` is new, or the checkpoint's own `huggingface/`, which has everything but weights.
-    Raises CheckpointError for another folder, and for a target that has something in it; no half target is left.
+    Raises CheckpointError for another folder, for files that are not as the checkpoint's manifest says, and for a
+    target that has something in it or cannot be written; no half target is left.
     """
     role = _role_folder(local_dir)
     in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
     _check_target(target_dir, in_place=in_place and dtype == torch.float32)
     source = _open(role, base_model, dtype)
-    unfinished = target_dir.resolve().with_name(f".{target_dir.resolve().name}-{os.getpid()}.tmp")
-    try:
-        unfinished.mkdir(parents=True)
+    with _unfinished(target_dir) as unfinished:
         if not in_place:
             _write_configuration(unfinished, source, dtype)
         save_weights(unfinished, source.model, source.weights, max_file_bytes=max_file_bytes)
@@ -72,8 +78,6 @@ def merge(
                 os.replace(file, target_dir / file.name)
         else:
             os.replace(unfinished, target_dir)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def export_adapters(local_dir: Path, target_dir: Path) -> None:
@@ -82,7 +86,10 @@ def export_adapters(local_dir: Path, target_dir: Path) -> None:
     if not (role / ADAPTER_FOLDER).is_dir():
         raise CheckpointError(f"{role} has no adapters: it was saved with lora_rank=0. Drop --no-merge-adapters.")
     _check_target(target_dir, in_place=False)
-    shutil.copytree(role / ADAPTER_FOLDER, target_dir, dirs_exist_ok=True)
+    _verify(role)
+    with _unfinished(target_dir) as unfinished:
+        shutil.copytree(role / ADAPTER_FOLDER, unfinished, dirs_exist_ok=True)
+        os.replace(unfinished, target_dir)
 
 
 def compare(local_dir: Path, hf_dir: Path, *, dtype: torch.dtype = torch.float32, base_model: str | None = None) -> int:
@@ -94,7 +101,10 @@ def compare(local_dir: Path, hf_dir: Path, *, dtype: torch.dtype = torch.float32
     files = sorted(hf_dir.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"Expected a Hugging Face folder with model*.safetensors at {hf_dir}, found none.")
-    opened = [safe_open(file, framework="pt") for file in files]
+    opened = []
+    for file in files:
+        with _readable(file):
+            opened.append(safe_open(file, framework="pt"))
     place = {name: file for file in opened for name in file.keys()}
     differ, missing, seen = [], [], set()
     for name, tensor in published(source.model, source.weights):
@@ -115,6 +125,7 @@ def compare(local_dir: Path, hf_dir: Path, *, dtype: torch.dtype = torch.float32
 
 
 def _open(role: Path, base_model: str | None, dtype: torch.dtype) -> _Source:
+    _verify(role)
     if (role / ADAPTER_FOLDER).is_dir():
         return _open_adapters(role / ADAPTER_FOLDER, base_model, dtype)
     saved = SavedTensors(role / SHARDED_FOLDER)
@@ -144,14 +155,21 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
     base = base_model or config["base_model_name_or_path"]
     try:
         model = auto_class.from_pretrained(base, dtype="auto")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"The adapters in {folder} are merged into the model that they were trained on, but '{base}' cannot be "
-            f"loaded ({str(error).splitlines()[0]}). Set --base_model to where it is now."
+            f"loaded ({_reason(error)}). Set --base_model to where it is now."
         ) from error
     state = model.state_dict(keep_vars=True)
     if lost := [name for name in factors if f"{name}.weight" not in state]:
         raise CheckpointError(f"'{base}' has no layer '{lost[0]}', which {folder} adapts. Set --base_model to another.")
+    for name, (a, b) in factors.items():
+        expected, found = merged_shape(model.get_submodule(name), a, b), tuple(state[f"{name}.weight"].shape)
+        if found != expected:
+            raise CheckpointError(
+                f"Expected '{name}.weight' of shape {expected}, which {folder} adapts, but that of '{base}' has shape "
+                f"{found}. Set --base_model to the model that the adapters were trained on."
+            )
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
@@ -164,17 +182,20 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
                 whole = merged_weight(model.get_submodule(owner), whole, *factors[owner], scaling)
             yield name, _cast(whole, dtype)
 
-    head = load_file(folder / VALUE_HEAD_FILE) if is_critic else {}
+    with _readable(folder / VALUE_HEAD_FILE):
+        head = load_file(folder / VALUE_HEAD_FILE) if is_critic else {}
     return _Source(model, weights(), head, folder)
 
 
 def _on_meta(folder: Path) -> PreTrainedModel | None:
     """A model without memory of the family that `folder` configures; None for custom code, whose names stay anyway."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if "auto_map" in config:
-        return None
-    with torch.device("meta"):
-        return getattr(transformers, config["architectures"][0])(AutoConfig.from_pretrained(folder))
+    file = folder / "config.json"
+    with _readable(file):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            return None
+        with torch.device("meta"):
+            return getattr(transformers, config["architectures"][0])(AutoConfig.from_pretrained(folder))
 
 
 def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> None:
@@ -196,6 +217,61 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# ---------------------------------------------------------------- damage
+
+
+def _verify(role: Path) -> None:
+    """CheckpointError unless the files of `role` are those that its checkpoint's manifest has summed up.
+
+    A role's folder that was copied alone has no manifest, and nothing to compare with.
+    """
+    role = role.resolve()  # `--local_dir .` has no name
+    if (role.parent / MANIFEST).is_file():
+        verify_files(role.parent, f"{role.name}/")
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """CheckpointError for a `file` that is missing or damaged."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({_reason(error)}). If it is damaged or was not copied whole, copy it again, or "
+            "use another."
+        ) from error
+
+
+@contextmanager
+def _unfinished(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, to be renamed when all is in it; gone afterwards, whatever happens.
+
+    Raises CheckpointError where it cannot be written: safetensors and `shutil` have errors of their own for that.
+    """
+    target = target.resolve()
+    folder = target.with_name(f".{target.name}-{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+    except (OSError, SafetensorError) as error:
+        way_out = "Make room, or set --target_dir to another folder."
+        if os.strerror(errno.EFBIG) in str(error) and math.isfinite(largest_file()):
+            way_out = (
+                f"No file may grow beyond {largest_file() / 2**20:.3g} MiB here (ulimit -f): start from a shell "
+                "without that limit."
+            )
+        raise CheckpointError(f"{target} was not written ({_reason(error)}). {way_out}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, shutil.Error):  # a list of all files that could not be copied, each with the cause
+        return str(error.args[0][0][-1])
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 # ---------------------------------------------------------------- folders

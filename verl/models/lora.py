@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -152,6 +153,12 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     return merged_weight(layer.get_base_layer(), weight, a, b, layer.scaling[_ADAPTER])
 
 
+def merged_shape(layer: nn.Module, a: Tensor, b: Tensor) -> tuple[int, int]:
+    """The shape that the weight of `layer` must have for factors A (rank, in) and B (out, rank)."""
+    inputs, outputs = a.shape[1], b.shape[0]
+    return (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
+
+
 @torch.no_grad()
 def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """W + scaling * B A in at least fp32, W being the `weight` of `layer`; A (rank, in), B (out, rank)."""
@@ -188,11 +195,21 @@ def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]
 
 
 def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor]]]:
-    """What `save_adapters` wrote: peft's configuration, and (A, B) by the name of the layer in the plain module."""
-    config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-    saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(folder / _WEIGHTS_FILE).items()}
-    layers = [name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")]
-    return config, {name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"]) for name in layers}
+    """What `save_adapters` wrote: peft's configuration, and (A, B) by the name of the layer in the plain module.
+
+    Raises CheckpointError where a file of them is missing or damaged.
+    """
+    try:
+        config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+        saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(folder / _WEIGHTS_FILE).items()}
+        layers = [name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")]
+        return config, {name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"]) for name in layers}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and {_WEIGHTS_FILE}), but they cannot be "
+            f"read ({type(error).__name__}: {error}). If they are damaged or were not copied whole, copy them again, "
+            "or use another checkpoint."
+        ) from error
 
 
 def load_adapters(folder: Path, model: PreTrainedModel) -> None:
