@@ -64,6 +64,9 @@ def test_a_file_beside_a_users_file_is_not_taken_for_a_package(tmp_path):
         MissingDependencyError, match=r"reward\.py', line 1: the package 'a_package_that_nobody_has' is"
     ):
         load_module(str(tmp_path / "reward.py"))
+    (tmp_path / "reward.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"line 2, raised SystemExit: 0\. Mend it"):
+        load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import verl.nowhere\n")
     with pytest.raises(ConfigError, match=r"line 1, raised ModuleNotFoundError: No module named 'verl\.nowhere'"):
         load_module(str(tmp_path / "reward.py"))

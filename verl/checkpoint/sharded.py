@@ -116,7 +116,9 @@ class SavedTensors:
             if shape != tensor.shape:
                 found = "has none of that name" if shape is None else f"has it in shape {tuple(shape)}"
                 raise CheckpointError(
-                    f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which {found}."
+                    f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which {found}. It was saved "
+                    "by another model: set the model's path to that one, or start a run in another folder "
+                    "(trainer.default_local_dir)."
                 )
         with _told(f"reading {self.folder}", f" {_IF_DAMAGED}"):
             dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)

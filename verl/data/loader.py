@@ -1,6 +1,7 @@
 """Batches of prompts, with a cursor that a resumed run gets back."""
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -147,7 +148,12 @@ class RLDataLoader:
         if self._rows is None:
             self._tell_epoch()
             self._rows = iter(self.sampler)
-        rows = [int(row) for row in islice(self._rows, count)]
+        rows = []
+        for row in islice(self._rows, count):
+            try:
+                rows.append(operator.index(row))
+            except TypeError as error:
+                raise DataError(f"The sampler gave the row {row!r}, which is no whole number.") from error
         if len(rows) < count:
             raise DataError(
                 f"The sampler has len() {len(self.sampler)} but gave {self._taken + len(rows)} rows. They must agree."

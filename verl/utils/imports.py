@@ -82,7 +82,7 @@ def load_module(path_or_name: str) -> ModuleType:
             missing = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
             if missing is not None:
                 raise MissingDependencyError(f"'{path}', line {line}: {missing[0].lower()}{missing[1:]}") from error
-            if isinstance(error, Exception) and not isinstance(error, VerlError):
+            if isinstance(error, Exception | SystemExit) and not isinstance(error, VerlError):
                 raise ConfigError(
                     f"'{path}', line {line}, raised {type(error).__name__}: {error}. Mend it; VERL_TRACEBACK=1 "
                     "shows the way there."
