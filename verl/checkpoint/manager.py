@@ -11,7 +11,6 @@ import errno
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from verl.checkpoint.manifest import (
     write_manifest,
 )
 from verl.utils.errors import CheckpointError
-from verl.utils.limits import largest_file
+from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
 
 Writer = Callable[[Path], object]
@@ -104,9 +103,7 @@ class CheckpointManager:
     def require_writable(self) -> None:
         """Make the folder. CheckpointError where nothing can be written there: at the first save hours may be lost."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root):
-                pass
+            make_writable(self.root)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoints cannot be written into {self.root}: {error.strerror}. Set trainer.default_local_dir to a "
@@ -243,7 +240,7 @@ class CheckpointManager:
         try:
             yield
         except Exception as error:
-            reason = _grown_too_large(temporary) or self._why_unwritten(error)
+            reason = grown_too_large(temporary, error) or self._why_unwritten(error)
             shutil.rmtree(temporary, ignore_errors=True)
             if reason is None:
                 raise
@@ -305,15 +302,6 @@ class CheckpointManager:
         if isinstance(error, OSError):
             return f"{error}."
         return None
-
-
-def _grown_too_large(folder: Path) -> str | None:
-    """Whether a file in it stands at the size that none may grow beyond: torch and safetensors do not tell."""
-    limit = largest_file()
-    sizes = (file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if max(sizes, default=0) < limit:
-        return None
-    return f"no file may grow beyond {limit / 2**20:.3g} MiB here (ulimit -f). Start from a shell without that limit."
 
 
 def step_of(folder: Path | str) -> int:

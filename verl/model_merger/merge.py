@@ -4,9 +4,7 @@ Memory: two files of at most 5 GB and two decoder layers in fp32, about 17 GB fo
 ranks that saved them. With LoRA the base model as well, once, in its own dtype.
 """
 
-import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -29,7 +27,7 @@ from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
 from verl.models.lora import ADAPTER_FOLDER, merged_shape, merged_weight, read_adapters
 from verl.utils.errors import CheckpointError
-from verl.utils.limits import largest_file
+from verl.utils.limits import grown_too_large
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BODY, _HEAD = f"{MODEL}body.", f"{MODEL}value_head."  # the parts of a critic
@@ -256,13 +254,9 @@ def _unfinished(target: Path) -> Iterator[Path]:
         folder.mkdir(parents=True)
         yield folder
     except (OSError, SafetensorError) as error:
-        way_out = "Make room, or set --target_dir to another folder."
-        if os.strerror(errno.EFBIG) in str(error) and math.isfinite(largest_file()):
-            way_out = (
-                f"No file may grow beyond {largest_file() / 2**20:.3g} MiB here (ulimit -f): start from a shell "
-                "without that limit."
-            )
-        raise CheckpointError(f"{target} was not written ({_reason(error)}). {way_out}") from error
+        way_out = grown_too_large(folder, error) or "make room, or set --target_dir to another folder."
+        told = f"{target} was not written ({_reason(error)}). {way_out[0].upper()}{way_out[1:]}"
+        raise CheckpointError(told) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -199,11 +199,22 @@ def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor,
 
     Raises CheckpointError where a file of them is missing or damaged.
     """
-    try:
-        config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-        saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(folder / _WEIGHTS_FILE).items()}
+    with _read_or_told(folder):
+        config, saved = _read_files(folder)
         layers = [name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")]
         return config, {name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"]) for name in layers}
+
+
+def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """peft's configuration, and the factors under their names within the model."""
+    config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    return config, {name.removeprefix(_SAVED_PREFIX): each for name, each in load_file(folder / _WEIGHTS_FILE).items()}
+
+
+@contextmanager
+def _read_or_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and {_WEIGHTS_FILE}), but they cannot be "
@@ -220,7 +231,9 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
             f"Expected the adapters of a LoRA run in {folder}, found none. The checkpoint was saved with lora_rank=0: "
             "set lora_rank=0, or start another run from its weights (python -m verl.model_merger merge)."
         )
-    saved = {name.removeprefix(_SAVED_PREFIX): tensor for name, tensor in load_file(file).items()}
+    with _read_or_told(folder):
+        written, saved = _read_files(folder)
+        alpha = written["lora_alpha"]
     factors = {
         _without_adapter_name(name): parameter for name, parameter in model.named_parameters() if _is_adapter_part(name)
     }
@@ -235,12 +248,10 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
             f"exclude_modules as in {folder / _CONFIG_FILE}."
         )
     config: Any = model.peft_config[_ADAPTER]  # pyright: ignore
-    written = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-    if written["lora_alpha"] != config.lora_alpha:
-        # Of the same shapes, but scaled otherwise they are another policy.
+    if alpha != config.lora_alpha:  # of the same shapes, but scaled otherwise they are another policy
         raise CheckpointError(
-            f"The adapters in {folder} were trained with lora_alpha={written['lora_alpha']}, this run has "
-            f"{config.lora_alpha}. Set lora_alpha={written['lora_alpha']}."
+            f"The adapters in {folder} were trained with lora_alpha={alpha}, this run has {config.lora_alpha}. Set "
+            f"lora_alpha={alpha}."
         )
     with torch.no_grad():
         for name, parameter in factors.items():

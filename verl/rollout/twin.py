@@ -80,9 +80,7 @@ class ModelTwin:
         self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
         for name, parameter in self._parameters.items():
             if self._can_alias(name) and name not in self._merged:
-                _count_optimizer_steps()
-                self._aliased.add(name)
-                self._place(name, parameter)
+                self._alias(name)
             else:
                 self._place(name, self._new_copy(name))
                 self._fill_at_start(name, parameter)
@@ -198,14 +196,19 @@ class ModelTwin:
             return  # gathered at its place
         source = self._parameters[name]
         if self._can_alias(name) and tensor.data_ptr() == source.data_ptr():
-            self._aliased.add(name)
-            self._place(name, source)
+            self._alias(name)
             return
         if name in self._aliased:
             # Other memory than the trainer's: writing through the alias would change the trainer's weights.
             self._aliased.discard(name)
             self._place(name, self._new_copy(name))
         self._placed(name).copy_(self._cut(name, tensor))
+
+    def _alias(self, name: str) -> None:
+        """Compute with the trainer's own parameter, whose changes `version` then has to see."""
+        _count_optimizer_steps()
+        self._aliased.add(name)
+        self._place(name, self._parameters[name])
 
     def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         return self._cuts[name](whole) if name in self._cuts else whole

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 from verl.checkpoint.claim import Claim
 from verl.checkpoint.manifest import sync
 from verl.utils.errors import ConfigError, DataError
+from verl.utils.limits import make_writable
 from verl.utils.logging import logger
 
 _METADATA = b"verl.generation"  # in the output: the identity of the run that wrote it
@@ -144,9 +144,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"data.output_path must name a file, got the folder '{path}'. Name a file in it.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        make_writable(path.parent)
     except OSError as error:
         raise ConfigError(
             f"data.output_path='{path}' cannot be written: {error.strerror}. Name a file in a folder that can be."

@@ -94,7 +94,7 @@ class EmbeddedEngine(LocalEngine):
         `wake`, which knows how much it needs."""
         self._refuse_while_busy()
         self.runner.release()
-        self._pages = PageAllocator(0)
+        self._begin_books()
         super().sleep()
         if not self._has_slept:
             self._has_slept = True
@@ -281,8 +281,8 @@ class EmbeddedEngine(LocalEngine):
                 counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
                 counts["cached_tokens"] += prefill.cached
             return [draws]
-        steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
         assert scheduler.running.size, f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
+        steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
         copies, complete = scheduler.prepare_decode(steps, may_preempt=drained)
         if copies:
             self.runner.copy_pages(copies)
