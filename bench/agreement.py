@@ -1,17 +1,19 @@
 """How far the log-probs of a rollout are from the trainer's, for the embedded engine and for vLLM.
 
-Both engines answer the same prompts by the same weights at temperature 1 and tell the log-probs of the tokens they
-draw; the actor's own pass, in the dtype of training, computes those of each engine's tokens. With d = trainer - rollout
-the table has, over all response tokens, the mean of |d| and its standard error over responses, the 99th percentile and
-the largest |d|, the mean importance ratio exp(d), which is 1 without a mismatch, the estimate mean(exp(d) - 1 - d) of
-KL(rollout || trainer), and the mean log-prob, which tells how peaked the model is.
+Both engines answer the same prompts by the same weights at temperature 1 and tell the log-probs of
+the tokens they draw; the actor's own pass, in the dtype of training, computes those of each
+engine's tokens. With d = trainer - rollout the table has, over all response tokens, the mean of |d|
+and its standard error over responses, the 99th percentile and the largest |d|, the mean importance
+ratio exp(d), which is 1 without a mismatch, the estimate mean(exp(d) - 1 - d) of KL(rollout ||
+trainer), and the mean log-prob, which tells how peaked the model is.
 
 `--model` is a folder with a pretrained model, which is prompted with text of its own, or a shape of
-`rollout_models.py`, whose random weights are prompted with random tokens and, as they are nearly uniform over the
-vocabulary, have their logits multiplied by `--gain`.
+`rollout_models.py`, whose random weights are prompted with random tokens and, as they are nearly
+uniform over the vocabulary, have their logits multiplied by `--gain`.
 
-Run `python bench/agreement.py --device cuda`, or `python bench/agreement.py --device cpu --model FOLDER --vllm-python
-VENV/bin/python` where vLLM is in an environment of its own. On a CPU it needs heads of 32 at least: `widen_heads.py`.
+Run `python bench/agreement.py --device cuda`, or `python bench/agreement.py --device cpu --model
+FOLDER --vllm-python VENV/bin/python` where vLLM is in an environment of its own. On a CPU it needs
+heads of 32 at least: `widen_heads.py`.
 """
 
 import argparse
@@ -22,7 +24,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import write_model
@@ -49,16 +52,23 @@ def make_worker(asked: argparse.Namespace, model: Path) -> ActorRolloutWorker:
         "actor": {"fsdp_config": {"compute_dtype": asked.dtype}},
     }
     lengths = {"max_prompt_length": asked.prompt_tokens, "max_response_length": asked.new_tokens}
-    data = {"train_files": "none", "train_batch_size": asked.prompts, **lengths}  # no file is opened
+    # no file is opened
+    data = {"train_files": "none", "train_batch_size": asked.prompts, **lengths}
     trainer = {"device": asked.device}
-    config = config_from_dict({"data": data, "actor_rollout_ref": actor_rollout_ref, "trainer": trainer})
+    config = config_from_dict(
+        {"data": data, "actor_rollout_ref": actor_rollout_ref, "trainer": trainer}
+    )
     device, tokenizer = torch.device(asked.device), load_tokenizer(model)
-    worker = ActorRolloutWorker(config.actor_rollout_ref, total_steps=1, device=device, tokenizer=tokenizer)
+    worker = ActorRolloutWorker(
+        config.actor_rollout_ref, total_steps=1, device=device, tokenizer=tokenizer
+    )
     worker.sync_weights()
     return worker
 
 
-def roll_out(worker: ActorRolloutWorker, prompts: Prompts, *, samples: int, tokens: int, step: int) -> list[Completion]:
+def roll_out(
+    worker: ActorRolloutWorker, prompts: Prompts, *, samples: int, tokens: int, step: int
+) -> list[Completion]:
     ids = [tuple(range(row * samples, (row + 1) * samples)) for row in range(len(prompts))]
     requests = [Request(prompt_ids=prompt, sample_ids=own) for prompt, own in zip(prompts, ids)]
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
@@ -67,13 +77,18 @@ def roll_out(worker: ActorRolloutWorker, prompts: Prompts, *, samples: int, toke
 
 def make_prompts(worker: ActorRolloutWorker, asked: argparse.Namespace) -> Prompts:
     if asked.model in SHAPES:
-        return draw_prompts(asked.prompts, asked.prompt_tokens, SHAPES[asked.model]["vocab_size"], seed=0, draw=0)
+        return draw_prompts(
+            asked.prompts, asked.prompt_tokens, SHAPES[asked.model]["vocab_size"], seed=0, draw=0
+        )
     begin = worker.tokenizer.bos_token_id
     if begin is None:
         raise SystemExit(
-            f"agreement.py: a text must begin with some token, but the tokenizer of {asked.model} has no BOS."
+            f"agreement.py: a text must begin with some token, but the tokenizer of {asked.model} "
+            "has no BOS."
         )
-    text = roll_out(worker, [(begin,)], samples=asked.prompts, tokens=asked.prompt_tokens - 1, step=0)
+    text = roll_out(
+        worker, [(begin,)], samples=asked.prompts, tokens=asked.prompt_tokens - 1, step=0
+    )
     return [(begin, *each.token_ids) for each in text]
 
 
@@ -81,21 +96,32 @@ def roll_out_vllm(asked: argparse.Namespace, model: Path, prompts: Prompts) -> l
     """In a process of its own, as vLLM is run by `rollout.py`."""
     lengths = {"prompt_tokens": asked.prompt_tokens, "lengths": f"fixed:{asked.new_tokens}"}
     job = Job(
-        folder=str(model), device=asked.device, dtype=asked.dtype, load_format="auto",
-        max_num_seqs=1024, gpu_memory_utilization=VLLM_MEMORY, deterministic=False, repeats=1, seed=0,
+        folder=str(model),
+        device=asked.device,
+        dtype=asked.dtype,
+        load_format="auto",
+        max_num_seqs=1024,
+        gpu_memory_utilization=VLLM_MEMORY,
+        deterministic=False,
+        repeats=1,
+        seed=0,
         vocabulary=0,  # no prompt is drawn there
         workloads=(Workload(prompts=len(prompts), samples=asked.samples, **lengths),),
-    )  # fmt: skip
+    )
     job.write(asked.out / "job.json")
     (asked.out / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
     script, log = Path(__file__).with_name("agreement_vllm.py"), asked.out / "vllm.log"
     environment = VLLM_ON_CPU if asked.device == "cpu" else {}
     if not run_process([str(script), str(asked.out)], log, environment, python=asked.vllm_python):
-        raise SystemExit("agreement.py: vLLM failed, see above. --vllm-python names an interpreter that has it.")
+        raise SystemExit(
+            "agreement.py: vLLM failed, see above. --vllm-python names an interpreter that has it."
+        )
     answer = json.loads((asked.out / "vllm.json").read_text(encoding="utf-8"))
     print(answer["versions"])
     samples = enumerate(answer["samples"])
-    return [Completion(sample_id=number, finish_reason="length", **sample) for number, sample in samples]
+    return [
+        Completion(sample_id=number, finish_reason="length", **sample) for number, sample in samples
+    ]
 
 
 def both_log_probs(
@@ -117,22 +143,42 @@ def describe(trainer: Tensor, rollout: Tensor) -> str:
     error = of_rows.std() / len(of_rows) ** 0.5
     kl = (d.expm1() - d).mean()
     return (
-        f"{of_rows.mean():.2e} ± {error:.0e} | {d.abs().quantile(0.99):.2e} | {d.abs().max():.2e} | "
-        f"{d.exp().mean():.6f} | {kl:.2e} | {rollout.mean():.3f}"
+        f"{of_rows.mean():.2e} ± {error:.0e} | {d.abs().quantile(0.99):.2e} | {d.abs().max():.2e} "
+        f"| {d.exp().mean():.6f} | {kl:.2e} | {rollout.mean():.3f}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--model", help=f"a folder, or of {', '.join(SHAPES)} [cpu: tiny; cuda: 1.5b]")
-    parser.add_argument("--gain", type=float, default=8.0, help="factor of a random model's logits [8]")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[bfloat16]")
+    parser.add_argument(
+        "--model", help=f"a folder, or of {', '.join(SHAPES)} [cpu: tiny; cuda: 1.5b]"
+    )
+    parser.add_argument(
+        "--gain", type=float, default=8.0, help="factor of a random model's logits [8]"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[bfloat16]"
+    )
     parser.add_argument("--engines", default="ours,vllm", help="[ours,vllm]")
-    for name, count in {"prompts": 32, "samples": 8, "prompt-tokens": 64, "new-tokens": 256}.items():
+    for name, count in {
+        "prompts": 32,
+        "samples": 8,
+        "prompt-tokens": 64,
+        "new-tokens": 256,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=count, help=f"[{count}]")
-    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM")
-    parser.add_argument("--out", type=Path, default=Path("outputs/agreement"), help="folder for vLLM's log and tokens")
+    parser.add_argument(
+        "--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/agreement"),
+        help="folder for vLLM's log and tokens",
+    )
     asked = parser.parse_args()
     asked.model = asked.model or {"cpu": "tiny", "cuda": "1.5b"}[asked.device]
     asked.out = asked.out.resolve()
@@ -145,15 +191,25 @@ def main() -> None:
         prompts = make_prompts(worker, asked)
         rollouts = {}
         if "ours" in asked.engines:
-            rollouts["ours"] = roll_out(worker, prompts, samples=asked.samples, tokens=asked.new_tokens, step=1)
+            rollouts["ours"] = roll_out(
+                worker, prompts, samples=asked.samples, tokens=asked.new_tokens, step=1
+            )
         worker.rollout.sleep()  # vLLM needs the memory
         if "vllm" in asked.engines:
             rollouts["vLLM"] = roll_out_vllm(asked, model, prompts)
-        sizes = f"{asked.prompts} prompts x {asked.samples}, {asked.prompt_tokens} + {asked.new_tokens} tokens"
+        sizes = (
+            f"{asked.prompts} prompts x {asked.samples}, {asked.prompt_tokens} + "
+            f"{asked.new_tokens} tokens"
+        )
         print(f"{versions(asked.device)}\n{asked.model}, {asked.dtype}, {sizes}")
-        print("| engine | mean | p99 | max | ratio | KL | log-prob |\n|---|---|---|---|---|---|---|")
+        print(
+            "| engine | mean | p99 | max | ratio | KL | log-prob |\n|---|---|---|---|---|---|---|"
+        )
         for engine, completions in rollouts.items():
-            print(f"| {engine} | {describe(*both_log_probs(worker, prompts, completions))} |", flush=True)
+            print(
+                f"| {engine} | {describe(*both_log_probs(worker, prompts, completions))} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""vLLM's responses to the prompts of `agreement.py`, which starts this script with the folder of its files."""
+"""vLLM's responses to the prompts of `agreement.py`, which starts this script with the folder of
+its files."""
 
 import json
 import sys
@@ -14,7 +15,10 @@ def main() -> None:
     (workload,) = job.workloads
     prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
     side = VLLM(job)
-    asks = [Ask(tuple(ids), tuple(row)) for ids, row in zip(prompts, workload.limits(job.seed).tolist(), strict=True)]
+    asks = [
+        Ask(tuple(ids), tuple(row))
+        for ids, row in zip(prompts, workload.limits(job.seed).tolist(), strict=True)
+    ]
     drawn = side.drawn(side.generate(side.prepare(asks)))
     samples = [{"token_ids": tokens, "log_probs": log_probs} for tokens, log_probs in drawn]
     answer = {"versions": side.versions, "samples": samples}

@@ -1,8 +1,9 @@
-"""What the single controller costs: an empty call to many workers, a batch to two workers and back, and the same batch
-through two calls, whose first answer goes into the second.
+"""What the single controller costs: an empty call to many workers, a batch to two workers and back,
+and the same batch through two calls, whose first answer goes into the second.
 
-python bench/controller.py [spmd|ray ...]: both by default. Prints the median and the best of the repeats. On ray, empty
-methods of bare actors are called in turn with ours, which tells what Ray itself takes on the machine at that time.
+python bench/controller.py [spmd|ray ...]: both by default. Prints the median and the best of the
+repeats. On ray, empty methods of bare actors are called in turn with ours, which tells what Ray
+itself takes on the machine at that time.
 """
 
 import os
@@ -63,9 +64,15 @@ def measure(backend: str, pool: ResourcePool) -> None:
         for what in calls:
             tell(backend, what, sorted(taken[what]))
     else:
-        columns = {f"column_{i}": torch.rand(1024, BATCH_MB * 10**6 // 4 // 1024 // 5) for i in range(5)}
+        columns = {
+            f"column_{i}": torch.rand(1024, BATCH_MB * 10**6 // 4 // 1024 // 5) for i in range(5)
+        }
         batch = DataProto.from_dict(tensors=columns)
-        tell(backend, f"{BATCH_MB} MB there and back, aim 300 ms", seconds(lambda: group.same(batch), BATCHES))
+        tell(
+            backend,
+            f"{BATCH_MB} MB there and back, aim 300 ms",
+            seconds(lambda: group.same(batch), BATCHES),
+        )
         read = seconds(lambda: group.rows(group.same(batch)), BATCHES)
         handed_on = seconds(lambda: group.rows(group.same(batch, blocking=False)), BATCHES)
         tell(backend, f"{BATCH_MB} MB there and on to the next call, through the driver", read)
@@ -98,7 +105,8 @@ def launch_spmd(size: int) -> None:
     common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, "rank"], env=os.environ | common | {"RANK": str(rank), "MASTER_PORT": str(port)}
+            [sys.executable, __file__, "rank"],
+            env=os.environ | common | {"RANK": str(rank), "MASTER_PORT": str(port)},
         )
         for rank in range(size)
     ]

@@ -18,18 +18,23 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def digit_share(text: str) -> float:
-    """Share of the characters that are digits: 0 for an untrained model's prose, 1 for digits alone."""
+    """Share of the characters that are digits: 0 for an untrained model's prose, 1 for digits
+    alone."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float:
     """`digit_share` as a reward function of ours."""
     return digit_share(solution_str)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="folder of make_tiny_model.py")
-    parser.add_argument("--steps", type=int, default=20, help=f"the first {WARMUP_STEPS} are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=20, help=f"the first {WARMUP_STEPS} are not counted"
+    )
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="responses a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of a response, forced")
@@ -43,10 +48,14 @@ def medians(steps: Sequence[dict[str, float]], phases: Sequence[str]) -> dict[st
 
     A phase that a step did not have took no time there.
     """
-    rows = [{name: step.get(name, 0.0) for name in ("step", *phases)} for step in steps[WARMUP_STEPS:]]
+    rows = [
+        {name: step.get(name, 0.0) for name in ("step", *phases)} for step in steps[WARMUP_STEPS:]
+    ]
     for row in rows:
         row["rest"] = row["step"] - sum(row[name] for name in phases)
-    return {name: statistics.median([row[name] for row in rows]) for name in ("step", *phases, "rest")}
+    return {
+        name: statistics.median([row[name] for row in rows]) for name in ("step", *phases, "rest")
+    }
 
 
 def write_result(path: Path | None, result: dict[str, Any]) -> None:

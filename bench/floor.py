@@ -1,7 +1,7 @@
 """The least time that a GRPO step can take on this machine.
 
-Operations at its best matrix speed, cache reads at its best memory speed. Element-wise work, sampling and Python count
-nothing here, so no program reaches it.
+Operations at its best matrix speed, cache reads at its best memory speed. Element-wise work,
+sampling and Python count nothing here, so no program reaches it.
 """
 
 import time
@@ -25,7 +25,8 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What of a model decides how long a token takes. Parameters of linear layers; a multiply-add is two operations."""
+    """What of a model decides how long a token takes. Parameters of linear layers; a multiply-add
+    is two operations."""
 
     body: int  # parameters of all linear layers but the head
     head: int
@@ -48,7 +49,8 @@ class Work:
 
 
 def measure_machine(cache_bytes: int) -> Machine:
-    """Best of several matrix products of 1,024 x 1,024, and of several copies of `cache_bytes` bytes."""
+    """Best of several matrix products of 1,024 x 1,024, and of several copies of `cache_bytes`
+    bytes."""
     one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
     source = torch.ones(max(1, cache_bytes // 4))
     target = torch.empty_like(source)
@@ -72,7 +74,9 @@ def read_shape(folder: Path) -> Shape:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    linear = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    linear = {
+        name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
+    }
     head = linear.pop("lm_head").weight.numel()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
@@ -91,7 +95,8 @@ def cached_bytes(shape: Shape, work: Work) -> int:
 def rollout_floor(machine: Machine, shape: Shape, work: Work) -> float:
     """Prompts once, then a forward pass for every token, reading all keys and values before it."""
     mean_context = work.prompt + work.new / 2
-    tokens = work.prompts * work.prompt + work.rows * (work.new - 1)  # the last token drawn is not fed back
+    # the last token drawn is not fed back
+    tokens = work.prompts * work.prompt + work.rows * (work.new - 1)
     operations = 2 * shape.body * tokens + 2 * shape.head * work.rows * work.new
     operations += shape.attention * mean_context * work.rows * work.new
     read = cached_bytes(shape, work) * work.new
@@ -99,7 +104,8 @@ def rollout_floor(machine: Machine, shape: Shape, work: Work) -> float:
 
 
 def update_floor(machine: Machine, shape: Shape, work: Work) -> float:
-    """Forward and backward, three times the operations of a forward pass, over prompts and responses."""
+    """Forward and backward, three times the operations of a forward pass, over prompts and
+    responses."""
     length = work.prompt + work.new
     forward = 2 * shape.body * work.rows * length + 2 * shape.head * work.rows * work.new
     forward += shape.attention * work.rows * length * length / 2

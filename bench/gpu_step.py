@@ -1,10 +1,13 @@
-"""GRPO steps of a random model of Qwen2.5-1.5B's shape on one CUDA device, through the real trainer.
+"""GRPO steps of a random model of Qwen2.5-1.5B's shape on one CUDA device, through the real
+trainer.
 
-64 prompts of 256 random tokens, 8 responses of 512 forced tokens each, one optimizer step: fp32 parameters and moments,
-bf16 compute, the embedded engine in bf16. Nothing is downloaded: the model is made on the device and written to a
-temporary folder (3 GB). The first step is a warm-up; the table at the end shows the others.
+64 prompts of 256 random tokens, 8 responses of 512 forced tokens each, one optimizer step: fp32
+parameters and moments, bf16 compute, the embedded engine in bf16. Nothing is downloaded: the model
+is made on the device and written to a temporary folder (3 GB). The first step is a warm-up; the
+table at the end shows the others.
 
-Run `python bench/gpu_step.py`, or `python bench/gpu_step.py --tiny` to try the script on CPU in seconds.
+Run `python bench/gpu_step.py`, or `python bench/gpu_step.py --tiny` to try the script on CPU in
+seconds.
 """
 
 import argparse
@@ -17,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from make_tiny_model import make_tokenizer
@@ -35,7 +39,9 @@ class RandomPrompts:
     """A dataset of prompts of random tokens."""
 
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
-        self.ids = torch.randint(vocabulary, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+        self.ids = torch.randint(
+            vocabulary, (count, length), generator=torch.Generator().manual_seed(0)
+        ).tolist()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -60,9 +66,11 @@ def even_share(batch: DataProto, return_dict: bool = False) -> Any:
     return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
 
 
-def write_model(folder: Path, shape: dict[str, Any], device: torch.device, *, gain: float = 1.0) -> int:
-    """A random model in bf16, its logits `gain` times as large as those of transformers' initialization, and a small
-    tokenizer, whose ids all fit; gives the number of parameters."""
+def write_model(
+    folder: Path, shape: dict[str, Any], device: torch.device, *, gain: float = 1.0
+) -> int:
+    """A random model in bf16, its logits `gain` times as large as those of transformers'
+    initialization, and a small tokenizer, whose ids all fit; gives the number of parameters."""
     tokenizer = make_tokenizer(seed=0)
     numbers: dict[str, Any] = dict(shape)
     special: Any = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -114,7 +122,9 @@ def make_config(arguments: argparse.Namespace, folder: Path, device: torch.devic
     )
 
 
-def print_table(steps: list[dict[str, float]], arguments: argparse.Namespace, name: str, parameters: int) -> None:
+def print_table(
+    steps: list[dict[str, float]], arguments: argparse.Namespace, name: str, parameters: int
+) -> None:
     """Means over the steps after the first."""
     counted = steps[1:]
 
@@ -125,12 +135,16 @@ def print_table(steps: list[dict[str, float]], arguments: argparse.Namespace, na
         return max(step[key] for step in steps)
 
     rows = arguments.prompts * arguments.samples
-    generated, trained = rows * arguments.new_tokens, rows * (arguments.prompt_tokens + arguments.new_tokens)
+    generated, trained = (
+        rows * arguments.new_tokens,
+        rows * (arguments.prompt_tokens + arguments.new_tokens),
+    )
     total = mean("timing_s/step")
     print(
-        f"\n{name}: {parameters / 1e6:,.1f} M parameters, {arguments.prompts} prompts x {arguments.samples} samples, "
-        f"{arguments.prompt_tokens} + {arguments.new_tokens} tokens, torch {torch.__version__}, mean of "
-        f"{len(counted)} step(s) after a warm-up of {steps[0]['timing_s/step']:.1f} s"
+        f"\n{name}: {parameters / 1e6:,.1f} M parameters, {arguments.prompts} prompts x "
+        f"{arguments.samples} samples, {arguments.prompt_tokens} + {arguments.new_tokens} tokens, "
+        f"torch {torch.__version__}, mean of {len(counted)} step(s) after a warm-up of "
+        f"{steps[0]['timing_s/step']:.1f} s"
     )
     print("| phase | seconds | share | tokens/s |\n|---|---|---|---|")
     tokens = {"gen": generated, "old_log_prob": trained, "update_actor": trained}
@@ -144,28 +158,39 @@ def print_table(steps: list[dict[str, float]], arguments: argparse.Namespace, na
     print(f"update: {flops:.1f} TFLOP/s (6 x parameters x tokens)")
     print(
         f"peak memory: {peak('perf/max_memory_allocated_gb'):.1f} GiB allocated, "
-        f"{peak('perf/max_memory_reserved_gb'):.1f} GiB reserved; the engine's own, while it generates: "
-        f"{peak('rollout/memory_gib'):.1f} GiB; rollout and trainer probabilities differ by at most "
-        f"{max(step['training/rollout_probs_diff_max'] for step in steps):.2e}"
+        f"{peak('perf/max_memory_reserved_gb'):.1f} GiB reserved; the engine's own, while it "
+        f"generates: {peak('rollout/memory_gib'):.1f} GiB; rollout and trainer probabilities "
+        f"differ by at most {max(step['training/rollout_probs_diff_max'] for step in steps):.2e}"
     )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     parser.add_argument("--steps", type=int, default=3, help="the first is a warm-up")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-tokens", type=int, help="tokens of a forward-backward pass; default: the config's")
+    parser.add_argument(
+        "--micro-tokens", type=int, help="tokens of a forward-backward pass; default: the config's"
+    )
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
     arguments = parser.parse_args()
     if arguments.tiny:
-        arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens = 4, 2, 16, 12
+        arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens = (
+            4,
+            2,
+            16,
+            12,
+        )
     if arguments.steps < 2:
-        parser.error(f"--steps must be at least 2, as the first is a warm-up, got {arguments.steps}.")
+        parser.error(
+            f"--steps must be at least 2, as the first is a warm-up, got {arguments.steps}."
+        )
     return arguments
 
 
@@ -173,7 +198,10 @@ def main() -> None:
     arguments = parse_arguments()
     started = time.perf_counter()
     if not arguments.tiny and not torch.cuda.is_available():
-        sys.exit("gpu_step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny.")
+        sys.exit(
+            "gpu_step.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
+            "--tiny."
+        )
     device = torch.device("cpu" if arguments.tiny else "cuda")
     name = "tiny" if arguments.tiny else "1.5b"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
@@ -182,7 +210,9 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         print(f"model written after {time.perf_counter() - started:.1f} s", flush=True)
-        prompts = RandomPrompts(arguments.prompts * 2, arguments.prompt_tokens, SHAPES[name]["vocab_size"])
+        prompts = RandomPrompts(
+            arguments.prompts * 2, arguments.prompt_tokens, SHAPES[name]["vocab_size"]
+        )
         trainer = PPOTrainer(
             make_config(arguments, folder, device),
             reward_fn=even_share,

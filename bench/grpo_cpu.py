@@ -1,11 +1,14 @@
-"""One GRPO step of a small model on CPU: ours beside TRL's, in one call, and the floor of this machine.
+"""One GRPO step of a small model on CPU: ours beside TRL's, in one call, and the floor of this
+machine.
 
-Both sides run in a process of their own, one after the other, on the same model, prompts and reward: 16 prompts x 8
-samples x 64 forced tokens, one optimizer step, no KL. Every figure is a median over the steps after the warm-up.
-The whole batch is one update, so neither side needs a pass of its own for old log-probs.
+Both sides run in a process of their own, one after the other, on the same model, prompts and
+reward: 16 prompts x 8 samples x 64 forced tokens, one optimizer step, no KL. Every figure is a
+median over the steps after the warm-up. The whole batch is one update, so neither side needs a pass
+of its own for old log-probs.
 
-Run `python bench/grpo_cpu.py` on a machine that does nothing else: with 2 threads on 2 cores, anything beside it makes
-both sides several times slower. TRL is no dependency of ours; where it is not installed, ours runs alone.
+Run `python bench/grpo_cpu.py` on a machine that does nothing else: with 2 threads on 2 cores,
+anything beside it makes both sides several times slower. TRL is no dependency of ours; where it is
+not installed, ours runs alone.
 """
 
 import argparse
@@ -35,8 +38,11 @@ ROWS = (
 )
 
 
-def run_side(script: str, arguments: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
-    """Run one side in a process of its own and give its result. Raises SystemExit with its output if it fails."""
+def run_side(
+    script: str, arguments: argparse.Namespace, model: Path, folder: Path
+) -> dict[str, Any]:
+    """Run one side in a process of its own and give its result. Raises SystemExit with its output
+    if it fails."""
     answer = folder / f"{script}.json"
     command = [sys.executable, str(HERE / script), "--model", str(model), "--json", str(answer)]
     for name in ("steps", "prompts", "samples", "new", "lr", "threads"):
@@ -44,12 +50,17 @@ def run_side(script: str, arguments: argparse.Namespace, model: Path, folder: Pa
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{script} failed with code {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{script} failed with code "
+            f"{done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return result
 
 
-def print_table(ours: dict[str, Any], peer: dict[str, Any] | None, floors: dict[str, float]) -> None:
+def print_table(
+    ours: dict[str, Any], peer: dict[str, Any] | None, floors: dict[str, float]
+) -> None:
     columns = ["seconds a step", "ours", "floor"] + (["TRL", "TRL / ours"] if peer else [])
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for name, mine, theirs in ROWS:
@@ -63,18 +74,23 @@ def print_table(ours: dict[str, Any], peer: dict[str, Any] | None, floors: dict[
 
 def print_details(name: str, side: dict[str, Any], tokens: int) -> None:
     print(
-        f"{name}: {tokens / side['gen']:,.0f} tok/s generating, {tokens / side['step']:,.0f} tok/s over the step; "
-        f"{side['response_tokens']:.0f} tokens a response; reward {side['reward_first']:.3f} -> "
-        f"{side['reward_last']:.3f}; {side['versions']}"
+        f"{name}: {tokens / side['gen']:,.0f} tok/s generating, {tokens / side['step']:,.0f} tok/s "
+        f"over the step; {side['response_tokens']:.0f} tokens a response; reward "
+        f"{side['reward_first']:.3f} -> {side['reward_last']:.3f}; {side['versions']}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_task_arguments(parser)
     arguments = parser.parse_args()
     if arguments.steps <= WARMUP_STEPS:
-        parser.error(f"--steps must be above {WARMUP_STEPS}, the steps that are not counted, got {arguments.steps}.")
+        parser.error(
+            f"--steps must be above {WARMUP_STEPS}, the steps that are not counted, got "
+            f"{arguments.steps}."
+        )
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -87,32 +103,44 @@ def main() -> None:
             peer = run_side("trl_peer.py", arguments, model, folder)
         shape = read_shape(model)
         work = Work(
-            prompts=arguments.prompts, prompt=ours["prompt_tokens"], samples=arguments.samples, new=arguments.new
+            prompts=arguments.prompts,
+            prompt=ours["prompt_tokens"],
+            samples=arguments.samples,
+            new=arguments.new,
         )
         machine = measure_machine(cached_bytes(shape, work))
-    floors = {"generation": rollout_floor(machine, shape, work), "update": update_floor(machine, shape, work)}
+    floors = {
+        "generation": rollout_floor(machine, shape, work),
+        "update": update_floor(machine, shape, work),
+    }
     floors["step"] = sum(floors.values())
     tokens = work.rows * work.new
     print(
-        f"{work.prompts} prompts x {work.samples} samples x {work.new} tokens, {arguments.threads} threads, median of "
-        f"steps {WARMUP_STEPS + 1}..{arguments.steps}"
+        f"{work.prompts} prompts x {work.samples} samples x {work.new} tokens, {arguments.threads} "
+        f"threads, median of steps {WARMUP_STEPS + 1}..{arguments.steps}"
     )
     print_table(ours, peer, floors)
     print_details("ours", ours, tokens)
     if peer:
         print_details("TRL", peer, tokens)
         print(
-            f"TRL's update: {peer['loss_forward']:.3f} s forward, {peer['backward']:.3f} s backward, "
-            f"{peer['optimizer']:.3f} s optimizer"
+            f"TRL's update: {peer['loss_forward']:.3f} s forward, {peer['backward']:.3f} s "
+            f"backward, {peer['optimizer']:.3f} s optimizer"
         )
     else:
         print("TRL is not installed, so ours ran alone. To compare: pip install trl")
     print(
-        f"floor: {machine.gflops:.0f} GFLOP/s fp32 (matrix product of 1,024), {machine.gb_per_s:.1f} GB/s (copy of the "
-        "key-value cache's size)"
+        f"floor: {machine.gflops:.0f} GFLOP/s fp32 (matrix product of 1,024), "
+        f"{machine.gb_per_s:.1f} GB/s (copy of the key-value cache's size)"
     )
     if arguments.json:
-        result = {"ours": ours, "trl": peer, "floor": floors, "gflops": machine.gflops, "gb_per_s": machine.gb_per_s}
+        result = {
+            "ours": ours,
+            "trl": peer,
+            "floor": floors,
+            "gflops": machine.gflops,
+            "gb_per_s": machine.gb_per_s,
+        }
         arguments.json.write_text(json.dumps(result, indent=2), encoding="utf-8")
 
 

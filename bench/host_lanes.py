@@ -1,7 +1,8 @@
-"""Rollouts of small models on a CPU: numba's kernels in 1, 2, 4, ... lanes beside torch's operations.
+"""Rollouts of small models on a CPU: numba's kernels in 1, 2, 4, ... lanes beside torch's
+operations.
 
-All ways generate the same batches in turn, in one process; a figure is the median over the repetitions, in output
-tokens a second. `chosen` is what the engine does by itself.
+All ways generate the same batches in turn, in one process; a figure is the median over the
+repetitions, in output tokens a second. `chosen` is what the engine does by itself.
 
 Run `python bench/host_lanes.py --threads 2` on a machine that does nothing else.
 """
@@ -60,7 +61,9 @@ def going(way: str) -> Iterator[None]:
 
 def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) -> dict[str, float]:
     """Median output tokens a second by way."""
-    config = RolloutConfig(name="embedded", prompt_length=32, response_length=new, max_num_seqs=rows)
+    config = RolloutConfig(
+        name="embedded", prompt_length=32, response_length=new, max_num_seqs=rows
+    )
     engine = create_rollout_engine(config, model=model, tokenizer=None, device=torch.device("cpu"))
     draw = np.random.default_rng(0)
     samples = min(rows, 8)
@@ -77,17 +80,23 @@ def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) 
         for way in ways:
             with going(way):
                 start = time.perf_counter()
-                tokens = sum(len(c.token_ids) for c in engine.generate(requests, params, seed=0, step=step))
+                tokens = sum(
+                    len(c.token_ids) for c in engine.generate(requests, params, seed=0, step=step)
+                )
                 speeds[way].append(tokens / (time.perf_counter() - start))
     return {way: statistics.median(measured[1:]) for way, measured in speeds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32, 128, 512])
     parser.add_argument("--new", type=int, default=64, help="tokens a sample")
-    parser.add_argument("--models", type=int, default=len(MODELS), help="how many of the models, the smallest first")
+    parser.add_argument(
+        "--models", type=int, default=len(MODELS), help="how many of the models, the smallest first"
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     for threads in arguments.threads:
@@ -101,7 +110,11 @@ def main() -> None:
             size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
             for rows in arguments.rows:
                 speeds = measure(model, rows, arguments.new, ways, arguments.repetitions)
-                print(f"| {size:.1f} M | {rows} | " + " | ".join(f"{speeds[way]:,.0f}" for way in ways) + " |")
+                print(
+                    f"| {size:.1f} M | {rows} | "
+                    + " | ".join(f"{speeds[way]:,.0f}" for way in ways)
+                    + " |"
+                )
 
 
 if __name__ == "__main__":

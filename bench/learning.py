@@ -1,9 +1,10 @@
-"""Do the algorithms learn? Each on the packaged toy task, from three seeds: mean reward of its first and last steps.
+"""Do the algorithms learn? Each on the packaged toy task, from three seeds: mean reward of its
+first and last steps.
 
     python bench/learning.py [--only grpo,ppo] [--seeds 1,2,3]
 
-Every run is `main_ppo` in a process of its own on one thread; the table says what is set beside the toy defaults.
-Rewards are means over three steps. Exit code 1 if one ends below 0.8.
+Every run is `main_ppo` in a process of its own on one thread; the table says what is set beside the
+toy defaults. Rewards are means over three steps. Exit code 1 if one ends below 0.8.
 """
 
 import argparse
@@ -15,8 +16,13 @@ import tempfile
 from pathlib import Path
 
 GOAL = 0.8
-COMMON = ["data.dataset_name=toy", "data.train_batch_size=8", "trainer.val_before_train=False", "trainer.test_freq=-1",
-          "actor_rollout_ref.actor.use_kl_loss=False"]  # fmt: skip
+COMMON = [
+    "data.dataset_name=toy",
+    "data.train_batch_size=8",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+]
 ACTOR = "actor_rollout_ref.actor"
 ALGORITHMS = {
     "GRPO": ["algorithm.adv_estimator=grpo", "trainer.max_steps=20"],
@@ -37,23 +43,37 @@ ALGORITHMS = {
 def rewards_of(overrides: list[str], seed: int) -> list[float]:
     """The mean score of every step of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        where = [f"trainer.default_local_dir={folder}", 'trainer.logger=["file"]', f"trainer.seed={seed}"]
+        where = [
+            f"trainer.default_local_dir={folder}",
+            'trainer.logger=["file"]',
+            f"trainer.seed={seed}",
+        ]
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *COMMON, *overrides, *where]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        ]
     return [line["critic/score/mean"] for line in lines if line["step"] > 0]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(ALGORITHMS), help="algorithms, by commas")
     parser.add_argument("--seeds", default="1,2,3")
     given = parser.parse_args()
     seeds = [int(seed) for seed in given.seeds.split(",")]
     chosen = [name for name in ALGORITHMS if name.lower() in given.only.lower().split(",")]
-    print("| algorithm | steps | " + " | ".join(f"seed {seed}" for seed in seeds) + " | set beside the defaults |")
+    print(
+        "| algorithm | steps | "
+        + " | ".join(f"seed {seed}" for seed in seeds)
+        + " | set beside the defaults |"
+    )
     print("|" + "---|" * (len(seeds) + 3))
     reached = True
     for name in chosen:
@@ -63,7 +83,9 @@ def main() -> int:
             first, last, steps = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3, len(rewards)
             cells.append(f"{first:.3f} -> {last:.3f}")
             reached &= last >= GOAL
-        settings = ", ".join(f"`{override}`" for override in ALGORITHMS[name] if "max_steps" not in override)
+        settings = ", ".join(
+            f"`{override}`" for override in ALGORITHMS[name] if "max_steps" not in override
+        )
         print(f"| {name} | {steps} | {' | '.join(cells)} | {settings} |", flush=True)
     return 0 if reached else 1
 

@@ -1,8 +1,9 @@
-"""Make the small model that both sides of `grpo_cpu.py` train: a random Qwen2 with a tokenizer of its own.
+"""Make the small model that both sides of `grpo_cpu.py` train: a random Qwen2 with a tokenizer of
+its own.
 
-4 layers, hidden size 128, 4 query and 2 key heads, tied embeddings: 0.7 million parameters. The tokenizer is a
-byte-level BPE of 1,000 tokens, single digits apart, learnt from made-up sums and words; the vocabulary is padded to
-1,024.
+4 layers, hidden size 128, 4 query and 2 key heads, tied embeddings: 0.7 million parameters. The
+tokenizer is a byte-level BPE of 1,000 tokens, single digits apart, learnt from made-up sums and
+words; the vocabulary is padded to 1,024.
 
 Run `python bench/make_tiny_model.py FOLDER`. A fixed seed gives the same model every time.
 """
@@ -36,7 +37,10 @@ def corpus(seed: int) -> Iterator[str]:
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -85,7 +89,9 @@ def make(folder: Path, seed: int = 0) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,11 +1,12 @@
 """Predicted memory beside measured memory of every phase of a step, on one CUDA device.
 
-Each case is a process: the plan of `verl.utils.profile_memory` for its configuration, then the real training engine and
-the real rollout engine at it, with weights of zeros (memory does not read them) and rows of full length. A phase's peak
-is that of torch's allocator and of the rollout's own memory beside it; rows are printed as they come.
+Each case is a process: the plan of `verl.utils.profile_memory` for its configuration, then the real
+training engine and the real rollout engine at it, with weights of zeros (memory does not read them)
+and rows of full length. A phase's peak is that of torch's allocator and of the rollout's own memory
+beside it; rows are printed as they come.
 
-Run `python bench/memory.py`, or some cases with `--cases 1.5b,7b-full`; `--tiny` tries the script on CPU, where nothing
-is measured. Logs and results lie in the folder `--out`.
+Run `python bench/memory.py`, or some cases with `--cases 1.5b,7b-full`; `--tiny` tries the script
+on CPU, where nothing is measured. Logs and results lie in the folder `--out`.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -44,7 +46,10 @@ from verl.workers.trained import add_adapters, parameter_dtype
 GIB = 2**30
 ROLE = "actor_rollout_ref"
 PHASES = ("load", "weights to the rollout", "rollout", "old log-probs", "actor update")
-HEADER = "| case | phase | tokens a pass | predicted GiB | measured GiB | error | outside of it GiB | mostly |"
+HEADER = (
+    "| case | phase | tokens a pass | predicted GiB | measured GiB | error | outside of it GiB | "
+    "mostly |"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +78,21 @@ CASES = {
     "7b-lora": Case(shape="7b", tokens=16_384, rows=8, changes={f"{ROLE}.model.lora_rank": 32}),
     # 16 bytes a parameter of 139 GiB; the engine sleeps, there is no reference.
     "7b-full": Case(shape="7b", tokens=8192, rows=4),
-    "vocabulary-32k": Case(shape="1.5b", tokens=32_768, rows=8, vocabulary=32_768, phases=LOG_PROBS),
-    "vocabulary-256k": Case(shape="1.5b", tokens=32_768, rows=8, vocabulary=262_144, phases=LOG_PROBS),
+    "vocabulary-32k": Case(
+        shape="1.5b", tokens=32_768, rows=8, vocabulary=32_768, phases=LOG_PROBS
+    ),
+    "vocabulary-256k": Case(
+        shape="1.5b", tokens=32_768, rows=8, vocabulary=262_144, phases=LOG_PROBS
+    ),
 }
 TINY = {
     "tiny": Case(shape="tiny", tokens=128, rows=4, length=64),
-    "tiny-lora": Case(shape="tiny", tokens=128, rows=4, length=64, changes={f"{ROLE}.model.lora_rank": 4}),
-    "tiny-vocabulary": Case(shape="tiny", tokens=128, rows=4, length=64, vocabulary=4096, phases=LOG_PROBS),
+    "tiny-lora": Case(
+        shape="tiny", tokens=128, rows=4, length=64, changes={f"{ROLE}.model.lora_rank": 4}
+    ),
+    "tiny-vocabulary": Case(
+        shape="tiny", tokens=128, rows=4, length=64, vocabulary=4096, phases=LOG_PROBS
+    ),
 }
 
 
@@ -110,17 +123,23 @@ def make_config(case: Case, folder: Path, device: str) -> Any:
 
 
 def zero_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    """On the host. Zeros are mapped when they are first written to, so that 7B parameters are there at once."""
+    """On the host. Zeros are mapped when they are first written to, so that 7B parameters are there
+    at once."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
+                module._parameters[name] = torch.nn.Parameter(
+                    torch.zeros(parameter.shape, dtype=parameter.dtype)
+                )
     model.tie_weights()
     rotary = model.base_model.rotary_emb
-    model.base_model.rotary_emb = type(rotary)(config=config)  # its buffers are computed, not loaded
+    # its buffers are computed, not loaded
+    model.base_model.rotary_emb = type(rotary)(config=config)
     prepare(model)
     return model
 
@@ -130,7 +149,9 @@ def make_batch(case: Case) -> DataProto:
     shape = (case.rows, half)
     mask = torch.ones(shape, dtype=torch.int64)
     columns = {
-        "input_ids": torch.randint(100, (case.rows, case.length), generator=torch.Generator().manual_seed(0)),
+        "input_ids": torch.randint(
+            100, (case.rows, case.length), generator=torch.Generator().manual_seed(0)
+        ),
         "attention_mask": torch.ones(case.rows, case.length, dtype=torch.int64),
         "response_mask": mask,
         "advantages": torch.randn(shape, generator=torch.Generator().manual_seed(1)),
@@ -138,14 +159,20 @@ def make_batch(case: Case) -> DataProto:
         "weights": mask / mask.sum(),
     }
     uids = np.array([str(row // 2) for row in range(case.rows)], dtype=object)
-    return DataProto(batch=TensorDict(columns, batch_size=[case.rows]), non_tensor_batch={"uid": uids})
+    return DataProto(
+        batch=TensorDict(columns, batch_size=[case.rows]), non_tensor_batch={"uid": uids}
+    )
 
 
-def loss(outputs: dict[str, torch.Tensor], columns: dict[str, torch.Tensor], sequence: torch.Tensor) -> LossOutput:
+def loss(
+    outputs: dict[str, torch.Tensor], columns: dict[str, torch.Tensor], sequence: torch.Tensor
+) -> LossOutput:
     ratio = (outputs["log_probs"] - columns["old_log_probs"]).exp()
     entropy = outputs["entropy"].detach()
     return LossOutput(
-        loss=-(ratio * columns["advantages"] * columns["weights"]).sum(), means={"entropy": entropy}, sums={}
+        loss=-(ratio * columns["advantages"] * columns["weights"]).sum(),
+        means={"entropy": entropy},
+        sums={},
     )
 
 
@@ -167,10 +194,14 @@ class Run:
                 device=device,
                 total_steps=10,
                 gradient_checkpointing=roles.model.enable_gradient_checkpointing,
-                compile_backend=compile_backend(roles.actor.use_torch_compile, device, model.config.model_type),
+                compile_backend=compile_backend(
+                    roles.actor.use_torch_compile, device, model.config.model_type
+                ),
                 share_prompts=False,
             )
-            self.rollout = create_rollout_engine(roles.rollout, model=model, tokenizer=None, device=device)
+            self.rollout = create_rollout_engine(
+                roles.rollout, model=model, tokenizer=None, device=device
+            )
         self.batch = make_batch(case)
         self.budget = TokenBudget(max_tokens=case.tokens)
 
@@ -179,7 +210,10 @@ class Run:
         """Of the rollout engine's own memory, which torch's allocator does not count."""
         if self.device.type != "cuda" or self.rollout._asleep:
             return 0
-        return self.rollout.twin.copied_bytes + self.rollout.runner.num_pages * self.rollout.runner.page_bytes
+        return (
+            self.rollout.twin.copied_bytes
+            + self.rollout.runner.num_pages * self.rollout.runner.page_bytes
+        )
 
     def sync(self) -> None:
         if self.rollout._asleep:
@@ -189,8 +223,12 @@ class Run:
     def generate(self) -> None:
         half = self.case.length // 2
         prompts = self.batch.batch["input_ids"][::2, :half].tolist()
-        requests = [Request(prompt_ids=tuple(ids), sample_ids=(2 * n, 2 * n + 1)) for n, ids in enumerate(prompts)]
-        # Pages for responses of full length come with the call; a few tokens then show what a step takes.
+        requests = [
+            Request(prompt_ids=tuple(ids), sample_ids=(2 * n, 2 * n + 1))
+            for n, ids in enumerate(prompts)
+        ]
+        # Pages for responses of full length come with the call; a few tokens then show what a step
+        # takes.
         for tokens in (half, 4):
             params = SamplingParams(max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
             drawn = self.rollout.generate(requests, params, seed=0, step=1)
@@ -202,16 +240,26 @@ class Run:
     def update(self) -> None:
         with self.engine.on_device(optimizer=True):
             self.engine.forward_backward(
-                self.batch, self.budget, loss, ("advantages", "old_log_probs"), temperature=1.0, entropy=True
+                self.batch,
+                self.budget,
+                loss,
+                ("advantages", "old_log_probs"),
+                temperature=1.0,
+                entropy=True,
             )
             if self.engine.step().skipped:
                 raise RuntimeError("the gradient is not finite")
 
     def measure(self) -> dict[str, dict[str, int]]:
-        """Bytes by phase, as in a step after the first one: moments are there, layers are compiled."""
+        """Bytes by phase, as in a step after the first one: moments are there, layers are
+        compiled."""
         found = {"load": self._told("load")}
-        todo = {"weights to the rollout": self.sync, "rollout": self.generate, "old log-probs": self.log_probs,
-                "actor update": self.update}  # fmt: skip
+        todo = {
+            "weights to the rollout": self.sync,
+            "rollout": self.generate,
+            "old log-probs": self.log_probs,
+            "actor update": self.update,
+        }
         self._sleep()
         self.update()
         for phase in PHASES[1:]:
@@ -274,11 +322,15 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", help=f"of {', '.join(CASES)}; several with commas [all]")
     parser.add_argument("--limit-s", type=float, default=180.0, help="time limit of a case [180]")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPU")
-    parser.add_argument("--out", type=Path, default=Path("outputs/memory"), help="folder for logs and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/memory"), help="folder for logs and JSON"
+    )
     parser.add_argument("--case", help="run this one in this process, and write its JSON")
     arguments = parser.parse_args(words)
     known = TINY if arguments.tiny else CASES
@@ -294,7 +346,10 @@ def main(words: Sequence[str] | None = None) -> int:
     out: Path = arguments.out.resolve()
     device = torch.device("cpu" if arguments.tiny else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("memory.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny.")
+        print(
+            "memory.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
+            "--tiny."
+        )
         return 1
     known = TINY if arguments.tiny else CASES
     if arguments.case:
@@ -306,10 +361,20 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in arguments.cases:
         start, file = time.perf_counter(), out / f"{name}.json"
         file.unlink(missing_ok=True)
-        command = [__file__, "--case", name, "--out", str(out), *(["--tiny"] if arguments.tiny else [])]
-        # As the trainer is best run: rows of other lengths leave holes in torch's allocator otherwise.
+        command = [
+            __file__,
+            "--case",
+            name,
+            "--out",
+            str(out),
+            *(["--tiny"] if arguments.tiny else []),
+        ]
+        # As the trainer is best run: rows of other lengths leave holes in torch's allocator
+        # otherwise.
         environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        problem = run_limited(command, out / f"{name}.log", limit_s=arguments.limit_s, environment=environment)
+        problem = run_limited(
+            command, out / f"{name}.log", limit_s=arguments.limit_s, environment=environment
+        )
         if problem is not None:
             failed.append(name)
             print(f"| {name} | FAILED: {problem} |", flush=True)

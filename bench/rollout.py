@@ -1,14 +1,17 @@
-"""Rollout speed on one CUDA device: the embedded engine, vLLM and `generate` of transformers on the same prompts.
+"""Rollout speed on one CUDA device: the embedded engine, vLLM and `generate` of transformers on the
+same prompts.
 
-Every engine runs in a process of its own, one after the other, on random weights of a Qwen2.5 shape. All get the same
-prompts of random tokens and the same length of every sample (`rollout_work.py` says how lengths are drawn), temperature
-1 and, ours and vLLM, the log-probs of the drawn tokens. A short run warms an engine up; then each repeat has prompts
-that no prefix cache knows, and the best repeat counts. Beside the seconds stands the bound of `roofline.py`, from
-speeds measured here.
+Every engine runs in a process of its own, one after the other, on random weights of a Qwen2.5
+shape. All get the same prompts of random tokens and the same length of every sample
+(`rollout_work.py` says how lengths are drawn), temperature 1 and, ours and vLLM, the log-probs of
+the drawn tokens. A short run warms an engine up; then each repeat has prompts that no prefix cache
+knows, and the best repeat counts. Beside the seconds stands the bound of `roofline.py`, from speeds
+measured here.
 
-Run `python bench/rollout.py`, or for example with `--models 0.5b,1.5b,7b --samples 1,8,16 --engines ours,vllm,hf
---lengths fixed:256,tail:1024`; `--decode-step` measures one decode step of ours at 256 rows instead. `--tiny` tries the
-script on CPU. The jobs, the results as JSON and the logs of the engines lie in the folder `--out`.
+Run `python bench/rollout.py`, or for example with `--models 0.5b,1.5b,7b --samples 1,8,16 --engines
+ours,vllm,hf --lengths fixed:256,tail:1024`; `--decode-step` measures one decode step of ours at 256
+rows instead. `--tiny` tries the script on CPU. The jobs, the results as JSON and the logs of the
+engines lie in the folder `--out`.
 """
 
 import argparse
@@ -44,8 +47,20 @@ NAMES = {
     "vllm": "vLLM",
     "hf": "transformers generate",
 }
-DEVICE_DEFAULTS = {"models": "1.5b", "lengths": "tail:1024", "prompts": 64, "samples": "16", "prompt_tokens": 256}
-TINY_DEFAULTS = {"models": "tiny", "lengths": "tail:64", "prompts": 4, "samples": "2", "prompt_tokens": 16}
+DEVICE_DEFAULTS = {
+    "models": "1.5b",
+    "lengths": "tail:1024",
+    "prompts": 64,
+    "samples": "16",
+    "prompt_tokens": 256,
+}
+TINY_DEFAULTS = {
+    "models": "tiny",
+    "lengths": "tail:64",
+    "prompts": 4,
+    "samples": "2",
+    "prompt_tokens": 16,
+}
 # Two workloads that differ by the decode steps alone: 256 rows with contexts of 256 to 512 tokens.
 DECODE_ROWS, DECODE_PROMPT, DECODE_TOKENS = 256, 256, 256
 LOG_TAIL = 3000
@@ -69,24 +84,43 @@ class Plan:
 
 
 def parse_plan(words: Sequence[str] | None = None) -> Plan:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", help=f"of {', '.join(SHAPES)}; several with commas [1.5b]")
-    parser.add_argument("--engines", help=f"of {', '.join(SCRIPTS)} [ours,vllm; with --tiny or --decode-step: ours]")
+    parser.add_argument(
+        "--engines", help=f"of {', '.join(SCRIPTS)} [ours,vllm; with --tiny or --decode-step: ours]"
+    )
     parser.add_argument("--hf", action="store_true", help="transformers too, as in --engines")
     parser.add_argument("--lengths", help="fixed:L or tail:L; several with commas [tail:1024]")
     parser.add_argument("--prompts", type=int, help="[64]")
     parser.add_argument("--samples", help="n, the samples of a prompt; several with commas [16]")
     parser.add_argument("--prompt-tokens", type=int, help="[256]")
-    parser.add_argument("--max-num-seqs", type=int, default=1024, help="rows that an engine may run at once [1024]")
-    parser.add_argument("--repeats", type=int, help="timed runs, of which the best counts [2; 6 with --decode-step]")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=1024, help="rows that an engine may run at once [1024]"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="timed runs, of which the best counts [2; 6 with --decode-step]"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--decode-step", action="store_true", help="one decode step instead of whole rollouts")
-    parser.add_argument("--no-measure", action="store_true", help="take the speeds of an H200 for the bound")
-    parser.add_argument("--vllm-inproc", action="store_true", help="vLLM's engine in the process of its caller")
+    parser.add_argument(
+        "--decode-step", action="store_true", help="one decode step instead of whole rollouts"
+    )
+    parser.add_argument(
+        "--no-measure", action="store_true", help="take the speeds of an H200 for the bound"
+    )
+    parser.add_argument(
+        "--vllm-inproc", action="store_true", help="vLLM's engine in the process of its caller"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
-    parser.add_argument("--out", type=Path, default=Path("outputs/rollout"), help="folder for logs and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/rollout"), help="folder for logs and JSON"
+    )
     arguments = parser.parse_args(words)
-    batch = {name: getattr(arguments, name) for name in ("lengths", "prompts", "samples", "prompt_tokens")}
+    batch = {
+        name: getattr(arguments, name)
+        for name in ("lengths", "prompts", "samples", "prompt_tokens")
+    }
     if arguments.decode_step and set(batch.values()) != {None}:
         parser.error(f"--decode-step has a batch of its own, got another by {batch}.")
     for name, value in (TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS).items():
@@ -100,7 +134,9 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Raises ValueError for a name or a number that means nothing."""
-    engines = arguments.engines or ("ours" if arguments.tiny or arguments.decode_step else "ours,vllm")
+    engines = arguments.engines or (
+        "ours" if arguments.tiny or arguments.decode_step else "ours,vllm"
+    )
     chosen = [*engines.split(","), *(["hf"] if arguments.hf else [])]
     models = arguments.models.split(",")
     for kind, names, known in (("--engines", chosen, SCRIPTS), ("--models", models, SHAPES)):
@@ -109,24 +145,31 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             raise ValueError(f"{kind} must be of {', '.join(known)}, got '{unknown[0]}'.")
     samples = [int(number) if number.isdecimal() else 0 for number in arguments.samples.split(",")]
     # A decode step is a difference of two best runs: both must have met the machine at its best.
-    repeats = (6 if arguments.decode_step else 2) if arguments.repeats is None else arguments.repeats
+    repeats = (
+        (6 if arguments.decode_step else 2) if arguments.repeats is None else arguments.repeats
+    )
     counts = [*samples, arguments.prompts, arguments.prompt_tokens, arguments.max_num_seqs, repeats]
     if min(counts) < 1:
         raise ValueError(
-            "--prompts, --samples, --prompt-tokens, --max-num-seqs and --repeats must be at least 1, got "
-            f"{arguments.prompts}, {arguments.samples}, {arguments.prompt_tokens}, {arguments.max_num_seqs} and "
-            f"{repeats}."
+            "--prompts, --samples, --prompt-tokens, --max-num-seqs and --repeats must be at least "
+            f"1, got {arguments.prompts}, {arguments.samples}, {arguments.prompt_tokens}, "
+            f"{arguments.max_num_seqs} and {repeats}."
         )
     if arguments.decode_step:
         if arguments.max_num_seqs < DECODE_ROWS:
             raise ValueError(
-                f"--decode-step runs {DECODE_ROWS} rows at once: --max-num-seqs must be as many at least, got "
-                f"{arguments.max_num_seqs}."
+                f"--decode-step runs {DECODE_ROWS} rows at once: --max-num-seqs must be as many at "
+                f"least, got {arguments.max_num_seqs}."
             )
         workloads = [decode_workload(1), decode_workload(DECODE_TOKENS)]
     else:
         workloads = [
-            Workload(prompts=arguments.prompts, samples=n, prompt_tokens=arguments.prompt_tokens, lengths=lengths)
+            Workload(
+                prompts=arguments.prompts,
+                samples=n,
+                prompt_tokens=arguments.prompt_tokens,
+                lengths=lengths,
+            )
             for lengths in arguments.lengths.split(",")
             for n in samples
         ]
@@ -148,26 +191,39 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def decode_workload(tokens: int) -> Workload:
-    return Workload(prompts=DECODE_ROWS, samples=1, prompt_tokens=DECODE_PROMPT, lengths=f"fixed:{tokens}")
+    return Workload(
+        prompts=DECODE_ROWS, samples=1, prompt_tokens=DECODE_PROMPT, lengths=f"fixed:{tokens}"
+    )
 
 
 def refuse_what_cannot_run(plan: Plan) -> None:
     """Raises SystemExit before anything has run, where an engine or the device is missing."""
     if "vllm" in plan.engines and importlib.util.find_spec("vllm") is None:
         raise SystemExit(
-            "rollout.py: the engine 'vllm' was asked for and the package vLLM is not installed. Install it: "
-            f"{sys.executable} -m pip install vllm==0.24.0; or leave it out: --engines ours"
+            "rollout.py: the engine 'vllm' was asked for and the package vLLM is not installed. "
+            f"Install it: {sys.executable} -m pip install vllm==0.24.0; or leave it out: --engines "
+            "ours"
         )
     if plan.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("rollout.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny.")
+        raise SystemExit(
+            "rollout.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
+            "--tiny."
+        )
     if plan.device == "cpu" and "vllm" in plan.engines:
-        raise SystemExit("rollout.py: --tiny runs on CPU, where vLLM is not measured. Take --engines ours,hf.")
+        raise SystemExit(
+            "rollout.py: --tiny runs on CPU, where vLLM is not measured. Take --engines ours,hf."
+        )
 
 
 def run_process(
-    command: Sequence[str], log: Path, environment: dict[str, str] | None = None, *, python: str = sys.executable
+    command: Sequence[str],
+    log: Path,
+    environment: dict[str, str] | None = None,
+    *,
+    python: str = sys.executable,
 ) -> bool:
-    """Run a script of ours with its output in `log`; False, with the log's end printed, where it fails."""
+    """Run a script of ours with its output in `log`; False, with the log's end printed, where it
+    fails."""
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             [python, *command],
@@ -177,7 +233,10 @@ def run_process(
         )
     if done.returncode != 0:
         tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
-        print(f"{Path(command[0]).name} ended with code {done.returncode}; the end of {log}:\n{tail}", flush=True)
+        print(
+            f"{Path(command[0]).name} ended with code {done.returncode}; the end of {log}:\n{tail}",
+            flush=True,
+        )
     return done.returncode == 0
 
 
@@ -187,7 +246,9 @@ def measure_machine(plan: Plan) -> Machine:
         return H200
     log = plan.out / "roofline.log"
     if not run_process([str(HERE / "roofline.py"), "--device", plan.device], log):
-        raise SystemExit("The machine's speeds could not be measured. To go on without: --no-measure.")
+        raise SystemExit(
+            "The machine's speeds could not be measured. To go on without: --no-measure."
+        )
     return Machine(**json.loads(log.read_text(encoding="utf-8").splitlines()[-1]))
 
 
@@ -208,7 +269,13 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
     job.write(folder / f"{engine}.job.json")
     answer, log = folder / f"{engine}.json", folder / f"{engine}.log"
     answer.unlink(missing_ok=True)
-    command = [str(HERE / SCRIPTS[engine]), "--job", str(folder / f"{engine}.job.json"), "--json", str(answer)]
+    command = [
+        str(HERE / SCRIPTS[engine]),
+        "--job",
+        str(folder / f"{engine}.job.json"),
+        "--json",
+        str(answer),
+    ]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if plan.vllm_inproc else {}
     start = time.perf_counter()
     if not run_process(command, log, environment):
@@ -236,8 +303,13 @@ def print_table(
 ) -> dict[str, dict[str, float]]:
     """The table of workload `number`; gives its rows."""
     print(f"\n{title}")
-    print("| engine | tok/s | seconds | ratio to vLLM | of the roofline | start-up s |\n|---|---|---|---|---|---|")
-    best = {engine: min(result["workloads"][number]["seconds"]) for engine, result in results.items()}
+    print(
+        "| engine | tok/s | seconds | ratio to vLLM | of the roofline | start-up s "
+        "|\n|---|---|---|---|---|---|"
+    )
+    best = {
+        engine: min(result["workloads"][number]["seconds"]) for engine, result in results.items()
+    }
     rows = {}
     for engine, seconds in best.items():
         tokens = results[engine]["workloads"][number]["tokens"]
@@ -256,37 +328,59 @@ def print_table(
             f"{bound.total_s / seconds:.1%} | {results[engine]['start_up_s']:.1f} |"
         )
     print(
-        f"roofline: {bound.total_s:.3f} s = prefill {bound.prefill_s:.3f} + {bound.decode_steps} decode steps, weights "
-        f"{bound.weights_s:.3f} and cache {bound.cache_s:.3f}"
+        f"roofline: {bound.total_s:.3f} s = prefill {bound.prefill_s:.3f} + {bound.decode_steps} "
+        f"decode steps, weights {bound.weights_s:.3f} and cache {bound.cache_s:.3f}"
     )
     for engine, result in results.items():
         measured = result["workloads"][number]
         print(
-            f"{NAMES[engine]}: runs {', '.join(f'{seconds:.3f}' for seconds in measured['seconds'])} s, warm-up "
+            f"{NAMES[engine]}: runs "
+            f"{', '.join(f'{seconds:.3f}' for seconds in measured['seconds'])} s, warm-up "
             f"{measured['warm_up_s']:.3f} s"
         )
         if measured["statistics"]:
-            print("  " + ", ".join(f"{name} {value:,.6g}" for name, value in measured["statistics"].items()))
+            print(
+                "  "
+                + ", ".join(
+                    f"{name} {value:,.6g}" for name, value in measured["statistics"].items()
+                )
+            )
     return rows
 
 
-def print_decode_step(title: str, bound: Roofline, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """What a decode step takes: the longer workload less the one that ends with the first token. Gives the rows."""
+def print_decode_step(
+    title: str, bound: Roofline, results: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """What a decode step takes: the longer workload less the one that ends with the first token.
+    Gives the rows."""
     longest = DECODE_PROMPT + DECODE_TOKENS
-    print(f"\n{title}: a decode step of {DECODE_ROWS} rows, contexts of {DECODE_PROMPT} to {longest} tokens")
+    print(
+        f"\n{title}: a decode step of {DECODE_ROWS} rows, contexts of {DECODE_PROMPT} to {longest} "
+        "tokens"
+    )
     print("| engine | ms | roofline ms | ms / roofline |\n|---|---|---|---|")
     roofline_ms = 1e3 * bound.decode_s / bound.decode_steps
     rows = {}
     for engine, result in results.items():
         first, whole = (min(workload["seconds"]) for workload in result["workloads"])
         step_ms = 1e3 * (whole - first) / (DECODE_TOKENS - 1)
-        rows[engine] = {"step_ms": step_ms, "roofline_ms": roofline_ms, "ratio": step_ms / roofline_ms}
-        print(f"| {NAMES[engine]} | {step_ms:.3f} | {roofline_ms:.3f} | {step_ms / roofline_ms:.2f} |")
-        print(f"  prefill and first token: {first:.3f} s; with {DECODE_TOKENS} tokens: {whole:.3f} s")
+        rows[engine] = {
+            "step_ms": step_ms,
+            "roofline_ms": roofline_ms,
+            "ratio": step_ms / roofline_ms,
+        }
+        print(
+            f"| {NAMES[engine]} | {step_ms:.3f} | {roofline_ms:.3f} | {step_ms / roofline_ms:.2f} |"
+        )
+        print(
+            f"  prefill and first token: {first:.3f} s; with {DECODE_TOKENS} tokens: {whole:.3f} s"
+        )
     return rows
 
 
-def report_model(plan: Plan, model: str, machine: Machine, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def report_model(
+    plan: Plan, model: str, machine: Machine, results: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Print what was measured of one model; gives it for the JSON."""
     shape = read_shape(plan.out / model / "model")
     bounds = [workload_roofline(plan, workload, machine, shape) for workload in plan.workloads]
@@ -308,7 +402,9 @@ def run(plan: Plan) -> list[str]:
     plan.out.mkdir(parents=True, exist_ok=True)
     machine = measure_machine(plan)
     source = "measured" if plan.measure else "assumed"
-    print(f"{source}: {machine.gflops / 1e3:,.3g} TFLOP/s, {machine.gb_per_s:,.0f} GB/s", flush=True)
+    print(
+        f"{source}: {machine.gflops / 1e3:,.3g} TFLOP/s, {machine.gb_per_s:,.0f} GB/s", flush=True
+    )
     failures, reports = [], {}
     for model in plan.models:
         write_config(plan.out / model / "model", model, plan.device)
@@ -323,11 +419,22 @@ def run(plan: Plan) -> list[str]:
                 for workload, measured in zip(plan.workloads, result["workloads"], strict=True):
                     seconds = min(measured["seconds"])
                     speed = measured["tokens"] / seconds
-                    print(f"{model}, {workload.name}: {NAMES[engine]} {seconds:.3f} s, {speed:,.0f} tok/s", flush=True)
+                    print(
+                        (
+                            f"{model}, {workload.name}: {NAMES[engine]} {seconds:.3f} s, "
+                            f"{speed:,.0f} tok/s"
+                        ),
+                        flush=True,
+                    )
         if results:
             reports[model] = report_model(plan, model, machine, results)
         plan_values = {**asdict(plan), "out": str(plan.out)}
-        everything = {"plan": plan_values, "machine": asdict(machine), "failures": failures, "models": reports}
+        everything = {
+            "plan": plan_values,
+            "machine": asdict(machine),
+            "failures": failures,
+            "models": reports,
+        }
         (plan.out / "rollout.json").write_text(json.dumps(everything, indent=2), encoding="utf-8")
     return failures
 
@@ -338,7 +445,9 @@ def main() -> None:
     refuse_what_cannot_run(plan)
     failures = run(plan)
     if failures:
-        raise SystemExit(f"rollout.py: {', '.join(failures)} failed; what the others gave stands above.")
+        raise SystemExit(
+            f"rollout.py: {', '.join(failures)} failed; what the others gave stands above."
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`generate` of transformers at the work of `rollout.py`, which starts this script.
 
-It has no limit of one row, so every batch runs to its longest sample and only the wanted tokens count. It gives tokens
+It has no limit of one row, so every batch runs to its longest sample and only the wanted tokens
+count. It gives tokens
 alone: its log-probs would be the logits of all steps, (steps, rows, vocabulary).
 """
 
@@ -40,10 +41,14 @@ class HF:
     def _generate_batch(self, rows: Sequence[tuple[tuple[int, ...], int]]) -> list[int]:
         input_ids = torch.tensor([prompt for prompt, _ in rows], device=self.device)
         longest = max(limit for _, limit in rows)
-        config = GenerationConfig(max_new_tokens=longest, do_sample=True, top_k=0, temperature=1.0, pad_token_id=0)
+        config = GenerationConfig(
+            max_new_tokens=longest, do_sample=True, top_k=0, temperature=1.0, pad_token_id=0
+        )
         with torch.inference_mode():
             tokens = self.model.generate(
-                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=config,
             )
         responses = tokens[:, input_ids.shape[1] :].cpu()
         return [len(response[:limit]) for response, (_, limit) in zip(responses, rows)]

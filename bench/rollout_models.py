@@ -1,4 +1,5 @@
-"""Random models of the shapes that `rollout.py` measures. A folder has the configuration alone: weights are made."""
+"""Random models of the shapes that `rollout.py` measures. A folder has the configuration alone:
+weights are made."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 MAX_POSITIONS = 32_768
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # a CPU's bf16 matrix products may be emulated
+# a CPU's bf16 matrix products may be emulated
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def write_config(folder: Path, name: str, device: str) -> None:
@@ -65,7 +67,8 @@ def write_config(folder: Path, name: str, device: str) -> None:
 
 
 def random_model(folder: str, device: str) -> PreTrainedModel:
-    """The model of `folder`, made on the device with weights of transformers' initialization (normal, 0.02)."""
+    """The model of `folder`, made on the device with weights of transformers' initialization
+    (normal, 0.02)."""
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
     with torch.device(device):

@@ -1,5 +1,5 @@
-"""The embedded engine at the work of `rollout.py`, which starts this script. Its configuration is the default one
-apart from sizes."""
+"""The embedded engine at the work of `rollout.py`, which starts this script. Its configuration is
+the default one apart from sizes."""
 
 import itertools
 import math
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from rollout_models import random_model, versions
@@ -54,21 +55,31 @@ class Ours:
         ]
 
     def generate(self, prepared: list[Request]) -> list[Completion]:
-        params = SamplingParams(max_new_tokens=self.response_tokens, temperature=1.0, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=self.response_tokens, temperature=1.0, ignore_eos=True
+        )
         self.calls += 1
         return list(self.engine.generate(prepared, params, seed=self.seed, step=self.calls))
 
     def answers(self, generated: list[Completion], asks: Sequence[Ask]) -> list[Answer]:
         answers = []
         for completion in sorted(generated, key=lambda completion: completion.sample_id):
-            # A count of log-probs that differs from the tokens' is as wrong as one that is not finite.
+            # A count of log-probs that differs from the tokens' is as wrong as one that is not
+            # finite.
             whole = len(completion.log_probs) == len(completion.token_ids)
-            answers.append(Answer(len(completion.token_ids), whole and all(map(math.isfinite, completion.log_probs))))
+            answers.append(
+                Answer(
+                    len(completion.token_ids),
+                    whole and all(map(math.isfinite, completion.log_probs)),
+                )
+            )
         return answers
 
     def statistics(self) -> dict[str, float]:
         assert isinstance(self.engine, EmbeddedEngine)
-        kept = {f"asleep_gib/{what}": size / GIB for what, size in self.engine.kept_asleep().items()}
+        kept = {
+            f"asleep_gib/{what}": size / GIB for what, size in self.engine.kept_asleep().items()
+        }
         return {**self.engine.statistics(), **kept}
 
 

@@ -1,8 +1,8 @@
-"""vLLM at the work of `rollout.py`, which starts this script. What makes it fast keeps its defaults: CUDA graphs,
-compilation, prefix cache, asynchronous scheduling.
+"""vLLM at the work of `rollout.py`, which starts this script. What makes it fast keeps its
+defaults: CUDA graphs, compilation, prefix cache, asynchronous scheduling.
 
-Each sample is a request of its own, as only a request has a limit; the prefix cache serves the samples of one prompt.
-Log-probs are on; taking them out of vLLM's objects is not timed.
+Each sample is a request of its own, as only a request has a limit; the prefix cache serves the
+samples of one prompt. Log-probs are on; taking them out of vLLM's objects is not timed.
 """
 
 import math
@@ -10,8 +10,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-# Before vllm reads them. FlashInfer's sampler is an optional package that compiles kernels at the first use.
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", VLLM_USE_FLASHINFER_SAMPLER="0")
+# Before vllm reads them. FlashInfer's sampler is an optional package that compiles kernels at the
+# first use.
+os.environ.update(
+    HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", VLLM_USE_FLASHINFER_SAMPLER="0"
+)
 
 import torch
 import vllm
@@ -34,10 +37,14 @@ class VLLM:
         )
 
     def prepare(self, asks: Sequence[Ask]) -> tuple[list[Any], list[Any]]:
-        prompts: list[Any] = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in asks for _ in ask.limits]
+        prompts: list[Any] = [
+            {"prompt_token_ids": list(ask.prompt_ids)} for ask in asks for _ in ask.limits
+        ]
         # logprobs=0: those of the drawn tokens, and of no other.
         params = [
-            vllm.SamplingParams(temperature=1.0, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False)
+            vllm.SamplingParams(
+                temperature=1.0, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False
+            )
             for ask in asks
             for limit in ask.limits
         ]
@@ -48,13 +55,22 @@ class VLLM:
         return self.engine.generate(prompts, params, use_tqdm=False)
 
     def answers(self, generated: list[Any], asks: Sequence[Ask]) -> list[Answer]:
-        return [Answer(len(tokens), all(map(math.isfinite, drawn))) for tokens, drawn in self.drawn(generated)]
+        return [
+            Answer(len(tokens), all(map(math.isfinite, drawn)))
+            for tokens, drawn in self.drawn(generated)
+        ]
 
     def drawn(self, generated: list[Any]) -> list[tuple[list[int], list[float]]]:
         """Tokens and their log-probs, sample by sample."""
         outputs = [request.outputs[0] for request in generated]
         return [
-            (list(each.token_ids), [at[token].logprob for token, at in zip(each.token_ids, each.logprobs, strict=True)])
+            (
+                list(each.token_ids),
+                [
+                    at[token].logprob
+                    for token, at in zip(each.token_ids, each.logprobs, strict=True)
+                ],
+            )
             for each in outputs
         ]
 

@@ -1,9 +1,12 @@
-"""What every side of `rollout.py` generates, and how it is timed. Imports neither torch nor an engine.
+"""What every side of `rollout.py` generates, and how it is timed. Imports neither torch nor an
+engine.
 
-How long each sample gets is drawn here and imposed on every engine in the same way: a limit of its own, end-of-sequence
-ignored. `fixed:L` gives every sample L tokens. `tail:L` is long-tailed as the answers in reinforcement learning on
-mathematics: log-normal with median 300 / 1024 of L and sigma 0.8, clipped to [L / 64, L]. For L = 1024 the median is
-300, the mean near 380, and one sample in sixteen is cut off at L. Samples of one prompt draw independently.
+How long each sample gets is drawn here and imposed on every engine in the same way: a limit of its
+own, end-of-sequence ignored. `fixed:L` gives every sample L tokens. `tail:L` is long-tailed as the
+answers in reinforcement learning on
+mathematics: log-normal with median 300 / 1024 of L and sigma 0.8, clipped to [L / 64, L]. For L =
+1024 the median is 300, the mean near 380, and one sample in sixteen is cut off at L. Samples of one
+prompt draw independently.
 """
 
 import argparse
@@ -20,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-MEDIAN, SIGMA, SHORTEST = 300 / 1024, 0.8, 1 / 64  # of `tail:L`; the first and the last as shares of L
+# of `tail:L`; the first and the last as shares of L
+MEDIAN, SIGMA, SHORTEST = 300 / 1024, 0.8, 1 / 64
 WARM_UP_TOKENS = 16
 
 
@@ -40,7 +44,8 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One `generate` call: `prompts` prompts of `prompt_tokens` random tokens, `samples` samples of each."""
+    """One `generate` call: `prompts` prompts of `prompt_tokens` random tokens, `samples` samples of
+    each."""
 
     prompts: int
     samples: int
@@ -49,11 +54,15 @@ class Workload:
 
     @property
     def name(self) -> str:
-        return f"{self.prompts} prompts x {self.samples}, {self.prompt_tokens} + {self.lengths} tokens"
+        return (
+            f"{self.prompts} prompts x {self.samples}, {self.prompt_tokens} + {self.lengths} tokens"
+        )
 
     def limits(self, seed: int) -> NDArray[np.int64]:
         """(prompts, samples): how many tokens each sample gets."""
-        return draw_limits(self.lengths, self.prompts * self.samples, seed).reshape(self.prompts, self.samples)
+        return draw_limits(self.lengths, self.prompts * self.samples, seed).reshape(
+            self.prompts, self.samples
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +96,9 @@ class Job:
     @classmethod
     def read(cls, path: Path) -> "Job":
         values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**values, "workloads": tuple(Workload(**each) for each in values["workloads"])})
+        return cls(
+            **{**values, "workloads": tuple(Workload(**each) for each in values["workloads"])}
+        )
 
 
 class Side(Protocol):
@@ -116,7 +127,10 @@ def parse_lengths(text: str) -> tuple[str, int]:
     """The kind and the longest of `fixed:L` or `tail:L`. Raises ValueError for anything else."""
     kind, _, longest = text.partition(":")
     if kind not in ("fixed", "tail") or not longest.isdecimal() or int(longest) < 1:
-        raise ValueError(f"Lengths are 'fixed:L' or 'tail:L' with L tokens, at least 1, got '{text}'. Try tail:1024.")
+        raise ValueError(
+            f"Lengths are 'fixed:L' or 'tail:L' with L tokens, at least 1, got '{text}'. Try "
+            "tail:1024."
+        )
     return kind, int(longest)
 
 
@@ -129,23 +143,33 @@ def draw_limits(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
     return np.clip(np.rint(drawn).astype(np.int64), max(1, round(SHORTEST * longest)), longest)
 
 
-def draw_prompts(count: int, length: int, vocabulary: int, seed: int, draw: int) -> list[tuple[int, ...]]:
-    """Prompts of random tokens. Another `draw` gives other prompts, whose first tokens no prefix cache has seen."""
+def draw_prompts(
+    count: int, length: int, vocabulary: int, seed: int, draw: int
+) -> list[tuple[int, ...]]:
+    """Prompts of random tokens. Another `draw` gives other prompts, whose first tokens no prefix
+    cache has seen."""
     ids = np.random.default_rng((seed, draw)).integers(vocabulary, size=(count, length))
     return [tuple(row) for row in ids.tolist()]
 
 
 def check(answers: Sequence[Answer], asks: Sequence[Ask]) -> int:
-    """The number of tokens. Raises RuntimeError unless every sample has its limit of tokens and finite log-probs."""
+    """The number of tokens. Raises RuntimeError unless every sample has its limit of tokens and
+    finite log-probs."""
     limits = [limit for ask in asks for limit in ask.limits]
     if len(answers) != len(limits):
-        raise RuntimeError(f"The engine was asked for {len(limits)} samples and gave {len(answers)}.")
-    wrong = [number for number, (answer, limit) in enumerate(zip(answers, limits)) if answer.num_tokens != limit]
+        raise RuntimeError(
+            f"The engine was asked for {len(limits)} samples and gave {len(answers)}."
+        )
+    wrong = [
+        number
+        for number, (answer, limit) in enumerate(zip(answers, limits))
+        if answer.num_tokens != limit
+    ]
     if wrong:
         first = wrong[0]
         raise RuntimeError(
-            f"{len(wrong)} of {len(limits)} samples do not have the length that was imposed; sample {first} has "
-            f"{answers[first].num_tokens} tokens instead of {limits[first]}."
+            f"{len(wrong)} of {len(limits)} samples do not have the length that was imposed; "
+            f"sample {first} has {answers[first].num_tokens} tokens instead of {limits[first]}."
         )
     broken = sum(answer.finite is False for answer in answers)
     if broken:
@@ -154,11 +178,14 @@ def check(answers: Sequence[Answer], asks: Sequence[Ask]) -> int:
 
 
 def measure(side: Side, workload: Workload, job: Job, draws: Iterator[int]) -> dict[str, Any]:
-    """A warm-up at the full batch, then every repeat on prompts of its own; the lengths are those of the workload."""
+    """A warm-up at the full batch, then every repeat on prompts of its own; the lengths are those
+    of the workload."""
     limits = workload.limits(job.seed)
 
     def generate(limits: NDArray[np.int64]) -> tuple[float, int]:
-        prompts = draw_prompts(workload.prompts, workload.prompt_tokens, job.vocabulary, job.seed, next(draws))
+        prompts = draw_prompts(
+            workload.prompts, workload.prompt_tokens, job.vocabulary, job.seed, next(draws)
+        )
         asks = [Ask(prompt, tuple(row)) for prompt, row in zip(prompts, limits.tolist())]
         prepared = side.prepare(asks)
         gc.collect()
@@ -180,7 +207,8 @@ def measure(side: Side, workload: Workload, job: Job, draws: Iterator[int]) -> d
 
 
 def run_job(make: Callable[[Job], Side], job: Job) -> dict[str, Any]:
-    """Everything that one side measures. Start-up is making the engine, its model included, and one first token."""
+    """Everything that one side measures. Start-up is making the engine, its model included, and one
+    first token."""
     draws = itertools.count()
     start = time.perf_counter()
     side = make(job)
@@ -188,9 +216,16 @@ def run_job(make: Callable[[Job], Side], job: Job) -> dict[str, Any]:
     asks = [Ask(draw_prompts(1, job.prompt_tokens, job.vocabulary, job.seed, next(draws))[0], (1,))]
     check(side.answers(side.generate(side.prepare(asks)), asks), asks)
     start_up_s = time.perf_counter() - start
-    print(f"start-up: {start_up_s:.2f} s, of which making the engine {construct_s:.2f} s", flush=True)
+    print(
+        f"start-up: {start_up_s:.2f} s, of which making the engine {construct_s:.2f} s", flush=True
+    )
     results = [measure(side, workload, job, draws) for workload in job.workloads]
-    return {"versions": side.versions, "construct_s": construct_s, "start_up_s": start_up_s, "workloads": results}
+    return {
+        "versions": side.versions,
+        "construct_s": construct_s,
+        "start_up_s": start_up_s,
+        "workloads": results,
+    }
 
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:
@@ -199,4 +234,6 @@ def serve(make: Callable[[Job], Side], description: str | None) -> None:
     parser.add_argument("--job", type=Path, required=True, help="file that rollout.py wrote")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     arguments = parser.parse_args()
-    arguments.json.write_text(json.dumps(run_job(make, Job.read(arguments.job))) + "\n", encoding="utf-8")
+    arguments.json.write_text(
+        json.dumps(run_job(make, Job.read(arguments.job))) + "\n", encoding="utf-8"
+    )

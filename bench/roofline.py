@@ -1,12 +1,14 @@
-"""The least time of a rollout on one device: what must be read and multiplied, at the best measured speeds.
+"""The least time of a rollout on one device: what must be read and multiplied, at the best measured
+speeds.
 
-The bound is additive. A decode step of r rows takes max(weights read, matrix products of r rows) plus the reading of
-the keys and values of each row's context so far; prefill computes each distinct prompt once. Sampling, norms and
-launches count nothing. The keys and values of a prompt count for each of its samples; a kernel that reads them once for
-all samples of a prompt may go below this bound.
+The bound is additive. A decode step of r rows takes max(weights read, matrix products of r rows)
+plus the reading of the keys and values of each row's context so far; prefill computes each distinct
+prompt once. Sampling, norms and launches count nothing. The keys and values of a prompt count for
+each of its samples; a kernel that reads them once for all samples of a prompt may go below this
+bound.
 
-Run `python bench/roofline.py` to see what this machine can do: a copy of 4 GiB, read and written, and a product of two
-8,192 x 8,192 bf16 matrices of random numbers.
+Run `python bench/roofline.py` to see what this machine can do: a copy of 4 GiB, read and written,
+and a product of two 8,192 x 8,192 bf16 matrices of random numbers.
 """
 
 import argparse
@@ -47,14 +49,17 @@ class Roofline:
 def decode_schedule(
     limits: NDArray[np.int64], prompt_tokens: int, max_num_seqs: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows alive in each decode step, and the tokens of context that they read together, their new ones included.
+    """Rows alive in each decode step, and the tokens of context that they read together, their new
+    ones included.
 
-    All samples start together; where they are more than max_num_seqs, the longest start first and a slot that falls
-    free is filled at once. A sample's first token comes from the prefill, so that it takes part in limit - 1 steps.
+    All samples start together; where they are more than max_num_seqs, the longest start first and a
+    slot that falls free is filled at once. A sample's first token comes from the prefill, so that
+    it takes part in limit - 1 steps.
     """
     order = np.sort(limits)[::-1]
     free_from = [0] * min(max_num_seqs, len(order))
-    # No schedule of a list is longer: the last row starts when all slots have shared the work of the others at most.
+    # No schedule of a list is longer: the last row starts when all slots have shared the work of
+    # the others at most.
     rows = np.zeros(int(np.sum(order - 1)) // max(1, len(free_from)) + int(order[0]), np.int64)
     context = np.zeros_like(rows)
     for limit in order.tolist():
@@ -77,15 +82,21 @@ def rollout_roofline(
     max_num_seqs: int,
     dtype_bytes: int,
 ) -> Roofline:
-    """The bound for samples of `limits` (n,) tokens of `prompts` distinct prompts of `prompt_tokens` tokens."""
+    """The bound for samples of `limits` (n,) tokens of `prompts` distinct prompts of
+    `prompt_tokens` tokens."""
     flops, bandwidth = machine.gflops * 1e9, machine.gb_per_s * 1e9
-    # Embeddings that are not the output projection too are looked up, not read; `shape` leaves them out.
+    # Embeddings that are not the output projection too are looked up, not read; `shape` leaves them
+    # out.
     weights_read_s = (shape.body + shape.head) * dtype_bytes / bandwidth
     rows, context = decode_schedule(limits, prompt_tokens, max_num_seqs)
     products_s = 2 * (shape.body + shape.head) * rows / flops
     cache_bytes = shape.cache_bytes / 4 * dtype_bytes  # `shape` counts fp32
     causal_pairs = prompts * prompt_tokens * (prompt_tokens + 1) / 2
-    prefill = 2 * shape.body * prompts * prompt_tokens + 2 * shape.head * prompts + shape.attention * causal_pairs
+    prefill = (
+        2 * shape.body * prompts * prompt_tokens
+        + 2 * shape.head * prompts
+        + shape.attention * causal_pairs
+    )
     return Roofline(
         prefill_s=max(prefill / flops, weights_read_s),
         weights_s=float(np.maximum(weights_read_s, products_s).sum()),
@@ -101,10 +112,14 @@ def measure(device: str) -> Machine:
     source = torch.ones(COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     copy_s = _best_cuda(lambda: target.copy_(source))
-    one, other = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    one, other = (
+        torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
     product = torch.empty_like(one)
     product_s = _best_cuda(lambda: torch.mm(one, other, out=product))
-    return Machine(gflops=2 * MATRIX_SIZE**3 / product_s / 1e9, gb_per_s=2 * COPIED_BYTES / copy_s / 1e9)
+    return Machine(
+        gflops=2 * MATRIX_SIZE**3 / product_s / 1e9, gb_per_s=2 * COPIED_BYTES / copy_s / 1e9
+    )
 
 
 def _best_cuda(work: Callable[[], object]) -> float:
@@ -121,7 +136,9 @@ def _best_cuda(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     print(json.dumps(asdict(measure(parser.parse_args().device))))
 

@@ -1,10 +1,12 @@
-"""Training on several CUDA devices beside one: tokens per second of an update, and of a log-prob pass, for each rank.
+"""Training on several CUDA devices beside one: tokens per second of an update, and of a log-prob
+pass, for each rank.
 
     torchrun --nproc_per_node=1 bench/scaling.py
     torchrun --nproc_per_node=2 bench/scaling.py      the same rows a rank: twice as many in all
 
-Our training engine at the work of `training.py` (Qwen2.5 shapes, rows of 4,096 tokens, compiled layers), sharded over
-all ranks by FSDP2. The mini-batch has `--tokens` tokens a rank. `--tiny` tries the script on CPU.
+Our training engine at the work of `training.py` (Qwen2.5 shapes, rows of 4,096 tokens, compiled
+layers), sharded over all ranks by FSDP2. The mini-batch has `--tokens` tokens a rank. `--tiny`
+tries the script on CPU.
 """
 
 import argparse
@@ -26,13 +28,23 @@ TINY = {"model": "tiny", "length": 64, "tokens": 512, "micro_tokens": 200}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="1.5b", choices=SHAPES)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row [4096]")
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the mini-batch, a rank [131072]")
-    parser.add_argument("--micro-tokens", type=int, default=32_768, help="of a forward-backward pass [32768]")
-    parser.add_argument("--checkpointing", action="store_true", help="keep no activations within layers")
-    parser.add_argument("--repeats", type=int, default=2, help="timed updates, of which the best counts [2]")
+    parser.add_argument(
+        "--tokens", type=int, default=131_072, help="of the mini-batch, a rank [131072]"
+    )
+    parser.add_argument(
+        "--micro-tokens", type=int, default=32_768, help="of a forward-backward pass [32768]"
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="keep no activations within layers"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="timed updates, of which the best counts [2]"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -93,7 +105,10 @@ def main() -> None:
             share = model_flops_utilization(flops, best, torch.device(job.device))
             mfu = "" if share is None else f", MFU {share:.3f} a rank"
             print(
-                f"{world.size} ranks, {arguments.model}, {work}: {best:.3f} s, {tokens / best:,.0f} tok/s{mfu}",
+                (
+                    f"{world.size} ranks, {arguments.model}, {work}: {best:.3f} s, "
+                    f"{tokens / best:,.0f} tok/s{mfu}"
+                ),
                 flush=True,
             )
 

@@ -1,4 +1,5 @@
-"""A whole GRPO step on one CUDA device, phase by phase: ours, the best that can be assembled from parts, and TRL.
+"""A whole GRPO step on one CUDA device, phase by phase: ours, the best that can be assembled from
+parts, and TRL.
 
 | engine | what it is |
 |---|---|
@@ -6,14 +7,16 @@
 | assembled | vLLM that sleeps between rollouts, and a packed, compiled transformers update beside it |
 | trl | TRL's GRPOTrainer in transformers mode |
 
-Random weights of a Qwen2.5 shape, prompts of random tokens, forced response lengths, no KL, one optimizer step; fp32
-parameters and moments, bf16 compute. Every engine runs in a process of its own, one after the other, with a time limit.
-The whole batch is one update, so old log-probs are those of the update, unless `--old-log-probs` asks for their pass
-(TRL decides by itself). The first step is a warm-up; phases are means over the others.
+Random weights of a Qwen2.5 shape, prompts of random tokens, forced response lengths, no KL, one
+optimizer step; fp32 parameters and moments, bf16 compute. Every engine runs in a process of its
+own, one after the other, with a time limit. The whole batch is one update, so old log-probs are
+those of the update, unless `--old-log-probs` asks for their pass (TRL decides by itself). The first
+step is a warm-up; phases are means over the others.
 
-TRL may take minutes: with `--trl-prompts` it gets fewer prompts, and its times are multiplied by what was left out,
-which the table says. Run `python bench/step.py`, or for example `python bench/step.py --engines ours,assembled,trl
---trl-prompts 16`; `--tiny` tries the script on CPU. Jobs, results and logs lie in the folder `--out`.
+TRL may take minutes: with `--trl-prompts` it gets fewer prompts, and its times are multiplied by
+what was left out, which the table says. Run `python bench/step.py`, or for example `python
+bench/step.py --engines ours,assembled,trl --trl-prompts 16`; `--tiny` tries the script on CPU.
+Jobs, results and logs lie in the folder `--out`.
 """
 
 import argparse
@@ -28,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from gpu_step import write_model
@@ -41,13 +45,29 @@ HERE = Path(__file__).parent
 ENGINES = {"ours": "step_ours.py", "assembled": "step_assembled.py", "trl": "step_trl.py"}
 NEEDS = {"assembled": ("vllm", "vllm==0.24.0"), "trl": ("trl", "trl")}
 PHASES = ("generate", "old log-probs", "update", "weights", "rest", "step")
-DEVICE_DEFAULTS = {"prompts": 64, "samples": 16, "prompt_tokens": 256, "new_tokens": 1024, "micro_tokens": 16_384}
-TINY_DEFAULTS = {"prompts": 4, "samples": 2, "prompt_tokens": 16, "new_tokens": 12, "micro_tokens": 100}
+DEVICE_DEFAULTS = {
+    "prompts": 64,
+    "samples": 16,
+    "prompt_tokens": 256,
+    "new_tokens": 1024,
+    "micro_tokens": 16_384,
+}
+TINY_DEFAULTS = {
+    "prompts": 4,
+    "samples": 2,
+    "prompt_tokens": 16,
+    "new_tokens": 12,
+    "micro_tokens": 100,
+}
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", help="see above; several with commas [ours,assembled; with --tiny: ours]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engines", help="see above; several with commas [ours,assembled; with --tiny: ours]"
+    )
     parser.add_argument("--model", default="1.5b", help=f"of {', '.join(SHAPES)} [1.5b]")
     parser.add_argument("--prompts", type=int, help="[64]")
     parser.add_argument("--samples", type=int, help="responses a prompt, at least 2 [16]")
@@ -55,18 +75,32 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, help="of the longest response [1024]")
     parser.add_argument("--lengths", help="of responses: fixed:L or tail:L [fixed:NEW_TOKENS]")
     parser.add_argument("--micro-tokens", type=int, help="of a forward-backward pass [16384]")
-    parser.add_argument("--peer-micro-tokens", type=int, help="of the others' passes, if they have room for less")
+    parser.add_argument(
+        "--peer-micro-tokens", type=int, help="of the others' passes, if they have room for less"
+    )
     parser.add_argument("--steps", type=int, default=2, help="the first is a warm-up [2]")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--old-log-probs", action="store_true", help="a pass for them before the update")
-    parser.add_argument("--vllm-memory", type=float, default=0.6, help="share of the device for vLLM [0.6]")
+    parser.add_argument(
+        "--old-log-probs", action="store_true", help="a pass for them before the update"
+    )
+    parser.add_argument(
+        "--vllm-memory", type=float, default=0.6, help="share of the device for vLLM [0.6]"
+    )
     parser.add_argument("--trl-prompts", type=int, help="prompts that TRL gets, if not all")
-    parser.add_argument("--trl-steps", type=int, help="steps that TRL makes, if not --steps; 1 counts its first one")
-    parser.add_argument("--limit-s", type=float, default=500.0, help="time limit of an engine [500]")
+    parser.add_argument(
+        "--trl-steps", type=int, help="steps that TRL makes, if not --steps; 1 counts its first one"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=500.0, help="time limit of an engine [500]"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
-    parser.add_argument("--out", type=Path, default=Path("outputs/step"), help="folder for model, logs and JSON")
-    parser.add_argument("--write-model", action="store_true", help="write the model into --out and nothing else")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/step"), help="folder for model, logs and JSON"
+    )
+    parser.add_argument(
+        "--write-model", action="store_true", help="write the model into --out and nothing else"
+    )
     arguments = parser.parse_args(words)
     for name, value in (TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS).items():
         if getattr(arguments, name) is None:
@@ -74,7 +108,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.model = "tiny" if arguments.tiny else arguments.model
     arguments.peer_micro_tokens = arguments.peer_micro_tokens or arguments.micro_tokens
     arguments.lengths = arguments.lengths or f"fixed:{arguments.new_tokens}"
-    arguments.engines = (arguments.engines or ("ours" if arguments.tiny else "ours,assembled")).split(",")
+    arguments.engines = (
+        arguments.engines or ("ours" if arguments.tiny else "ours,assembled")
+    ).split(",")
     try:
         check(arguments)
     except ValueError as error:
@@ -84,16 +120,24 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for a name or a number that means nothing."""
-    for option, names, known in (("engines", arguments.engines, ENGINES), ("model", [arguments.model], SHAPES)):
+    for option, names, known in (
+        ("engines", arguments.engines, ENGINES),
+        ("model", [arguments.model], SHAPES),
+    ):
         for name in names:
             if name not in known:
                 raise ValueError(f"--{option} must be of {', '.join(known)}, got '{name}'.")
     _, longest = parse_lengths(arguments.lengths)
     fewest = min(arguments.micro_tokens, arguments.peer_micro_tokens)
     if longest + arguments.prompt_tokens > fewest:
-        raise ValueError(f"A pass must hold a row of {longest + arguments.prompt_tokens} tokens, got {fewest}.")
+        raise ValueError(
+            f"A pass must hold a row of {longest + arguments.prompt_tokens} tokens, got {fewest}."
+        )
     if min(arguments.steps, arguments.samples) < 2:
-        raise ValueError(f"--steps and --samples must be at least 2, got {arguments.steps} and {arguments.samples}.")
+        raise ValueError(
+            f"--steps and --samples must be at least 2, got {arguments.steps} and "
+            f"{arguments.samples}."
+        )
 
 
 def make_job(arguments: argparse.Namespace, engine: str) -> StepJob:
@@ -127,7 +171,13 @@ def run_engine(arguments: argparse.Namespace, engine: str) -> dict[str, Any] | s
     files = {suffix: arguments.out / f"{engine}.{suffix}" for suffix in ("job.json", "json", "log")}
     make_job(arguments, engine).write(files["job.json"])
     files["json"].unlink(missing_ok=True)
-    command = [str(HERE / ENGINES[engine]), "--job", str(files["job.json"]), "--json", str(files["json"])]
+    command = [
+        str(HERE / ENGINES[engine]),
+        "--job",
+        str(files["job.json"]),
+        "--json",
+        str(files["json"]),
+    ]
     problem = run_limited(command, files["log"], limit_s=arguments.limit_s)
     return problem or json.loads(files["json"].read_text(encoding="utf-8"))
 
@@ -136,8 +186,12 @@ def phases(arguments: argparse.Namespace, engine: str, result: dict[str, Any]) -
     """Mean seconds of every phase after the warm-up, of all prompts."""
     counted = result["steps"][1:] or result["steps"]
     scale = arguments.prompts / make_job(arguments, engine).prompts
-    means = {name: scale * sum(step.get(name, 0.0) for step in counted) / len(counted) for name in PHASES}
-    means["rest"] = means["step"] - sum(means[name] for name in PHASES if name not in ("rest", "step"))
+    means = {
+        name: scale * sum(step.get(name, 0.0) for step in counted) / len(counted) for name in PHASES
+    }
+    means["rest"] = means["step"] - sum(
+        means[name] for name in PHASES if name not in ("rest", "step")
+    )
     return means
 
 
@@ -146,13 +200,17 @@ def print_table(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
     first = next(iter(columns))
     peers = [engine for engine in columns if engine != first]
     scaled = {engine: arguments.prompts / make_job(arguments, engine).prompts for engine in columns}
-    names = [f"{engine} (x {scaled[engine]:g})" if scaled[engine] != 1 else engine for engine in columns]
+    names = [
+        f"{engine} (x {scaled[engine]:g})" if scaled[engine] != 1 else engine for engine in columns
+    ]
     heads = ["seconds", *names, *(f"{peer} / {first}" for peer in peers)]
     print("\n| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for phase in PHASES:
         cells = [f"{column[phase]:.3f}" for column in columns.values()]
         ratios = [
-            f"{columns[peer][phase] / columns[first][phase]:.2f}" if columns[first][phase] > 1e-3 else ""
+            f"{columns[peer][phase] / columns[first][phase]:.2f}"
+            if columns[first][phase] > 1e-3
+            else ""
             for peer in peers
         ]
         print("| " + " | ".join([phase, *cells, *ratios]) + " |")
@@ -168,10 +226,14 @@ def describe(arguments: argparse.Namespace, engine: str, result: dict[str, Any])
     """One line, as soon as an engine is done."""
     seconds = phases(arguments, engine, result)
     parts = ", ".join(f"{name} {seconds[name]:.3f}" for name in PHASES if seconds[name])
-    details = {name: value for name, value in result.items() if name not in ("steps", "versions", "peak_gib")}
+    details = {
+        name: value
+        for name, value in result.items()
+        if name not in ("steps", "versions", "peak_gib")
+    }
     return (
-        f"{engine}: {parts} s; warm-up step {result['steps'][0]['step']:.1f} s; device peak {result['peak_gib']:.1f} "
-        f"GiB; {details}; {result['versions']}"
+        f"{engine}: {parts} s; warm-up step {result['steps'][0]['step']:.1f} s; device peak "
+        f"{result['peak_gib']:.1f} GiB; {details}; {result['versions']}"
     )
 
 
@@ -180,19 +242,33 @@ def main() -> None:
     arguments.out = arguments.out.resolve()
     device = torch.device("cpu" if arguments.tiny else "cuda")
     if not arguments.tiny and not torch.cuda.is_available():
-        raise SystemExit("step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny.")
+        raise SystemExit(
+            "step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny."
+        )
     if arguments.write_model:
         write_model(arguments.out / "model", SHAPES[arguments.model], device)
         return
     # In a process of its own, so that no memory of the device stays with this one.
-    command = [str(Path(__file__).resolve()), "--write-model", "--out", str(arguments.out), "--model", arguments.model]
-    problem = run_limited(command + ["--tiny"] * arguments.tiny, arguments.out / "model.log", limit_s=arguments.limit_s)
+    command = [
+        str(Path(__file__).resolve()),
+        "--write-model",
+        "--out",
+        str(arguments.out),
+        "--model",
+        arguments.model,
+    ]
+    problem = run_limited(
+        command + ["--tiny"] * arguments.tiny,
+        arguments.out / "model.log",
+        limit_s=arguments.limit_s,
+    )
     if problem:
         raise SystemExit(f"step.py: the model could not be written: {problem}")
     print(
-        f"{arguments.model}: {arguments.prompts} prompts x {arguments.samples} samples, {arguments.prompt_tokens} + "
-        f"{arguments.lengths} tokens, passes of {arguments.micro_tokens} (others {arguments.peer_micro_tokens}), "
-        f"checkpointing {'off' if arguments.no_checkpointing else 'on'}, {arguments.steps} steps",
+        f"{arguments.model}: {arguments.prompts} prompts x {arguments.samples} samples, "
+        f"{arguments.prompt_tokens} + {arguments.lengths} tokens, passes of "
+        f"{arguments.micro_tokens} (others {arguments.peer_micro_tokens}), checkpointing "
+        f"{'off' if arguments.no_checkpointing else 'on'}, {arguments.steps} steps",
         flush=True,
     )
     start = time.perf_counter()
@@ -213,7 +289,9 @@ def main() -> None:
         print_table(arguments, results)
     print(f"{time.perf_counter() - start:.0f} s in all", flush=True)
     if problems:
-        raise SystemExit(f"step.py: {', '.join(problems)} failed; what the others gave stands above.")
+        raise SystemExit(
+            f"step.py: {', '.join(problems)} failed; what the others gave stands above."
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The best that can be assembled from parts, as verl did before it had an engine of its own: vLLM generates, the packed
-and compiled transformers model of `training_torch.py` learns, and takes turns with vLLM on the device (sleep level 2,
-wake). Weights go over in buckets of bf16 within this process. `step.py` starts this script. Needs `pip install vllm`.
+"""The best that can be assembled from parts, as verl did before it had an engine of its own: vLLM
+generates, the packed and compiled transformers model of `training_torch.py` learns, and takes turns
+with vLLM on the device (sleep level 2, wake). Weights go over in buckets of bf16 within this
+process. `step.py` starts this script. Needs `pip install vllm`.
 """
 
 import os
@@ -9,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before vllm reads them: its engine in this process, so that weights are handed over without a copy, and functions may
-# be sent to its worker.
+# Before vllm reads them: its engine in this process, so that weights are handed over without a
+# copy, and functions may be sent to its worker.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
 
 import numpy as np
@@ -113,23 +114,32 @@ def make_trainer(job: StepJob) -> Torch:
 
 
 def to_rows(asks: list[Ask], outputs: list[Any]) -> list[Row]:
-    """Trajectories with GRPO's advantages; the reward is the share of even token ids, as in `gpu_step.py`."""
+    """Trajectories with GRPO's advantages; the reward is the share of even token ids, as in
+    `gpu_step.py`."""
     rows: list[Row] = []
     requests = iter(outputs)
     for ask in asks:
         answers = [next(requests).outputs[0] for _ in ask.limits]
         # The log-probs of the rollout are what a trainer compares with its own.
         for answer in answers:
-            assert len([at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs)]) > 0
+            assert (
+                len([at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs)]) > 0
+            )
         responses = [tuple(answer.token_ids) for answer in answers]
         rewards = np.array([np.mean(np.array(response) % 2 == 0) for response in responses])
-        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if len(rewards) > 1 else rewards
+        advantages = (
+            (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            if len(rewards) > 1
+            else rewards
+        )
         prompt = torch.tensor(ask.prompt_ids)
         rows += [Row(prompt, torch.tensor(ids), float(a)) for ids, a in zip(responses, advantages)]
     return rows
 
 
-def step(job: StepJob, number: int, rollout: SleepingVLLM, trainer: Torch) -> tuple[dict[str, float], list[Row], float]:
+def step(
+    job: StepJob, number: int, rollout: SleepingVLLM, trainer: Torch
+) -> tuple[dict[str, float], list[Row], float]:
     """One GRPO step: what each phase took, the rows, and the norm of the gradient."""
     limits = job.limits().tolist()
     prompts = draw_prompts(job.prompts, job.prompt_tokens, job.vocabulary, job.seed, number)

@@ -1,4 +1,5 @@
-"""Our trainer at the work of `step.py`, which starts this script: the run of `gpu_step.py`, timed by the trainer."""
+"""Our trainer at the work of `step.py`, which starts this script: the run of `gpu_step.py`, timed
+by the trainer."""
 
 import argparse
 import json
@@ -29,7 +30,9 @@ def impose_lengths(rollout: Any, job: StepJob) -> None:
     generate, limits = rollout.generate, job.limits().tolist()
 
     def limited(requests: list[Request], *arguments: Any, **named: Any) -> Any:
-        asked = [replace(each, limits=tuple(row)) for each, row in zip(requests, limits, strict=True)]
+        asked = [
+            replace(each, limits=tuple(row)) for each, row in zip(requests, limits, strict=True)
+        ]
         return generate(asked, *arguments, **named)
 
     rollout.generate = limited
@@ -62,7 +65,9 @@ def run(job: StepJob) -> dict[str, Any]:
     lines: list[dict[str, float]] = [json.loads(line) for line in text.splitlines()]
     return {
         "versions": versions(job.device),
-        "steps": [{row: line[phase] for row, phase in ROWS.items() if phase in line} for line in lines],
+        "steps": [
+            {row: line[phase] for row, phase in ROWS.items() if phase in line} for line in lines
+        ],
         "response_tokens": round(lines[-1]["response_length/mean"] * job.rows),
         "grad_norm": lines[-1]["actor/grad_norm"],
         "probs_diff": max(line["training/rollout_probs_diff_max"] for line in lines),

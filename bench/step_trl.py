@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer in transformers mode at the work of `step.py`, which starts this script; the device waits for every
-phase to end. Needs `pip install trl`.
+"""TRL's GRPOTrainer in transformers mode at the work of `step.py`, which starts this script; the
+device waits for every phase to end. Needs `pip install trl`.
 
-All responses get the longest length: TRL has no limit for each sample, and would pad to it. Prompts are digits, each a
-token of its own.
+All responses get the longest length: TRL has no limit for each sample, and would pad to it. Prompts
+are digits, each a token of its own.
 """
 
 import functools
@@ -66,8 +66,8 @@ class DeviceStopwatch(Stopwatch):
 
 
 def make_config(job: StepJob, folder: Path) -> GRPOConfig:
-    """The same algorithm as ours: one update a batch, no KL. Micro-batches of as many rows as fit into micro_tokens,
-    padded to the longest."""
+    """The same algorithm as ours: one update a batch, no KL. Micro-batches of as many rows as fit
+    into micro_tokens, padded to the longest."""
     micro_rows = max(1, job.micro_tokens // (job.prompt_tokens + job.longest))
     while job.rows % micro_rows:
         micro_rows -= 1
@@ -109,9 +109,13 @@ def run(job: StepJob) -> dict[str, Any]:
     folder = Path(job.folder) / "trl"
     shutil.rmtree(folder, ignore_errors=True)
     watch = DeviceStopwatch(job.device)
-    model: Any = AutoModelForCausalLM.from_pretrained(Path(job.folder) / "model", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        Path(job.folder) / "model", dtype=torch.float32
+    )
     tokenizer = AutoTokenizer.from_pretrained(Path(job.folder) / "model")
-    digits = np.random.default_rng(job.seed).integers(10, size=(job.prompts * job.steps, job.prompt_tokens))
+    digits = np.random.default_rng(job.seed).integers(
+        10, size=(job.prompts * job.steps, job.prompt_tokens)
+    )
     prompts = ["".join(map(str, row)) for row in digits]
     num_tokens = len(tokenizer(prompts[0])["input_ids"])
     if num_tokens != job.prompt_tokens:
@@ -127,9 +131,13 @@ def run(job: StepJob) -> dict[str, Any]:
     trainer.compute_loss = watch.timing("loss_forward", trainer.compute_loss)
     trainer.accelerator.backward = watch.timing("backward", trainer.accelerator.backward)
     model.generate = watch.timing("gen", model.generate)
-    model.forward = watch.timing("log_probs", model.forward)  # outside generate and compute_loss: old log-probs
+    # outside generate and compute_loss: old log-probs
+    model.forward = watch.timing("log_probs", model.forward)
     trainer.train()
-    steps = [{row: sum(line.get(name, 0.0) for name in names) for row, names in ROWS.items()} for line in watch.steps]
+    steps = [
+        {row: sum(line.get(name, 0.0) for name in names) for row, names in ROWS.items()}
+        for line in watch.steps
+    ]
     return {
         "versions": f"trl {trl.__version__}, {versions(job.device)}",
         "steps": steps,

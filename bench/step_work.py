@@ -1,7 +1,7 @@
 """What every side of `step.py` does: one GRPO step on the same model, prompts and response lengths.
 
-The model and a tokenizer lie in `folder/model`. The lengths of responses are those of `rollout_work.py`, drawn once and
-imposed on every step.
+The model and a tokenizer lie in `folder/model`. The lengths of responses are those of
+`rollout_work.py`, drawn once and imposed on every step.
 """
 
 import argparse
@@ -89,8 +89,8 @@ class DeviceMemory:
 
 
 def serve(run: Callable[[StepJob], dict[str, Any]], description: str | None) -> None:
-    """The command line of a side: a job in a file, the result as JSON in another. `run` gives `versions`, `steps` with
-    the seconds of every phase, and whatever else is worth a line."""
+    """The command line of a side: a job in a file, the result as JSON in another. `run` gives
+    `versions`, `steps` with the seconds of every phase, and whatever else is worth a line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--job", type=Path, required=True, help="file that step.py wrote")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")

@@ -1,5 +1,5 @@
-"""One optimizer step and one log-prob pass on one CUDA device: our training engine beside plain transformers and beside
-the best that torch and transformers give.
+"""One optimizer step and one log-prob pass on one CUDA device: our training engine beside plain
+transformers and beside the best that torch and transformers give.
 
 | engine | what it is |
 |---|---|
@@ -10,15 +10,17 @@ the best that torch and transformers give.
 | torch-eager | the same, not compiled |
 | hf | transformers as TRL's trainer runs it: padded rows, sdpa, bf16 autocast, fp32 logits of all response tokens |
 
-Every engine runs in a process of its own, one after the other, with a time limit, on the same random weights (Qwen2.5
-shapes, fp32 parameters) and rows; its result stands below as soon as it is known. Loss, mean log-prob and norm of the
-gradient of all engines stand beside one another. MFU counts model FLOPs: the head at response tokens alone, causal
-attention, no recomputation; of 989 TFLOP/s on an H200.
+Every engine runs in a process of its own, one after the other, with a time limit, on the same
+random weights (Qwen2.5 shapes, fp32 parameters) and rows; its result stands below as soon as it is
+known. Loss, mean log-prob and norm of the gradient of all engines stand beside one another. MFU
+counts model FLOPs: the head at response tokens alone, causal attention, no recomputation; of 989
+TFLOP/s on an H200.
 
-Full training of the 7b shape takes 16 bytes a parameter, 122 GB, before any activation: it runs without its optimizer
-unless `--optimizer` is given; `--lora 32` trains adapters. Run `python bench/training.py`, or for example with
-`--models 0.5b,1.5b,7b --lengths fixed:1024,fixed:4096,fixed:16384 --checkpointing on,off --engines
-ours,ours-compiled,torch,hf`; `--tiny` tries the script on CPU. Jobs, results and logs lie in the folder `--out`.
+Full training of the 7b shape takes 16 bytes a parameter, 122 GB, before any activation: it runs
+without its optimizer unless `--optimizer` is given; `--lora 32` trains adapters. Run `python
+bench/training.py`, or for example with `--models 0.5b,1.5b,7b --lengths
+fixed:1024,fixed:4096,fixed:16384 --checkpointing on,off --engines ours,ours-compiled,torch,hf`;
+`--tiny` tries the script on CPU. Jobs, results and logs lie in the folder `--out`.
 """
 
 import argparse
@@ -52,40 +54,72 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "torch-eager": ("training_torch.py", {}),
     "hf": ("training_hf.py", {}),
 }
-DEVICE_DEFAULTS = {"models": "1.5b", "lengths": "fixed:4096", "tokens": 65_536, "micro_tokens": 16_384}
-TINY_DEFAULTS = {"models": "tiny", "lengths": "fixed:64,tail:48", "tokens": 512, "micro_tokens": 200}
+DEVICE_DEFAULTS = {
+    "models": "1.5b",
+    "lengths": "fixed:4096",
+    "tokens": 65_536,
+    "micro_tokens": 16_384,
+}
+TINY_DEFAULTS = {
+    "models": "tiny",
+    "lengths": "fixed:64,tail:48",
+    "tokens": 512,
+    "micro_tokens": 200,
+}
 # One prompt of 1,024 tokens for 16 responses of 512 (tiny: 32 and 16).
 SHARED = {"lengths": "fixed:1536", "prompt_tokens": 1024, "samples": 16, "micro_tokens": 24_576}
 TINY_SHARED = {"lengths": "fixed:48", "prompt_tokens": 32, "samples": 4, "micro_tokens": 200}
 HEADER = (
-    "| engine | update s | tok/s | MFU | peak GiB | of which optimizer s | log-prob s | tok/s | MFU | peak GiB | "
-    "loss | log-prob, update | log-prob, pass | grad norm | start-up s |"
+    "| engine | update s | tok/s | MFU | peak GiB | of which optimizer s | log-prob s | tok/s | "
+    "MFU | peak GiB | loss | log-prob, update | log-prob, pass | grad norm | start-up s |"
 )
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", help=f"of {', '.join(SHAPES)}; several with commas [1.5b]")
     parser.add_argument("--engines", help="see above; several with commas [ours,torch,hf]")
     parser.add_argument("--compile", action="store_true", help="ours-compiled too, as in --engines")
-    parser.add_argument("--lengths", help="of a row: fixed:L or tail:L; several with commas [fixed:4096]")
+    parser.add_argument(
+        "--lengths", help="of a row: fixed:L or tail:L; several with commas [fixed:4096]"
+    )
     parser.add_argument("--tokens", type=int, help="of the mini-batch [65536]")
-    parser.add_argument("--micro-tokens", type=int, help="of a forward-backward pass, at least a row [16384]")
+    parser.add_argument(
+        "--micro-tokens", type=int, help="of a forward-backward pass, at least a row [16384]"
+    )
     parser.add_argument("--prompt-tokens", type=int, help="of each row [L / 16]")
     parser.add_argument("--samples", type=int, help="rows that share a prompt [1]")
     parser.add_argument(
-        "--checkpointing", default="on", help="on, off or ours's share of the layers, 0.5 say; several with commas [on]"
+        "--checkpointing",
+        default="on",
+        help="on, off or ours's share of the layers, 0.5 say; several with commas [on]",
     )
-    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights [0]")
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of adapters; 0 trains all weights [0]"
+    )
     parser.add_argument("--no-optimizer", action="store_true", help="gradients alone")
-    parser.add_argument("--optimizer", action="store_true", help="the optimizer step also of the 7b shape")
-    parser.add_argument("--no-entropy", action="store_true", help="ours and hf without entropies in the update")
-    parser.add_argument("--shared-prompts", action="store_true", help="groups of 16 with 1,024 + 512 tokens")
-    parser.add_argument("--repeats", type=int, default=2, help="timed runs, of which the best counts [2]")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of an engine on one workload [300]")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="the optimizer step also of the 7b shape"
+    )
+    parser.add_argument(
+        "--no-entropy", action="store_true", help="ours and hf without entropies in the update"
+    )
+    parser.add_argument(
+        "--shared-prompts", action="store_true", help="groups of 16 with 1,024 + 512 tokens"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="timed runs, of which the best counts [2]"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=300.0, help="time limit of an engine on one workload [300]"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
-    parser.add_argument("--out", type=Path, default=Path("outputs/training"), help="folder for logs and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/training"), help="folder for logs and JSON"
+    )
     arguments = parser.parse_args(words)
     try:
         return complete(arguments)
@@ -96,12 +130,19 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def complete(arguments: argparse.Namespace) -> argparse.Namespace:
     """Fill in what was not given. Raises ValueError for a name or a number that means nothing."""
     shared = (TINY_SHARED if arguments.tiny else SHARED) if arguments.shared_prompts else {}
-    defaults = {**(TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS), "prompt_tokens": None, "samples": 1, **shared}
+    defaults = {
+        **(TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS),
+        "prompt_tokens": None,
+        "samples": 1,
+        **shared,
+    }
     for name, value in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     usual = "ours,ours-shared" if arguments.shared_prompts else "ours,torch,hf"
-    arguments.engines = (arguments.engines or usual).split(",") + ["ours-compiled"] * arguments.compile
+    arguments.engines = (arguments.engines or usual).split(",") + [
+        "ours-compiled"
+    ] * arguments.compile
     arguments.engines = list(dict.fromkeys(arguments.engines))
     for name in ("models", "lengths", "checkpointing"):
         setattr(arguments, name, getattr(arguments, name).split(","))
@@ -112,19 +153,28 @@ def complete(arguments: argparse.Namespace) -> argparse.Namespace:
                 raise ValueError(f"--{option} must be of {', '.join(names)}, got '{name}'.")
     for checkpointing in arguments.checkpointing:
         if checkpointing not in ("on", "off") and not 0 < float(checkpointing) < 1:
-            raise ValueError(f"--checkpointing must be on, off or a share between 0 and 1, got '{checkpointing}'.")
+            raise ValueError(
+                "--checkpointing must be on, off or a share between 0 and 1, got "
+                f"'{checkpointing}'."
+            )
     for lengths in arguments.lengths:
         _, longest = parse_lengths(lengths)
         if longest > arguments.micro_tokens:
-            raise ValueError(f"--micro-tokens must hold a row of {longest} tokens, got {arguments.micro_tokens}.")
+            raise ValueError(
+                f"--micro-tokens must hold a row of {longest} tokens, got {arguments.micro_tokens}."
+            )
         if arguments.prompt_tokens is not None and not 0 < arguments.prompt_tokens < longest:
-            raise ValueError(f"--prompt-tokens must be in 1..{longest - 1}, got {arguments.prompt_tokens}.")
+            raise ValueError(
+                f"--prompt-tokens must be in 1..{longest - 1}, got {arguments.prompt_tokens}."
+            )
     if min(arguments.samples, arguments.repeats) < 1 or arguments.lora < 0:
         raise ValueError("--samples and --repeats must be at least 1, --lora at least 0.")
     return arguments
 
 
-def make_job(arguments: argparse.Namespace, model: str, lengths: str, checkpointing: str, engine: str) -> Job:
+def make_job(
+    arguments: argparse.Namespace, model: str, lengths: str, checkpointing: str, engine: str
+) -> Job:
     _, longest = parse_lengths(lengths)
     fits = model != "7b" or arguments.lora > 0 or arguments.optimizer
     return Job(
@@ -155,10 +205,19 @@ def run_engine(job: Job, engine: str, folder: Path, limit_s: float) -> dict[str,
     files = {suffix: folder / f"{engine}.{suffix}" for suffix in ("job.json", "json", "log")}
     job.write(files["job.json"])
     files["json"].unlink(missing_ok=True)
-    command = [str(HERE / ENGINES[engine][0]), "--job", str(files["job.json"]), "--json", str(files["json"])]
+    command = [
+        str(HERE / ENGINES[engine][0]),
+        "--job",
+        str(files["job.json"]),
+        "--json",
+        str(files["json"]),
+    ]
     # As the trainer has it (`use_expandable_segments`).
     problem = run_limited(
-        command, files["log"], limit_s=limit_s, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        command,
+        files["log"],
+        limit_s=limit_s,
+        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     )
     return problem or json.loads(files["json"].read_text(encoding="utf-8"))
 
@@ -197,7 +256,9 @@ def disagreement(results: dict[str, dict[str, Any]]) -> str:
     return ", ".join(f"{name} {value:.2%}" for name, value in worst.items())
 
 
-def run_workload(arguments: argparse.Namespace, model: str, lengths: str, checkpointing: str) -> dict[str, Any]:
+def run_workload(
+    arguments: argparse.Namespace, model: str, lengths: str, checkpointing: str
+) -> dict[str, Any]:
     """All engines on one workload; what each gave, or why it gave nothing."""
     name = f"{lengths.replace(':', '-')}.checkpointing-{checkpointing}"
     results: dict[str, dict[str, Any]] = {}
@@ -205,9 +266,10 @@ def run_workload(arguments: argparse.Namespace, model: str, lengths: str, checkp
     job = make_job(arguments, model, lengths, checkpointing, arguments.engines[0])
     trained = f"LoRA {job.lora}" if job.lora else "all weights"
     print(
-        f"\n{model}, rows {lengths} ({job.prompt_tokens} prompt), {job.samples} of a prompt, {job.tokens:,} tokens in "
-        f"passes of {job.micro_tokens:,}, checkpointing {checkpointing}, {trained}, "
-        f"{'with' if job.optimizer else 'without'} optimizer\n{HEADER}\n|{'---|' * HEADER.count(' |')}",
+        f"\n{model}, rows {lengths} ({job.prompt_tokens} prompt), {job.samples} of a prompt, "
+        f"{job.tokens:,} tokens in passes of {job.micro_tokens:,}, checkpointing {checkpointing}, "
+        f"{trained}, {'with' if job.optimizer else 'without'} "
+        f"optimizer\n{HEADER}\n|{'---|' * HEADER.count(' |')}",
         flush=True,
     )
     for engine in arguments.engines:
@@ -223,7 +285,9 @@ def run_workload(arguments: argparse.Namespace, model: str, lengths: str, checkp
         print(f"largest relative difference: {disagreement(results)}", flush=True)
         first, *peers = results
         for phase in ("update_s", "log_prob_s"):
-            ratios = [f"{peer} {results[peer][phase] / results[first][phase]:.2f}" for peer in peers]
+            ratios = [
+                f"{peer} {results[peer][phase] / results[first][phase]:.2f}" for peer in peers
+            ]
             print(f"{phase} as a multiple of {first}'s: {', '.join(ratios)}", flush=True)
     return {"job": asdict(job), "results": results, "problems": problems}
 
@@ -232,7 +296,10 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.out = arguments.out.resolve()
     if not arguments.tiny and not torch.cuda.is_available():
-        raise SystemExit("training.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny.")
+        raise SystemExit(
+            "training.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
+            "--tiny."
+        )
     start = time.perf_counter()
     reports = []
     for model in arguments.models:
@@ -240,12 +307,16 @@ def main() -> None:
         for lengths in arguments.lengths:
             for checkpointing in arguments.checkpointing:
                 reports.append(run_workload(arguments, model, lengths, checkpointing))
-                (arguments.out / "training.json").write_text(json.dumps(reports, indent=2), encoding="utf-8")
+                (arguments.out / "training.json").write_text(
+                    json.dumps(reports, indent=2), encoding="utf-8"
+                )
     versions = {result["versions"] for report in reports for result in report["results"].values()}
     print(f"\n{'; '.join(versions)}; {time.perf_counter() - start:.0f} s in all", flush=True)
     failed = [engine for report in reports for engine in report["problems"]]
     if failed:
-        raise SystemExit(f"training.py: {', '.join(failed)} failed; what the others gave stands above.")
+        raise SystemExit(
+            f"training.py: {', '.join(failed)} failed; what the others gave stands above."
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The same step in plain transformers, as TRL's trainer does it: padded rows, sdpa, bf16 autocast over fp32 parameters,
-logits of all response tokens in fp32. `training.py` starts this script."""
+"""The same step in plain transformers, as TRL's trainer does it: padded rows, sdpa, bf16 autocast
+over fp32 parameters, logits of all response tokens in fp32. `training.py` starts this script."""
 
 import os
 import sys
@@ -17,15 +17,20 @@ from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, tr
 
 
 class Plain:
-    """What the sides without our engine share: a model of transformers, AdamW over what is trained of it, clipping."""
+    """What the sides without our engine share: a model of transformers, AdamW over what is trained
+    of it, clipping."""
 
     model: Any
 
     def train(self, job: Job) -> None:
         """Make checkpointing and the optimizer ready for `model`."""
         if job.checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        self.trained = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
         self.optimizer = torch.optim.AdamW(self.trained, lr=LEARNING_RATE, fused=True)
 
     def norm(self) -> float:
@@ -40,7 +45,8 @@ class Plain:
 
 
 class HF(Plain):
-    """A `Side`. A micro-batch has as many rows as fit into `micro_tokens` tokens, padding included."""
+    """A `Side`. A micro-batch has as many rows as fit into `micro_tokens` tokens, padding
+    included."""
 
     def __init__(self, job: Job) -> None:
         self.versions = versions(job.device)
@@ -88,7 +94,9 @@ class HF(Plain):
             mask[number, real] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
         with autocast(self.device):
-            output = self.model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=longest + 1)
+            output = self.model(
+                input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=longest + 1
+            )
         # accelerate hands the outputs of a model under autocast over in fp32.
         logits = output.logits.float()[:, :-1]
         targets = ids[:, width:]
@@ -117,7 +125,9 @@ def with_lora(model: Any, rank: int) -> Any:
         return model
     import peft
 
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     torch.manual_seed(0)
     peft.inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():

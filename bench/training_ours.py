@@ -1,11 +1,13 @@
-"""Our training engine at the work of `training.py`, which starts this script: AdamW, FSDP2 over a mesh of one."""
+"""Our training engine at the work of `training.py`, which starts this script: AdamW, FSDP2 over a
+mesh of one."""
 
 import os
 import sys
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -64,10 +66,18 @@ class Ours:
     def _loss(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         log_probs = outputs["log_probs"]
         result = self.objective({"entropy": log_probs, **outputs}, columns, sequence)
-        return LossOutput(loss=result.loss, means={**result.means, "log_prob": log_probs.detach()}, sums=result.sums)
+        return LossOutput(
+            loss=result.loss,
+            means={**result.means, "log_prob": log_probs.detach()},
+            sums=result.sums,
+        )
 
     def norm(self) -> float:
-        gradients = [parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad
+            for parameter in self.engine.module.parameters()
+            if parameter.grad is not None
+        ]
         return full_tensor(torch.nn.utils.get_total_norm(gradients)).item()
 
     def step(self) -> float:
@@ -83,7 +93,8 @@ class Ours:
 
 
 def as_batch(rows: list[Row]) -> DataProto:
-    """The columns that a rollout and an advantage estimator leave: prompts padded left, responses right."""
+    """The columns that a rollout and an advantage estimator leave: prompts padded left, responses
+    right."""
     prompt_width = max(len(row.prompt) for row in rows)
     response_width = max(len(row.response) for row in rows)
     ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
@@ -105,7 +116,9 @@ def as_batch(rows: list[Row]) -> DataProto:
     prompts = [row.prompt.numpy().tobytes() for row in rows]
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     uids = np.array([f"prompt-{numbers[prompt]}" for prompt in prompts], dtype=object)
-    return DataProto(batch=TensorDict(columns, batch_size=[len(rows)]), non_tensor_batch={"uid": uids})
+    return DataProto(
+        batch=TensorDict(columns, batch_size=[len(rows)]), non_tensor_batch={"uid": uids}
+    )
 
 
 if __name__ == "__main__":

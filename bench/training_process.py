@@ -1,4 +1,5 @@
-"""Running the sides of `training.py` and `step.py`: each in its own process, with a time limit. Imports no torch."""
+"""Running the sides of `training.py` and `step.py`: each in its own process, with a time limit.
+Imports no torch."""
 
 import os
 import signal
@@ -41,6 +42,10 @@ def run_limited(
 
 def last_error(log: Path) -> str:
     """The line that says what went wrong, cut to a line of the terminal or two."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     named = [line for line in lines if any(mark in line.split(":")[0] for mark in _ERROR_MARKS)]
     return (named or lines or ["no output"])[-1][:_LINE]

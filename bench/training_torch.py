@@ -1,5 +1,6 @@
-"""The best that torch and transformers alone give: rows packed for `varlen_attn`, every layer compiled, log-probs in
-recomputed chunks, fused AdamW, bf16 autocast over fp32 parameters. `training.py` starts this script."""
+"""The best that torch and transformers alone give: rows packed for `varlen_attn`, every layer
+compiled, log-probs in recomputed chunks, fused AdamW, bf16 autocast over fp32 parameters.
+`training.py` starts this script."""
 
 import os
 import sys
@@ -24,18 +25,36 @@ from transformers import AttentionInterface
 
 CHUNK_LOGITS = 2**27
 # torch 2.11 counts the heads itself, later releases want to be told.
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 def packed_varlen(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """(1, H, N, D) each -> (1, N, H, D), causal within each sequence of `cu_seq_lens_q`."""
     ends, longest = asked["cu_seq_lens_q"], asked["max_length_q"]
     # Autocast leaves RoPE in fp32, and does not know varlen_attn.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     if q.is_cuda:
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=asked["scaling"], window_size=(-1, 0), **GROUPED)
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            ends,
+            ends,
+            longest,
+            longest,
+            scale=asked["scaling"],
+            window_size=(-1, 0),
+            **GROUPED,
+        )
     else:
         out = one_by_one(q, k, v, ends)
     return out[None], None
@@ -46,7 +65,9 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     """The same on CPU, which has no such kernel: to try the script."""
     sizes = ends.diff().tolist()
     parts = [
-        F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)
+        F.scaled_dot_product_attention(
+            *(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True
+        )
         for qkv in zip(*(tensor.split(sizes) for tensor in (q, k, v)))
     ]
     return torch.cat([part[0].transpose(0, 1) for part in parts])
@@ -78,8 +99,14 @@ class Torch(Plain):
         for part in self._parts(rows):
             log_probs = self._log_probs(part, rows)
             counts = torch.tensor([len(row.response) for row in part])
-            advantages = torch.tensor([row.advantage for row in part]).repeat_interleave(counts).to(self.device)
-            loss = policy_loss(log_probs, advantages, torch.full_like(log_probs.detach(), 1 / tokens))
+            advantages = (
+                torch.tensor([row.advantage for row in part])
+                .repeat_interleave(counts)
+                .to(self.device)
+            )
+            loss = policy_loss(
+                log_probs, advantages, torch.full_like(log_probs.detach(), 1 / tokens)
+            )
             loss.backward()
             total += torch.stack([loss.detach(), log_probs.detach().sum() / tokens])
         return Numbers(*total.tolist())
@@ -94,7 +121,9 @@ class Torch(Plain):
         parts: list[list[Row]] = []
         room: list[int] = []
         for row in sorted(rows, key=lambda row: -row.length):
-            index = next((index for index, free in enumerate(room) if free >= row.length), len(parts))
+            index = next(
+                (index for index, free in enumerate(room) if free >= row.length), len(parts)
+            )
             if index == len(parts):
                 parts.append([])
                 room.append(self.micro_tokens)
@@ -108,7 +137,10 @@ class Torch(Plain):
         positions = torch.cat([torch.arange(row.length) for row in part])
         starts = [0, *accumulate(row.length for row in part)]
         answered = torch.cat(
-            [torch.arange(start + len(row.prompt), start + row.length) for start, row in zip(starts, part)]
+            [
+                torch.arange(start + len(row.prompt), start + row.length)
+                for start, row in zip(starts, part)
+            ]
         )
         ids, positions, answered = (tensor.to(self.device) for tensor in (ids, positions, answered))
         ends = torch.tensor(starts, dtype=torch.int32, device=self.device)

@@ -1,9 +1,10 @@
 """What every side of `training.py` trains on, and how it is timed.
 
-A mini-batch is rows of random tokens, prompt and response, of about `tokens` tokens in all; `lengths` says how long a
-row is, in the words of `rollout_work.py`. The loss is the policy gradient at ratio 1, -sum(A exp(l - detach(l))) / M
-over all M response tokens, with a random advantage A for each row. Prompts and responses are equal for all sides, so
-are the weights: mean log-prob and norm of the gradient must agree.
+A mini-batch is rows of random tokens, prompt and response, of about `tokens` tokens in all;
+`lengths` says how long a row is, in the words of `rollout_work.py`. The loss is the policy gradient
+at ratio 1, -sum(A exp(l - detach(l))) / M over all M response tokens, with a random advantage A for
+each row. Prompts and responses are equal for all sides, so are the weights: mean log-prob and norm
+of the gradient must agree.
 """
 
 import argparse
@@ -80,7 +81,8 @@ class Numbers(NamedTuple):
 
 
 class Side(Protocol):
-    """One engine with its model, ready to train on rows. Its calls return when the device is done."""
+    """One engine with its model, ready to train on rows. Its calls return when the device is
+    done."""
 
     versions: str
 
@@ -104,12 +106,20 @@ class Side(Protocol):
 def draw_rows(job: Job) -> list[Row]:
     """Whole prompts of `samples` rows, as many as fit into `tokens` tokens, at least one."""
     _, longest = parse_lengths(job.lengths)
-    lengths = draw_limits(job.lengths, max(job.samples, 4 * job.tokens // longest * job.samples), job.seed)
+    lengths = draw_limits(
+        job.lengths, max(job.samples, 4 * job.tokens // longest * job.samples), job.seed
+    )
     draw = np.random.default_rng(job.seed)
     rows: list[Row] = []
     for start in range(0, len(lengths), job.samples):
-        group = np.maximum(lengths[start : start + job.samples] - job.prompt_tokens, SHORTEST_RESPONSE)
-        if rows and sum(row.length for row in rows) + group.sum() + job.prompt_tokens * len(group) > job.tokens:
+        group = np.maximum(
+            lengths[start : start + job.samples] - job.prompt_tokens, SHORTEST_RESPONSE
+        )
+        if (
+            rows
+            and sum(row.length for row in rows) + group.sum() + job.prompt_tokens * len(group)
+            > job.tokens
+        ):
             break
         prompt = torch.from_numpy(draw.integers(job.vocabulary, size=job.prompt_tokens))
         for count in group:
@@ -130,20 +140,24 @@ def synchronize(device: str) -> None:
 
 
 def update_flops(job: Job, rows: list[Row]) -> tuple[float, float]:
-    """Model FLOPs of an update and of a log-prob pass: the head counts at response tokens alone, causal attention at
-    its pairs, recomputation not at all. Frozen weights (LoRA) have no gradient of their own."""
+    """Model FLOPs of an update and of a log-prob pass: the head counts at response tokens alone,
+    causal attention at its pairs, recomputation not at all. Frozen weights (LoRA) have no gradient
+    of their own."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder))
     lengths = [row.length for row in rows]
     shape = FlopsModel.from_model(model)
     unread = sum(lengths) - sum(len(row.response) for row in rows)
     forward = shape.forward(lengths) - 2.0 * model.get_output_embeddings().weight.numel() * unread
-    matrices = forward - 4.0 * shape.attention_width * sum(n * (n + 1) / 2 for n in lengths) * len(shape.windows)
+    matrices = forward - 4.0 * shape.attention_width * sum(n * (n + 1) / 2 for n in lengths) * len(
+        shape.windows
+    )
     return 3.0 * forward - (matrices if job.lora else 0.0), forward
 
 
 def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
-    """A warm-up with all phases, then the timed repeats; seconds are the best of them, peaks the highest."""
+    """A warm-up with all phases, then the timed repeats; seconds are the best of them, peaks the
+    highest."""
     rows = draw_rows(job)
     recorder = _Recorder(job.device)
     before = side.log_probs(rows)
@@ -152,7 +166,10 @@ def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
     if job.optimizer:
         side.step()
     start_up_s = time.perf_counter() - start
-    print(f"start-up {start_up_s:.1f} s, {numbers}, log-prob pass {before:.6f}, norm {norm:.6g}", flush=True)
+    print(
+        f"start-up {start_up_s:.1f} s, {numbers}, log-prob pass {before:.6f}, norm {norm:.6g}",
+        flush=True,
+    )
     for _ in range(job.repeats):
         recorder.time("log_prob", lambda: side.log_probs(rows))
         recorder.time("gradients", lambda: side.gradients(rows))
@@ -175,7 +192,9 @@ def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
         "log_prob_s": best["log_prob"],
         "update_mfu": model_flops_utilization(train_flops, update_s, device),
         "log_prob_mfu": model_flops_utilization(forward_flops, best["log_prob"], device),
-        "update_peak_gib": max(recorder.peaks.get("gradients", 0.0), recorder.peaks.get("optimizer", 0.0)),
+        "update_peak_gib": max(
+            recorder.peaks.get("gradients", 0.0), recorder.peaks.get("optimizer", 0.0)
+        ),
         "log_prob_peak_gib": recorder.peaks.get("log_prob", 0.0),
         "loss": numbers.loss,
         "update_log_prob": numbers.log_prob,
@@ -202,7 +221,9 @@ class _Recorder:
         synchronize(self.device)
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         if self.device == "cuda":
-            self.peaks[name] = max(self.peaks.get(name, 0.0), phase_peaks.take(torch.device(self.device))[0] / 2**30)
+            self.peaks[name] = max(
+                self.peaks.get(name, 0.0), phase_peaks.take(torch.device(self.device))[0] / 2**30
+            )
 
 
 def serve(make: Callable[[Job], Side], description: str | None) -> None:

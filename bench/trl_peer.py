@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer at the work of `digit_task.py`, timed from outside. Needs `pip install trl`.
 
-What is timed is public: the model's `generate` and `forward`, the trainer's `compute_loss`, its accelerator's
-`backward`, the reward function, and the trainer's callbacks. The result is a median each over the steps after the
-warm-up, in seconds.
+What is timed is public: the model's `generate` and `forward`, the trainer's `compute_loss`, its
+accelerator's `backward`, the reward function, and the trainer's callbacks. The result is a median
+each over the steps after the warm-up, in seconds.
 """
 
 import argparse
@@ -38,7 +38,8 @@ class Stopwatch(TrainerCallback):
         self.inside: list[str] = []
 
     def timing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, adding its time to `name`; a call within another timed call belongs to the outer one."""
+        """`function`, adding its time to `name`; a call within another timed call belongs to the
+        outer one."""
 
         @functools.wraps(function)  # transformers looks at the parameters of `forward`
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,8 @@ class Stopwatch(TrainerCallback):
 
 
 def make_config(arguments: argparse.Namespace, folder: str) -> GRPOConfig:
-    """The same algorithm as ours: one update a batch, no KL, advantages over the group's standard deviation."""
+    """The same algorithm as ours: one update a batch, no KL, advantages over the group's standard
+    deviation."""
     return GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -124,19 +126,24 @@ def train(arguments: argparse.Namespace, folder: str, watch: Stopwatch) -> None:
     trainer.compute_loss = watch.timing("loss_forward", trainer.compute_loss)
     trainer.accelerator.backward = watch.timing("backward", trainer.accelerator.backward)
     model.generate = watch.timing("gen", model.generate)
-    model.forward = watch.timing("log_probs", model.forward)  # outside generate and compute_loss: old log-probs
+    # outside generate and compute_loss: old log-probs
+    model.forward = watch.timing("log_probs", model.forward)
     trainer.train()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_task_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         train(arguments, folder, watch)
-    versions = f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    versions = (
+        f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    )
     write_result(
         arguments.json,
         {

@@ -1,7 +1,7 @@
 """Our trainer at the work of `digit_task.py`, timed by its own `timing_s/*` metrics.
 
-The result is a median each over the steps after the warm-up, in seconds. `--profile FILE` writes a cProfile of those
-steps.
+The result is a median each over the steps after the warm-up, in seconds. `--profile FILE` writes a
+cProfile of those steps.
 """
 
 import argparse
@@ -91,8 +91,8 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def profile_counted_steps(trainer: PPOTrainer) -> cProfile.Profile:
-    """A profile that starts after the warm-up. Set on the object: a subclass with a `run_step` of its own might read
-    the old log-probs, so the trainer would compute them."""
+    """A profile that starts after the warm-up. Set on the object: a subclass with a `run_step` of
+    its own might read the old log-probs, so the trainer would compute them."""
     profile, run_step = cProfile.Profile(), trainer.run_step
 
     def profiled(prompts: DataProto) -> None:
@@ -105,13 +105,17 @@ def profile_counted_steps(trainer: PPOTrainer) -> cProfile.Profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_task_arguments(parser)
     parser.add_argument("--profile", type=Path, help="file for a cProfile of the counted steps")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     steps = train(arguments)
-    seconds = [{name: step.get(f"timing_s/{name}", 0.0) for name in ("step", *PHASES)} for step in steps]
+    seconds = [
+        {name: step.get(f"timing_s/{name}", 0.0) for name in ("step", *PHASES)} for step in steps
+    ]
     write_result(
         arguments.json,
         {

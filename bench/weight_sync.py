@@ -1,14 +1,16 @@
-"""The hand-over of weights from the trainer's shards to the rollout engine: GB/s beside those of a plain all-gather.
+"""The hand-over of weights from the trainer's shards to the rollout engine: GB/s beside those of a
+plain all-gather.
 
-    python bench/weight_sync.py                                  one GPU
-    torchrun --nproc_per_node=4 bench/weight_sync.py             several
-    torchrun --nproc_per_node=2 bench/weight_sync.py --tiny      a tiny model on the CPU, to try the script
+    python bench/weight_sync.py one GPU torchrun --nproc_per_node=4 bench/weight_sync.py several
+    torchrun --nproc_per_node=2 bench/weight_sync.py --tiny a tiny model on the CPU, to try the
+    script
 
-Random weights of the shapes in `rollout_models.py`, fp32 in FSDP2's shards, go to an engine's bf16 copies at stable
-addresses, as `ActorRolloutWorker.sync_weights` does it with a trainer that stays on the device. GB/s count what the
-engine has afterwards. The bound is measured in the same run: as many bytes all-gathered in flat buckets, over several
-GPUs; on one, as many numbers cast from one flat fp32 buffer into one of bf16. "fingerprints" is what a proved hand-over
-takes beyond one that is not, and "of all" the same spread over the `rollout.fingerprint_interval` of the defaults.
+Random weights of the shapes in `rollout_models.py`, fp32 in FSDP2's shards, go to an engine's bf16
+copies at stable addresses, as `ActorRolloutWorker.sync_weights` does it with a trainer that stays
+on the device. GB/s count what the engine has afterwards. The bound is measured in the same run: as
+many bytes all-gathered in flat buckets, over several GPUs; on one, as many numbers cast from one
+flat fp32 buffer into one of bf16. "fingerprints" is what a proved hand-over takes beyond one that
+is not, and "of all" the same spread over the `rollout.fingerprint_interval` of the defaults.
 """
 
 import argparse
@@ -33,8 +35,8 @@ from verl.rollout.twin import ModelTwin
 from verl.weight_sync import DirectSender, Fingerprint, FingerprintLog
 
 HEADER = (
-    "| model | ranks | GB | bound GB/s | hand-over GB/s | of the bound | s | fingerprints s | of a hand-over | of all "
-    "| peak beside it GiB |"
+    "| model | ranks | GB | bound GB/s | hand-over GB/s | of the bound | s | fingerprints s | of a "
+    "hand-over | of all | peak beside it GiB |"
 )
 
 
@@ -64,7 +66,8 @@ class Result(NamedTuple):
     bound_s: float
     hand_over_s: float
     proved_s: float
-    peak_gib: float  # of the hand-over, beside the trainer's weights (the engine's are outside torch's allocator)
+    # of the hand-over, beside the trainer's weights (the engine's are outside torch's allocator)
+    peak_gib: float
 
     def row(self) -> str:
         size, proof_s = self.num_bytes / 1e9, self.proved_s - self.hand_over_s
@@ -86,10 +89,18 @@ class Result(NamedTuple):
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="0.5b,1.5b,7b", help=f"of {', '.join(SHAPES)}; several with commas")
-    parser.add_argument("--bucket-mb", type=float, default=512, help="rollout.update_weights_bucket_megabytes [512]")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the best counts [5]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", default="0.5b,1.5b,7b", help=f"of {', '.join(SHAPES)}; several with commas"
+    )
+    parser.add_argument(
+        "--bucket-mb", type=float, default=512, help="rollout.update_weights_bucket_megabytes [512]"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed runs, of which the best counts [5]"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on the CPU")
     arguments = parser.parse_args(words)
     if arguments.tiny:
@@ -116,7 +127,8 @@ def best(device: torch.device, world: Axis, repeats: int, call: Callable[[], obj
 def bound(
     num_bytes: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device, world: Axis
 ) -> Callable[[], object]:
-    """The least that a hand-over of so many bytes takes: the gathers, or the cast on one rank alone."""
+    """The least that a hand-over of so many bytes takes: the gathers, or the cast on one rank
+    alone."""
     if world.size == 1:
         source = torch.empty(num_bytes // dtype.itemsize, device=device)
         target = torch.empty_like(source, dtype=dtype)
@@ -156,7 +168,9 @@ def measure(name: str, bucket_bytes: int, repeats: int, device: torch.device) ->
         sender.send(named, log)
 
     num_bytes = engine.twin.copied_bytes
-    bound_s = best(device, world, repeats, bound(num_bytes, bucket_bytes, engine.weight_dtype, device, world))
+    bound_s = best(
+        device, world, repeats, bound(num_bytes, bucket_bytes, engine.weight_dtype, device, world)
+    )
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -174,7 +188,12 @@ def main(words: Sequence[str] | None = None) -> list[Result]:
         results.append(measure(name, int(arguments.bucket_mb * 2**20), arguments.repeats, device))
         if not dist.is_initialized() or dist.get_rank() == 0:
             if len(results) == 1:
-                print(versions(device.type), HEADER, "|" + " --- |" * (HEADER.count("|") - 1), sep="\n")
+                print(
+                    versions(device.type),
+                    HEADER,
+                    "|" + " --- |" * (HEADER.count("|") - 1),
+                    sep="\n",
+                )
             print(results[-1].row(), flush=True)
         gc.collect()
         if device.type == "cuda":

@@ -1,8 +1,9 @@
 """Copy a Llama with small attention heads into one with heads of 32, which computes the same.
 
-vLLM on a CPU has no kernel for heads of less than 32. The new dimensions are zeros. A frequency of the rotary embedding
-depends on its dimension's place in the head alone, as a share of it: places are kept. Scores are divided by the root of
-the head's size: four times the size, and queries are doubled, which changes no bit of them.
+vLLM on a CPU has no kernel for heads of less than 32. The new dimensions are zeros. A frequency of
+the rotary embedding depends on its dimension's place in the head alone, as a share of it: places
+are kept. Scores are divided by the root of the head's size: four times the size, and queries are
+doubled, which changes no bit of them.
 
 Run `python bench/widen_heads.py FROM TO`.
 """
@@ -22,7 +23,9 @@ def widen_heads(model: LlamaForCausalLM, wide: int = WIDE) -> LlamaForCausalLM:
     small = config.head_dim
     ratio, rest = divmod(wide, small)
     if rest or ratio not in (1, 4, 16):
-        raise SystemExit(f"widen_heads.py: heads become 1, 4 or 16 times as large, got {small} and {wide}.")
+        raise SystemExit(
+            f"widen_heads.py: heads become 1, 4 or 16 times as large, got {small} and {wide}."
+        )
     config.head_dim = wide
     half = torch.arange(small // 2) * ratio
     places = torch.cat([half, half + wide // 2])

@@ -1,4 +1,5 @@
-"""One thread, no network, and a log of its own: tests are fast and say the same thing everywhere."""
+"""One thread, no network, and a log of its own: tests are fast and say the same thing
+everywhere."""
 
 import logging
 import os
@@ -17,7 +18,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """What a test configured would keep its output stream, and hide the next one's records from `caplog`."""
+    """What a test configured would keep its output stream, and hide the next one's records from
+    `caplog`."""
     say_once.cache_clear()
     yield
     logger.handlers.clear()
@@ -25,7 +27,8 @@ def _own_log() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-# Files that start ranks: first, since a long one at the end would leave the other of two processes without work.
+# Files that start ranks: first, since a long one at the end would leave the other of two processes
+# without work.
 _LONG = (
     "test_ranks.py",
     "test_placement.py",

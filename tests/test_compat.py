@@ -20,8 +20,8 @@ from verl.compat import OLD_PATHS
 _INDEXED = "token_level_rewards, response_mask, index, epsilon=1e-6"
 _LOSS = "old_log_prob, log_prob, advantages, response_mask"
 
-# Module -> names, functions and classes with their parameters in order. Defaults are as published; `...` is any. A line
-# without parentheses is an attribute or a property.
+# Module -> names, functions and classes with their parameters in order. Defaults are as published;
+# `...` is any. A line without parentheses is an attribute or a property.
 PUBLISHED = {
     "verl": "DataProto(batch=None, non_tensor_batch=..., meta_info=...)",
     "verl.protocol": """
@@ -180,7 +180,10 @@ def names_of(module: str) -> Iterator[tuple[str, inspect.Signature | None]]:
     """Dotted name and parameters (None: an attribute) of every line of `PUBLISHED`."""
     for line in filter(None, map(str.strip, PUBLISHED[module].splitlines())):
         name, _, parameters = line.partition("(")
-        yield name, inspect.signature(eval(f"lambda {parameters[:-1]}: None")) if parameters else None
+        yield (
+            name,
+            inspect.signature(eval(f"lambda {parameters[:-1]}: None")) if parameters else None,
+        )
 
 
 ALL = [(module, name, signature) for module in PUBLISHED for name, signature in names_of(module)]
@@ -195,16 +198,26 @@ def look_up(module: str, name: str) -> Any:
         warnings.simplefilter("always")
         found = getattr(importlib.import_module(module), first)
     entry = OLD_PATHS.get(module, {}).get(first)
-    expected = [] if entry is None else [f"{module}.{first} is now {entry if isinstance(entry, str) else entry[0]}."]
+    expected = (
+        []
+        if entry is None
+        else [f"{module}.{first} is now {entry if isinstance(entry, str) else entry[0]}."]
+    )
     messages = [str(warning.message) for warning in told if "is now" in str(warning.message)]
-    assert [message.startswith(start) for message, start in zip(messages, expected, strict=True)] == [True] * len(told)
-    assert all(warning.category is DeprecationWarning and warning.filename == __file__ for warning in told)
+    assert [
+        message.startswith(start) for message, start in zip(messages, expected, strict=True)
+    ] == [True] * len(told)
+    assert all(
+        warning.category is DeprecationWarning and warning.filename == __file__ for warning in told
+    )
     for member in members:
         found = getattr(found, member)
     return found
 
 
-@pytest.mark.parametrize(("module", "name", "published"), ALL, ids=[f"{module}.{name}" for module, name, _ in ALL])
+@pytest.mark.parametrize(
+    ("module", "name", "published"), ALL, ids=[f"{module}.{name}" for module, name, _ in ALL]
+)
 def test_a_name_takes_the_published_parameters(module, name, published):
     found = look_up(module, name)
     if published is None:
@@ -215,16 +228,21 @@ def test_a_name_takes_the_published_parameters(module, name, published):
     if theirs and theirs[-1].kind is inspect.Parameter.VAR_KEYWORD:
         theirs.pop()
         assert takes_any
-    assert [parameter.name for parameter in ours[: len(theirs)]] == [parameter.name for parameter in theirs]
+    assert [parameter.name for parameter in ours[: len(theirs)]] == [
+        parameter.name for parameter in theirs
+    ]
     for parameter, wanted in zip(ours, theirs):
         assert parameter.kind is wanted.kind, parameter
         if wanted.default is not ...:
             assert parameter.default == wanted.default, parameter
-            assert type(parameter.default) is type(wanted.default) or isinstance(parameter.default, Enum), parameter
+            assert type(parameter.default) is type(wanted.default) or isinstance(
+                parameter.default, Enum
+            ), parameter
     for parameter in ours[len(theirs) :]:  # added: whoever does not know it can call
         assert parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL
-        ), parameter  # fmt: skip
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ), parameter
 
 
 def test_kinds_of_objects():
@@ -232,7 +250,9 @@ def test_kinds_of_objects():
     assert issubclass(estimator, str)
     assert issubclass(estimator, Enum)
     assert estimator("grpo").name == "GRPO"
-    assert isinstance(inspect.getattr_static(look_up("verl.single_controller.base", "Worker"), "rank"), property)
+    assert isinstance(
+        inspect.getattr_static(look_up("verl.single_controller.base", "Worker"), "rank"), property
+    )
     assert look_up("verl", "DataProto") is look_up("verl.protocol", "DataProto")
     registry = look_up("verl.workers.reward_manager", "REWARD_MANAGER_REGISTRY")
     assert registry["dapo"] is look_up("verl.workers.reward_manager", "DAPORewardManager")
@@ -240,7 +260,7 @@ def test_kinds_of_objects():
     assert registry.get("nothing") is None
 
 
-# ---- the published list itself, which a clone of the repository does not have ----------------------------------------
+# ---- the published list itself, which a clone of the repository does not have --------------------
 
 LIST = "verl05_names.txt"
 # Their room is not here yet; once the modules can be imported they are walked as well.
@@ -269,7 +289,8 @@ def is_exempt(module: str) -> bool:
 
 
 def listed_definitions(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(dotted name, parameters) of the lines `def f(...)`, `class C (...)` with its fields, and `. method(...)`."""
+    """(dotted name, parameters) of the lines `def f(...)`, `class C (...)` with its fields, and `.
+    method(...)`."""
     owner, waiting = "", []
     for line in lines:
         if match := re.match(r"\s*class (\w+)", line):
@@ -284,9 +305,11 @@ def listed_definitions(lines: list[str]) -> Iterator[tuple[str, str]]:
                 waiting.append(match[2])
             else:
                 parameters = re.sub(r"^cls, ", "", match[3])
-                yield (owner, re.sub("^self, ", "", parameters)) if match[2] == "__init__" else (
-                    f"{owner}.{match[2]}", parameters
-                )  # fmt: skip
+                yield (
+                    (owner, re.sub("^self, ", "", parameters))
+                    if match[2] == "__init__"
+                    else (f"{owner}.{match[2]}", parameters)
+                )
 
 
 def arguments(parameters: str) -> list[tuple[str, Any]]:
@@ -303,11 +326,15 @@ def arguments(parameters: str) -> list[tuple[str, Any]]:
 
 
 def as_arguments(signature: inspect.Signature) -> list[tuple[str, Any]]:
-    return [(p.name, ... if p.default is p.empty else p.default) for p in signature.parameters.values()]
+    return [
+        (p.name, ... if p.default is p.empty else p.default) for p in signature.parameters.values()
+    ]
 
 
 @needs_shared(LIST)
-@pytest.mark.parametrize("module", ["verl.protocol", "verl.trainer.ppo.core_algos", *WITH_THEIR_ROOM])
+@pytest.mark.parametrize(
+    "module", ["verl.protocol", "verl.trainer.ppo.core_algos", *WITH_THEIR_ROOM]
+)
 def test_every_listed_definition_is_walked(module):
     listed = {heading: lines for heading, lines in sections().items() if heading.startswith(module)}
     assert listed
@@ -326,7 +353,10 @@ def test_every_listed_definition_is_walked(module):
 @needs_shared(LIST)
 def test_every_listed_path_is_walked():
     lines = [line for heading in ("verl.utils", "rewards") for line in sections()[heading]]
-    found = filter(None, (re.match(r"\s*([\w.]+\.)(\w+) ?\((.*?)(?:, \.\.\.)?\)( ->.*)?$", line) for line in lines))
+    found = filter(
+        None,
+        (re.match(r"\s*([\w.]+\.)(\w+) ?\((.*?)(?:, \.\.\.)?\)( ->.*)?$", line) for line in lines),
+    )
     paths = [(match[1].strip("."), match[2], match[3]) for match in found]
     assert len(paths) == 8
     for module, name, parameters in paths:
@@ -344,20 +374,34 @@ def test_every_name_of_the_listed_sentences_is_walked():
     prose = sections()
     for heading in ("verl.single_controller.base", "rewards", "verl.utils"):
         words = set(
-            re.findall(r"\b(?:[A-Za-z]\w*_\w+|[A-Z]\w*[a-z]\w*[A-Z]\w*|[A-Z]{3,})\b", "\n".join(prose[heading]))
+            re.findall(
+                r"\b(?:[A-Za-z]\w*_\w+|[A-Z]\w*[a-z]\w*[A-Z]\w*|[A-Z]{3,})\b",
+                "\n".join(prose[heading]),
+            )
         )
         assert len(words) > 10
         assert words <= known | NOT_NAMES, words - known
     assert set(prose) - {heading for heading in prose if heading.startswith(WITH_THEIR_ROOM)} == {
-        "verl.protocol", "verl.single_controller.base", "verl.trainer.ppo.core_algos", "rewards", "verl.utils"
-    }  # fmt: skip
+        "verl.protocol",
+        "verl.single_controller.base",
+        "verl.trainer.ppo.core_algos",
+        "rewards",
+        "verl.utils",
+    }
 
 
 # What the sentences say of users' own functions and of types.
-NOT_NAMES = {"compute_score", "worker_group", "default_factory", "TensorDict", "dispatch_fn", "collect_fn"}
+NOT_NAMES = {
+    "compute_score",
+    "worker_group",
+    "default_factory",
+    "TensorDict",
+    "dispatch_fn",
+    "collect_fn",
+}
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("old", OLD_PATHS)

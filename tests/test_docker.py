@@ -1,4 +1,5 @@
-"""The container files say what the Makefile, pyproject.toml and the doctor say. Nothing is built here."""
+"""The container files say what the Makefile, pyproject.toml and the doctor say. Nothing is built
+here."""
 
 import re
 import shlex
@@ -18,7 +19,9 @@ PAGE = (ROOT / "docker" / "README.md").read_text()
 
 def instructions(path: Path) -> list[tuple[str, str]]:
     """(word, rest) of each, with continued lines joined."""
-    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in joined]
 
@@ -44,7 +47,9 @@ def test_the_python_is_one_that_the_package_takes(path: Path):
 
 def test_the_cpu_image_does_what_ci_does():
     path = ROOT / "docker" / "Dockerfile.cpu"
-    targets = [shlex.split(command)[1] for command in runs(path) if command.strip().startswith("make")]
+    targets = [
+        shlex.split(command)[1] for command in runs(path) if command.strip().startswith("make")
+    ]
     assert targets == ["install", "test"]
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == f"make {targets[-1]}"
@@ -52,10 +57,14 @@ def test_the_cpu_image_does_what_ci_does():
 
 def test_the_cuda_image_has_the_makefiles_torch_and_extras_that_exist():
     path = ROOT / "docker" / "Dockerfile.cuda"
-    pinned = [name for command in runs(path) for name in re.findall(r"pip install torch==(\S+)", command)]
+    pinned = [
+        name for command in runs(path) for name in re.findall(r"pip install torch==(\S+)", command)
+    ]
     assert pinned == re.findall(r"torch==(\S+)\+cpu", MAKEFILE)
     known = re.findall(
-        r"^(\w+) = \[", PYPROJECT.split("[project.optional-dependencies]")[1].split("\n[")[0], re.MULTILINE
+        r"^(\w+) = \[",
+        PYPROJECT.split("[project.optional-dependencies]")[1].split("\n[")[0],
+        re.MULTILINE,
     )
     [default] = [rest.removeprefix("EXTRAS=") for word, rest in instructions(path) if word == "ARG"]
     [shown] = re.findall(r"--build-arg EXTRAS=(\S+)", PAGE)
@@ -71,7 +80,11 @@ def test_what_an_installation_reads_is_copied_before_it(path: Path):
         if word == "COPY":
             there |= {source.rstrip("/") for source in rest.split()[:-1]}
         elif word == "RUN" and re.search(r"make install|pip install -e", rest):
-            read = {"pyproject.toml", re.findall(r'readme = "(.*)"', PYPROJECT)[0], "verl/__init__.py"}
+            read = {
+                "pyproject.toml",
+                re.findall(r'readme = "(.*)"', PYPROJECT)[0],
+                "verl/__init__.py",
+            }
             assert read <= there
             assert "make" not in rest or "Makefile" in there
             installed = True
@@ -81,9 +94,23 @@ def test_what_an_installation_reads_is_copied_before_it(path: Path):
 
 
 def test_what_git_ignores_stays_out_of_the_image():
-    ignored = {line.strip("/").removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split()}
-    assert {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()} | {".git"} <= ignored
-    needed = {"Makefile", "README.md", "pyproject.toml", "verl", "tests", "examples", "recipe", "bench", "docs"}
+    ignored = {
+        line.strip("/").removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split()
+    }
+    assert {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()} | {
+        ".git"
+    } <= ignored
+    needed = {
+        "Makefile",
+        "README.md",
+        "pyproject.toml",
+        "verl",
+        "tests",
+        "examples",
+        "recipe",
+        "bench",
+        "docs",
+    }
     assert not ignored & needed
 
 

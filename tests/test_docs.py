@@ -1,4 +1,5 @@
-"""What the pages say is so: quoted messages, findings, keys, defaults, refusals, import paths, links."""
+"""What the pages say is so: quoted messages, findings, keys, defaults, refusals, import paths,
+links."""
 
 import ast
 import re
@@ -15,7 +16,10 @@ from verl.config.keys import keys_of
 from verl.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-PAGES = [pytest.param(page, id=page.name) for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    pytest.param(page, id=page.name)
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+]
 TROUBLES = (ROOT / "docs/troubles.md").read_text()
 MOVING = (ROOT / "docs/moving_from_verl.md").read_text()
 HOLE = "\0"  # where a message has a value
@@ -42,7 +46,9 @@ def with_holes(text: str) -> str:
 def template(node: ast.AST) -> str | None:
     """A text of the code with HOLE for each value; None for what is no text."""
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values
+        )
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[sdrg]", HOLE, node.value)
     return None
@@ -50,7 +56,11 @@ def template(node: ast.AST) -> str | None:
 
 @cache
 def nodes() -> list[ast.AST]:
-    return [node for file in (ROOT / "verl").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    return [
+        node
+        for file in (ROOT / "verl").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+    ]
 
 
 @cache
@@ -59,7 +69,8 @@ def texts_of_the_code() -> list[str]:
 
 
 def is_of_the_code(message: str) -> bool:
-    """Whether one text of the code has it, whole or as a part, with its values at the same places."""
+    """Whether one text of the code has it, whole or as a part, with its values at the same
+    places."""
     wanted = with_holes(message)
     assert len(wanted.replace(HOLE, "").strip()) >= 10, f"too short to tell: {message}"
     return any(wanted in text for text in texts_of_the_code())
@@ -67,7 +78,11 @@ def is_of_the_code(message: str) -> bool:
 
 def quoted_messages() -> list[str]:
     blocks = re.findall(r"^```text\n(.*?)^```", TROUBLES, re.MULTILINE | re.DOTALL)
-    in_table = [message for cells in rows(section(TROUBLES, "Rollouts, rewards")) for message in quoted(cells[0])]
+    in_table = [
+        message
+        for cells in rows(section(TROUBLES, "Rollouts, rewards"))
+        for message in quoted(cells[0])
+    ]
     return [line for block in blocks for line in block.splitlines()] + in_table
 
 
@@ -84,9 +99,13 @@ def test_a_message_that_changed_would_be_found():
 
 def test_every_finding_of_the_doctor_is_in_the_table():
     told = {
-        with_holes(name) for cells in rows(section(TROUBLES, "Findings of the doctor")) for name in quoted(cells[0])
+        with_holes(name)
+        for cells in rows(section(TROUBLES, "Findings of the doctor"))
+        for name in quoted(cells[0])
     }
-    calls = [node for node in nodes() if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [
+        node for node in nodes() if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
     made = {template(call.args[0]) or HOLE for call in calls if call.func.id == "Finding"}  # pyright: ignore
     assert len(made) > 30
     assert told == made
@@ -95,12 +114,24 @@ def test_every_finding_of_the_doctor_is_in_the_table():
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_that_a_page_names_exist(page: Path):
     keys = {path: key for root in ROOTS.values() for path, key in keys_of(root).items()}
-    parts = {".".join(words[:end]) for path in keys for words in [path.split(".")] for end in range(1, len(words) + 1)}
+    parts = {
+        ".".join(words[:end])
+        for path in keys
+        for words in [path.split(".")]
+        for end in range(1, len(words) + 1)
+    }
     mappings = tuple(f"{path}." for path, key in keys.items() if isinstance(key.default, dict))
     text = re.sub(r"^```python.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    named = set(re.findall(r"(?<![\w./-])(\w+(?:\.\w+)+)(?==|`|,)", text)) - {"reward_model.ground_truth"}  # a column
+    # a column
+    named = set(re.findall(r"(?<![\w./-])(\w+(?:\.\w+)+)(?==|`|,)", text)) - {
+        "reward_model.ground_truth"
+    }
     sections = {path.split(".")[0] for path in keys}
-    wrong = {name for name in named - parts if name.split(".")[0] in sections and not name.startswith(mappings)}
+    wrong = {
+        name
+        for name in named - parts
+        if name.split(".")[0] in sections and not name.startswith(mappings)
+    }
     assert wrong == set()
 
 
@@ -113,7 +144,9 @@ def test_links_lead_somewhere(page: Path):
         file = (page.parent / path) if path else page
         assert file.exists(), target
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
-        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        anchors = {
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        }
         assert not anchor or anchor in anchors, target
 
 
@@ -122,7 +155,9 @@ def test_the_page_of_import_paths_is_up_to_date():
     assert (ROOT / "docs/import_paths.md").read_text() == compat.page()
 
 
-@pytest.mark.parametrize(("written", "instead"), [cells[:2] for cells in rows(section(MOVING, "Refused"))])
+@pytest.mark.parametrize(
+    ("written", "instead"), [cells[:2] for cells in rows(section(MOVING, "Refused"))]
+)
 def test_what_is_refused_names_what_to_set_instead(written: str, instead: str):
     for keys in quoted(written):
         with pytest.raises(ConfigError) as told:
@@ -138,7 +173,12 @@ def test_every_default_that_differs_is_told():
     lines = (SHARED / "verl05_keys.txt").read_text()
     for path, theirs in re.findall(r"^(\S+) = (.*?)(?:\s+#.*)?$", lines, re.MULTILINE):
         key = keys.get(path)
-        if key is None or key.setting.no_effect or key.interpolation or path.endswith(("path", "_files")):
+        if (
+            key is None
+            or key.setting.no_effect
+            or key.interpolation
+            or path.endswith(("path", "_files"))
+        ):
             continue
         theirs, ours = theirs.strip("'"), "null" if key.default is None else str(key.default)
         if theirs != ours and not _same_number(theirs, ours):

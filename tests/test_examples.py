@@ -1,4 +1,5 @@
-"""The scripts under examples/: what they type is a configuration that loads, and a run that fits where they say."""
+"""The scripts under examples/: what they type is a configuration that loads, and a run that fits
+where they say."""
 
 import json
 import logging
@@ -77,9 +78,14 @@ def typed(script: str | Path, *arguments: str, **variables: object) -> list[tupl
     """(module, argv) of every `python3 -m` that bash comes to, in a file or in text."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "typed"
-        environment = {"PATH": python3(Path(folder), f"""printf '%s\\0' "$@" "" >> {written}"""), "HOME": folder}
+        environment = {
+            "PATH": python3(Path(folder), f"""printf '%s\\0' "$@" "" >> {written}"""),
+            "HOME": folder,
+        }
         environment |= {name: str(value) for name, value in variables.items()}
-        command = ["bash", str(script)] if isinstance(script, Path) else ["bash", "-c", script, "bash"]
+        command = (
+            ["bash", str(script)] if isinstance(script, Path) else ["bash", "-c", script, "bash"]
+        )
         subprocess.run([*command, *arguments], env=environment, check=True)
         lines = [line.split("\0") for line in written.read_text().split("\0\0")[:-1]]
     assert all(line[0] == "-m" for line in lines)
@@ -90,10 +96,14 @@ def model_folder(tmp_path: Path, size: str) -> Path:
     """The config.json of a Qwen2.5 and nothing else."""
     hidden, intermediate, layers, heads, key_heads = SHAPES[size]
     config = Qwen2Config(
-        vocab_size=152_064 if size == "7b" else 151_936, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
+        vocab_size=152_064 if size == "7b" else 151_936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         tie_word_embeddings=size != "7b",
-    )  # fmt: skip
+    )
     config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -119,7 +129,9 @@ def test_a_script_is_right_without_a_warning_and_takes_further_keys(script: Path
     caplog.set_level(logging.WARNING, logger="verl")
     assert os.access(script, os.X_OK)
     assert all(line.startswith("# ") for line in script.read_text().splitlines()[1:3])
-    first, *others = typed(script, "trainer.seed=17", DATA_DIR="some/data", MODEL_PATH="a/model", OUTPUT="o.parquet")
+    first, *others = typed(
+        script, "trainer.seed=17", DATA_DIR="some/data", MODEL_PATH="a/model", OUTPUT="o.parquet"
+    )
     module, argv = first
     assert load_config(argv, root=ROOTS[module], only_to_plan=True).trainer.seed == 17
     assert any(argument.endswith("model.path=a/model") for argument in argv)
@@ -135,7 +147,11 @@ def test_the_algorithms_are_those_of_the_folders():
     for script in TRAINING:
         [(_, argv)] = typed(script)
         config = load_config(argv, only_to_plan=True)
-        asked = (config.algorithm.adv_estimator, config.algorithm.filter_groups.enable, config.needs_critic)
+        asked = (
+            config.algorithm.adv_estimator,
+            config.algorithm.filter_groups.enable,
+            config.needs_critic,
+        )
         found.setdefault(script.parent.name, set()).add(asked)
     assert found == {
         "grpo_trainer": {("grpo", False, False)},
@@ -153,46 +169,74 @@ def test_a_script_trains(tmp_path: Path):
     prompts = ROOT / "verl" / "data" / "toy_prompts.jsonl"
     script = ROOT / "examples" / "grpo_trainer" / "run_qwen2_5-0_5b_gsm8k.sh"
     overrides = (
-        f"data.train_files={prompts}", f"data.val_files={prompts}", "data.train_batch_size=4",
-        "data.max_response_length=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.device=cpu",
-        "trainer.max_steps=2", f"trainer.default_local_dir={tmp_path / 'run'}",
-    )  # fmt: skip
+        f"data.train_files={prompts}",
+        f"data.val_files={prompts}",
+        "data.train_batch_size=4",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.device=cpu",
+        "trainer.max_steps=2",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    )
     path = python3(tmp_path, f'exec {shlex.quote(sys.executable)} "$@"')
     done = subprocess.run(
-        [script, *overrides], env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "MODEL_PATH": "toy"},
-        capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+        [script, *overrides],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "MODEL_PATH": "toy"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stderr
     assert "Training completed in" in done.stdout
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps[-1] == 2
 
 
 def users_argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     model = model_folder(tmp_path, "1_5b")
-    [(_, argv)] = typed(USERS_SCRIPT, CONFIG_PATH=MULTI_TURN / "config", PROJECT_DIR=MULTI_TURN, MODEL_PATH=model)
+    [(_, argv)] = typed(
+        USERS_SCRIPT, CONFIG_PATH=MULTI_TURN / "config", PROJECT_DIR=MULTI_TURN, MODEL_PATH=model
+    )
     return argv
 
 
-def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_built(tmp_path, monkeypatch, capfd):
+def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_built(
+    tmp_path, monkeypatch, capfd
+):
     argv = users_argv(tmp_path, monkeypatch)
     assert main([*argv, "--dry-run", "--device-gib", "H100"]) == 0
     told, errors = capfd.readouterr()
     remarks, plan = told.split("Model: ")
     assert "Batch: 256 prompts x 16 samples = 4096 rows of at most 2048 tokens" in plan
     assert "It fits" in plan
-    keys = [line.split("=")[0].removeprefix("W actor_rollout_ref.rollout.") for line in remarks.splitlines()]
-    assert keys == ["name", "multi_turn.enable", "multi_turn.tool_config_path", "multi_turn.max_assistant_turns"]
+    keys = [
+        line.split("=")[0].removeprefix("W actor_rollout_ref.rollout.")
+        for line in remarks.splitlines()
+    ]
+    assert keys == [
+        "name",
+        "multi_turn.enable",
+        "multi_turn.tool_config_path",
+        "multi_turn.max_assistant_turns",
+    ]
     assert errors == ""
 
 
 def test_the_script_of_several_turns_does_not_train_in_one(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"(?s)3 problems.*name=sglang.*enable=True.*tool_config_path=.*Set .*=null"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)3 problems.*name=sglang.*enable=True.*tool_config_path=.*Set .*=null",
+    ):
         load_config(users_argv(tmp_path, monkeypatch))
 
 
 def test_the_tool_is_the_one_that_the_rows_name():
-    tools = yaml.safe_load((MULTI_TURN / "config" / "tool_config" / "gsm8k_tool_config.yaml").read_text())["tools"]
+    tools = yaml.safe_load(
+        (MULTI_TURN / "config" / "tool_config" / "gsm8k_tool_config.yaml").read_text()
+    )["tools"]
     script = (ROOT / "examples" / "data_preprocess" / "gsm8k_multiturn_w_tool.py").read_text()
     assert f'TOOL = "{tools[0]["tool_schema"]["function"]["name"]}"' in script

@@ -1,4 +1,5 @@
-"""The package as a whole: what importing it costs, and that the public names are where users look for them."""
+"""The package as a whole: what importing it costs, and that the public names are where users look
+for them."""
 
 import re
 import subprocess
@@ -14,21 +15,29 @@ ROOT = Path(__file__).parents[1]
 
 def python(code: str) -> str:
     """Output of a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
 HEAVY = ("torch", "transformers", "numpy", "hydra", "omegaconf", "ray", "tensordict", "datasets")
 
 
-@pytest.mark.parametrize("module", ["verl", "verl.config", "verl.utils.errors", "verl.utils.registry", "verl.trainer"])
+@pytest.mark.parametrize(
+    "module", ["verl", "verl.config", "verl.utils.errors", "verl.utils.registry", "verl.trainer"]
+)
 def test_importing_it_loads_nothing_heavy(module):
-    assert python(f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])") == "[]"
+    assert (
+        python(f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])")
+        == "[]"
+    )
 
 
 def test_importing_it_is_instant():
     timed = (
-        "import time; start = time.process_time(); import verl; verl.__version__; print(time.process_time() - start)"
+        "import time; start = time.process_time(); import verl; verl.__version__; "
+        "print(time.process_time() - start)"
     )
     assert min(float(python(timed)) for _ in range(3)) < 0.3
 
@@ -81,7 +90,11 @@ for name in {names!r}:
 
 def test_every_room_can_be_imported_alone():
     """No cycle that holds only as long as another module came first."""
-    rooms = [path for path in (ROOT / "verl").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    rooms = [
+        path
+        for path in (ROOT / "verl").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    ]
     names = [f"verl.{path.stem}" for path in sorted(rooms) if path.stem != "__init__"]
     assert "verl.trainer" in names
     assert python(ALONE.format(names=names)) == ""

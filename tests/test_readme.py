@@ -1,4 +1,5 @@
-"""What a newcomer pastes works: the first steps are run as they stand in the README, other examples are read."""
+"""What a newcomer pastes works: the first steps are run as they stand in the README, other examples
+are read."""
 
 import os
 import re
@@ -25,11 +26,17 @@ def blocks(text: str, language: str) -> list[str]:
 
 def lines(block: str) -> list[list[str]]:
     """The words of each command, without comments."""
-    return [words for line in block.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
+    return [
+        words
+        for line in block.replace("\\\n", " ").splitlines()
+        if (words := shlex.split(line, comments=True))
+    ]
 
 
 FIRST_STEPS = lines(blocks(README.split("\n## First steps\n")[1], "sh")[0])
-EXAMPLES = [words for text in (README, TRAINING) for block in blocks(text, "sh") for words in lines(block)]
+EXAMPLES = [
+    words for text in (README, TRAINING) for block in blocks(text, "sh") for words in lines(block)
+]
 
 
 @pytest.mark.timeout(600)
@@ -42,11 +49,15 @@ def test_the_first_steps(tmp_path: Path):
     told, status = {}, {}
     for _, name, *arguments in FIRST_STEPS:
         command = [sys.executable, "-m", "verl.cli.main", name, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         told[name], status[name] = done.stdout, done.returncode
         assert done.returncode == 0 or name == "doctor", done.stdout + done.stderr
     verdict = told["doctor"].splitlines()[-1]
-    assert re.match(r"Nothing is broken, \d+" if status["doctor"] == 0 else r"\d+ broken \(", verdict), verdict
+    assert re.match(
+        r"Nothing is broken, \d+" if status["doctor"] == 0 else r"\d+ broken \(", verdict
+    ), verdict
     assert "Batch: 4 prompts x 32 samples" in told["plan"]
     assert "[Step 10/10] Actor loss: " in told["train"]
     assert (tmp_path / "merged/model.safetensors").exists()

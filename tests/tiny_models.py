@@ -1,8 +1,9 @@
 """Tiny random models of every family, fierce enough that a parity test on them can fail.
 
-A freshly initialised tiny model is nearly flat: its attention is uniform, so a dropped window, cap or mask changes
-nothing that a tolerance would notice. Here weights are scaled up (logits deviate by 3 or more before any final cap,
-attention is sharp), attention caps are 1, the final cap is 3, and windows are 8 tokens: use sequences of more than 32.
+A freshly initialised tiny model is nearly flat: its attention is uniform, so a dropped window, cap
+or mask changes nothing that a tolerance would notice. Here weights are scaled up (logits deviate by
+3 or more before any final cap, attention is sharp), attention caps are 1, the final cap is 3, and
+windows are 8 tokens: use sequences of more than 32.
 """
 
 import math
@@ -20,8 +21,8 @@ VOCABULARY = 128
 WINDOW = 8
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 _COMMON: dict[str, Any] = {
@@ -66,7 +67,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {**_LLAMA_LIKE},
     "qwen3": {**_LLAMA_LIKE, "head_dim": 12},
-    "llama": {**_LLAMA_LIKE, "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "llama": {
+        **_LLAMA_LIKE,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
     "mistral": {**_LLAMA_LIKE, "sliding_window": WINDOW},
     "gemma2": {**_GEMMA_LIKE, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 3.0},
     "gemma3": {**_GEMMA_LIKE},
@@ -97,7 +102,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.8,
     },
     "phi": {**_LLAMA_LIKE, "partial_rotary_factor": 0.5},
-    "gpt_neox": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "gpt_neox": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
 }
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox")
@@ -107,15 +117,19 @@ FAMILIES = tuple(family for family in _CONFIGS if family not in MORE_FAMILIES)
 def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config_overrides: Any
 ) -> PreTrainedModel:
-    """A tiny causal LM of `family`, in eval mode with eager attention; equal arguments give equal weights.
+    """A tiny causal LM of `family`, in eval mode with eager attention; equal arguments give equal
+    weights.
 
-    The weights are drawn in float64 before the cast, so models of different dtype differ by rounding alone.
+    The weights are drawn in float64 before the cast, so models of different dtype differ by
+    rounding alone.
     """
     settings = {**_COMMON, **_CONFIGS[family], **config_overrides}
     config = AutoConfig.for_model(_MODEL_TYPES.get(family, family), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float64, attn_implementation="eager"
+        )
         if any(name.endswith("experts") for name, _ in model.named_modules()):
             model.set_experts_implementation("eager")  # grouped products refuse float64
         _make_fierce(model)
@@ -124,10 +138,13 @@ def tiny_model(
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character (printable ASCII and newline) with a chat template; 101 of the 128 ids are used."""
+    """One token a character (printable ASCII and newline) with a chat template; 101 of the 128 ids
+    are used."""
     characters = ["\n", *(chr(code) for code in range(32, 127))]
     tokens = [*SPECIAL_TOKENS, *characters]
-    backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="?"))
+    backend = Tokenizer(
+        WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="?")
+    )
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     backend.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer = PreTrainedTokenizerFast(
@@ -143,15 +160,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny(folder: Path, family: str = "qwen2", **arguments: Any) -> Path:
-    """A Hugging Face folder with a tiny model and the tiny tokenizer, as `load_causal_lm` takes it."""
+    """A Hugging Face folder with a tiny model and the tiny tokenizer, as `load_causal_lm` takes
+    it."""
     tiny_model(family, **arguments).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def _make_fierce(model: PreTrainedModel) -> None:
-    """Redraw every matrix at a gain well above 1 and shake every vector, under the caller's seed."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    """Redraw every matrix at a gain well above 1 and shake every vector, under the caller's
+    seed."""
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
     with torch.no_grad():

@@ -7,16 +7,24 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from tests.tiny_models import SPECIAL_TOKENS, tiny_model, tiny_tokenizer
 
-OTHER_TEMPLATE = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<eos>{% endfor %}"
+OTHER_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<eos>{% endfor %}"
+)
 
 
-def tiny_classifier(family: str = "qwen2", *, num_labels: int = 1, **arguments: Any) -> PreTrainedModel:
-    """transformers' classifier over the body of `tiny_model`, in eval mode with eager attention; scores deviate by 3
-    or more."""
+def tiny_classifier(
+    family: str = "qwen2", *, num_labels: int = 1, **arguments: Any
+) -> PreTrainedModel:
+    """transformers' classifier over the body of `tiny_model`, in eval mode with eager attention;
+    scores deviate by 3 or more."""
     causal = tiny_model(family, num_labels=num_labels, **arguments)
     model = AutoModelForSequenceClassification.from_config(causal.config, dtype=causal.dtype).eval()
     model.set_attn_implementation("eager")
@@ -24,7 +32,9 @@ def tiny_classifier(family: str = "qwen2", *, num_labels: int = 1, **arguments: 
     head: Any = model.score
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 6 / math.sqrt(head.in_features))
+        head.weight.copy_(
+            torch.randn(head.weight.shape, generator=generator) * 6 / math.sqrt(head.in_features)
+        )
     return model
 
 
@@ -46,8 +56,11 @@ def other_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_reward_model(folder: Path, family: str = "qwen2", *, tokenizer: Any = None, **arguments: Any) -> Path:
-    """A Hugging Face folder with a tiny classifier and a tokenizer, by default that of `tiny_tokenizer`."""
+def save_reward_model(
+    folder: Path, family: str = "qwen2", *, tokenizer: Any = None, **arguments: Any
+) -> Path:
+    """A Hugging Face folder with a tiny classifier and a tokenizer, by default that of
+    `tiny_tokenizer`."""
     tiny_classifier(family, **arguments).save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return folder

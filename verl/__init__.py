@@ -24,7 +24,8 @@ __all__ = ["DataProto", "__version__", "train"]
 
 
 class _OldPaths(importlib.abc.MetaPathFinder):
-    """Asked last, for modules of ours that do not exist: they may be old paths (`verl/compat.py`)."""
+    """Asked last, for modules of ours that do not exist: they may be old paths
+    (`verl/compat.py`)."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,11 +1,11 @@
 """Every column of a training batch: name, dtype, shape and the phase that writes it.
 
 Letters used in shapes all over the package:
-B rows of a batch, P padded prompt length, R padded response length, T = P + R, N packed tokens, M response tokens
-among them, S packed sequences, V vocabulary, H hidden size, G responses per prompt.
+B rows of a batch, P padded prompt length, R padded response length, T = P + R, N packed tokens, M
+response tokens among them, S packed sequences, V vocabulary, H hidden size, G responses per prompt.
 
-Prompts are padded on the left, responses on the right, so column P of a (B, T) tensor is always the first response
-token. Padding exists for the reader of a batch alone: models see packed tokens.
+Prompts are padded on the left, responses on the right, so column P of a (B, T) tensor is always the
+first response token. Padding exists for the reader of a batch alone: models see packed tokens.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """What one column holds. `dtype` is torch's name, or "object" for the columns of `non_tensor_batch`."""
+    """What one column holds. `dtype` is torch's name, or "object" for the columns of
+    `non_tensor_batch`."""
 
     name: str
     dtype: str
@@ -27,33 +28,119 @@ COLUMNS: dict[str, Column] = {
     for column in (
         Column("raw_prompt_ids", "object", "B", "data", "list of prompt token ids, unpadded"),
         Column("raw_prompt", "object", "B", "data", "chat messages, a list of {role, content}"),
-        Column("data_source", "object", "B", "data", "name of the data set a row came from; picks the reward rule"),
+        Column(
+            "data_source",
+            "object",
+            "B",
+            "data",
+            "name of the data set a row came from; picks the reward rule",
+        ),
         Column("reward_model", "object", "B", "data", "{style, ground_truth}"),
-        Column("extra_info", "object", "B", "data", "anything the reward needs: index, split, answer, ..."),
+        Column(
+            "extra_info",
+            "object",
+            "B",
+            "data",
+            "anything the reward needs: index, split, answer, ...",
+        ),
         Column("index", "object", "B", "data", "row number in its file"),
         Column("uid", "object", "B", "generate", "one string per prompt; its G responses share it"),
         Column("prompts", "int64", "B P", "generate", "prompt ids, left-padded"),
         Column("responses", "int64", "B R", "generate", "response ids, right-padded"),
         Column("input_ids", "int64", "B T", "generate", "prompts and responses side by side"),
         Column("attention_mask", "int64", "B T", "generate", "1 where input_ids is a real token"),
-        Column("position_ids", "int64", "B T", "generate", "0-based position within the row's real tokens"),
-        Column("response_mask", "int64", "B R", "generate", "1 where the model made the token (tool output is 0)"),
         Column(
-            "rollout_log_probs", "float32", "B R", "generate", "log-prob of each token as the rollout engine saw it"
+            "position_ids",
+            "int64",
+            "B T",
+            "generate",
+            "0-based position within the row's real tokens",
         ),
         Column(
-            "reward_baselines", "float32", "B", "collect", "score of the greedy response to the same prompt (ReMax)"
+            "response_mask",
+            "int64",
+            "B R",
+            "generate",
+            "1 where the model made the token (tool output is 0)",
         ),
-        Column("rm_scores", "float32", "B R", "score", "reward model's score, at the last token of the response"),
+        Column(
+            "rollout_log_probs",
+            "float32",
+            "B R",
+            "generate",
+            "log-prob of each token as the rollout engine saw it",
+        ),
+        Column(
+            "reward_baselines",
+            "float32",
+            "B",
+            "collect",
+            "score of the greedy response to the same prompt (ReMax)",
+        ),
+        Column(
+            "rm_scores",
+            "float32",
+            "B R",
+            "score",
+            "reward model's score, at the last token of the response",
+        ),
         Column("token_level_scores", "float32", "B R", "score", "reward before any KL penalty"),
-        Column("old_log_probs", "float32", "B R", "evaluate_policies", "log-probs of the policy before this update"),
-        Column("entropys", "float32", "B R", "evaluate_policies", "entropy of the policy at each response token"),
-        Column("ref_log_prob", "float32", "B R", "evaluate_policies", "log-probs of the frozen reference"),
-        Column("values", "float32", "B R", "evaluate_policies", "critic's value before each response token"),
-        Column("token_level_rewards", "float32", "B R", "estimate_advantages", "scores minus KL penalty"),
-        Column("advantages", "float32", "B R", "estimate_advantages", "advantage of each response token"),
+        Column(
+            "old_log_probs",
+            "float32",
+            "B R",
+            "evaluate_policies",
+            "log-probs of the policy before this update",
+        ),
+        Column(
+            "entropys",
+            "float32",
+            "B R",
+            "evaluate_policies",
+            "entropy of the policy at each response token",
+        ),
+        Column(
+            "ref_log_prob",
+            "float32",
+            "B R",
+            "evaluate_policies",
+            "log-probs of the frozen reference",
+        ),
+        Column(
+            "values",
+            "float32",
+            "B R",
+            "evaluate_policies",
+            "critic's value before each response token",
+        ),
+        Column(
+            "token_level_rewards",
+            "float32",
+            "B R",
+            "estimate_advantages",
+            "scores minus KL penalty",
+        ),
+        Column(
+            "advantages",
+            "float32",
+            "B R",
+            "estimate_advantages",
+            "advantage of each response token",
+        ),
         Column("returns", "float32", "B R", "estimate_advantages", "what the critic regresses to"),
-        Column("rollout_is_weights", "float32", "B R", "update", "importance weight of a token in the policy loss"),
-        Column("selected", "float32", "B R", "update", "1 where the loss has picked the token (clip_cov, kl_cov)"),
+        Column(
+            "rollout_is_weights",
+            "float32",
+            "B R",
+            "update",
+            "importance weight of a token in the policy loss",
+        ),
+        Column(
+            "selected",
+            "float32",
+            "B R",
+            "update",
+            "1 where the loss has picked the token (clip_cov, kl_cov)",
+        ),
     )
 }

@@ -1,8 +1,9 @@
 """Old import paths of verl 0.5, and where their names live here: the one table.
 
-`import verl.trainer.ppo.ray_trainer` finds no such file; the finder in `verl/__init__.py` then asks this table and
-gives a module whose names are looked up here on first use, with a DeprecationWarning that tells the new path.
-A module that does exist, and has lost a name to another room, asks the table in its own `__getattr__`.
+`import verl.trainer.ppo.ray_trainer` finds no such file; the finder in `verl/__init__.py` then asks
+this table and gives a module whose names are looked up here on first use, with a DeprecationWarning
+that tells the new path. A module that does exist, and has lost a name to another room, asks the
+table in its own `__getattr__`.
 """
 
 import importlib
@@ -80,7 +81,10 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
         "get_reward_manager_cls": "verl.rewards.managers",
         "register": ("verl.rewards.managers", "register_reward_manager"),
     },
-    "verl.single_controller.base": {"Worker": "verl.single_controller", "WorkerGroup": "verl.single_controller"},
+    "verl.single_controller.base": {
+        "Worker": "verl.single_controller",
+        "WorkerGroup": "verl.single_controller",
+    },
     "verl.single_controller.base.decorator": {
         "Dispatch": "verl.single_controller",
         "Execute": "verl.single_controller",
@@ -93,7 +97,8 @@ OLD_PATHS: dict[str, dict[str, str | tuple[str, str]]] = {
 
 
 def find_old_name(path: str, name: str) -> Any:
-    """What the table has for `name` at the old `path`; to be called from a module's `__getattr__`."""
+    """What the table has for `name` at the old `path`; to be called from a module's
+    `__getattr__`."""
     entry = OLD_PATHS[path][name]
     module, new_name = entry if isinstance(entry, tuple) else (entry, name)
     warnings.warn(f"{path}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=3)
@@ -108,7 +113,9 @@ class _OldModule(ModuleType):
         if name in names:
             return find_old_name(self.__name__, name)
         known = ", ".join(sorted(names)) or "only submodules"
-        raise AttributeError(f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}.")
+        raise AttributeError(
+            f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
+        )
 
 
 class _OldModuleLoader:
@@ -135,7 +142,10 @@ def page() -> str:
         "",
         "Generated: `python -m verl.compat > docs/import_paths.md` writes this page anew.",
         "",
-        "The old path works, with a `DeprecationWarning` that tells the new one. Paths that are the same are left out.",
+        (
+            "The old path works, with a `DeprecationWarning` that tells the new one. Paths that "
+            "are the same are left out."
+        ),
         "",
         "| old | new |",
         "|---|---|",

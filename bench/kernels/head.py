@@ -1,6 +1,8 @@
-"""Log-probs of a head without logits beside those of chunks of logits and beside the product alone, on one CUDA device.
+"""Log-probs of a head without logits beside those of chunks of logits and beside the product alone,
+on one CUDA device.
 
-Hidden states and head of Qwen2.5-1.5B, without gradients. All are called in turn; the median of a dozen rounds.
+Hidden states and head of Qwen2.5-1.5B, without gradients. All are called in turn; the median of a
+dozen rounds.
 """
 
 import statistics
@@ -8,7 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -39,7 +42,9 @@ def main() -> None:
         return work
 
     works = {"product alone": product} | {
-        f"{'fused' if fused else 'in chunks'}{', entropies' if entropy else ''}": log_probs(fused, entropy)
+        f"{'fused' if fused else 'in chunks'}{', entropies' if entropy else ''}": log_probs(
+            fused, entropy
+        )
         for fused in (False, True)
         for entropy in (False, True)
     }

@@ -1,11 +1,14 @@
-"""Decode attention over a paged cache on one CUDA device: keys and values read once, as a share of what memory gives.
+"""Decode attention over a paged cache on one CUDA device: keys and values read once, as a share of
+what memory gives.
 
-Rows have between 256 and 1,280 keys, evenly. The pages of several layers interleave, as in the engine, and a CUDA graph
-computes each layer once, so that no key is found in the L2 cache. For every shape and batch the best launches of a
-sweep are printed, then how far each launch is from the best over all batches: what defaults are chosen by.
+Rows have between 256 and 1,280 keys, evenly. The pages of several layers interleave, as in the
+engine, and a CUDA graph computes each layer once, so that no key is found in the L2 cache. For
+every shape and batch the best launches of a sweep are printed, then how far each launch is from the
+best over all batches: what defaults are chosen by.
 
-Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of it. With `--fresh`
-the rows' newest tokens come as the projections give them, and the kernel rotates and stores them too.
+Run `python bench/kernels/paged_attention.py`; `--shapes qwen2.5-1.5b --batches 256` does a part of
+it. With `--fresh` the rows' newest tokens come as the projections give them, and the kernel rotates
+and stores them too.
 """
 
 import argparse
@@ -17,7 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -74,8 +78,12 @@ class Batch:
             self.layers = min(shape.layers, math.ceil(READ_BYTES / self.read_bytes))
             page = (2, shape.kv_heads, PAGE_SIZE, shape.dim)
             self.cache = torch.randn(rows * width, self.layers, *page, dtype=torch.bfloat16)
-            stacked = torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, dtype=torch.bfloat16)
-            self.q, k, v = stacked.unflatten(1, (-1, shape.dim)).tensor_split((-2 * shape.kv_heads, -shape.kv_heads), 1)
+            stacked = torch.randn(
+                rows, (shape.heads + 2 * shape.kv_heads) * shape.dim, dtype=torch.bfloat16
+            )
+            self.q, k, v = stacked.unflatten(1, (-1, shape.dim)).tensor_split(
+                (-2 * shape.kv_heads, -shape.kv_heads), 1
+            )
             cos, sin = torch.randn(2, LONGEST, shape.dim, dtype=torch.bfloat16)
             self.fresh = Fresh(k, v, cos, sin, None, None, 0.0) if fresh else None
             self.out = torch.empty(rows, shape.heads, shape.dim, dtype=torch.bfloat16)
@@ -136,21 +144,32 @@ def speed(batch: Batch, us: float) -> str:
 
 
 def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
-    """Print the best launches at one batch; gives each launch's time with its best number of splits."""
+    """Print the best launches at one batch; gives each launch's time with its best number of
+    splits."""
     programs = batch.rows * batch.shape.kv_heads
-    counts = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 32) if count == 1 or programs * count <= 32 * num_sms]
+    counts = [
+        count
+        for count in (1, 2, 3, 4, 6, 8, 12, 16, 32)
+        if count == 1 or programs * count <= 32 * num_sms
+    ]
     times = {
-        (config, count): batch.microseconds(config=config, num_splits=count) for config in LAUNCHES for count in counts
+        (config, count): batch.microseconds(config=config, num_splits=count)
+        for config in LAUNCHES
+        for count in counts
     }
     print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
     for config, count in sorted(times, key=times.__getitem__)[:best]:
         print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
     count = choose_num_splits(batch.rows, batch.shape.kv_heads, num_sms)
     fresh_programs = 0 if batch.fresh is None else programs * count
-    config = decode_config(batch.shape.dim, batch.shape.dim, torch.bfloat16, fresh_programs=fresh_programs)
+    config = decode_config(
+        batch.shape.dim, batch.shape.dim, torch.bfloat16, fresh_programs=fresh_programs
+    )
     us = batch.microseconds(config=config, num_splits=count)
     print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")
-    by_count = " ".join(f"{count}: {min(times[config, count] for config in LAUNCHES):.1f}" for count in counts)
+    by_count = " ".join(
+        f"{count}: {min(times[config, count] for config in LAUNCHES):.1f}" for count in counts
+    )
     print(f"    us by splits, best launch: {by_count}")
     for split_tokens in (256, 512):
         us = batch.microseconds(split_tokens=split_tokens)
@@ -160,8 +179,11 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
 
 
 def rank(results: list[dict[DecodeConfig, float]], best: int) -> None:
-    """Launches by their mean slowdown over all batches, each beside the best launch of that batch."""
-    slowdowns = {config: [times[config] / min(times.values()) for times in results] for config in LAUNCHES}
+    """Launches by their mean slowdown over all batches, each beside the best launch of that
+    batch."""
+    slowdowns = {
+        config: [times[config] / min(times.values()) for times in results] for config in LAUNCHES
+    }
     print("  launches over all batches: mean slowdown, and at each batch")
     for config in sorted(slowdowns, key=lambda config: sum(slowdowns[config]))[:best]:
         each = " ".join(f"{slowdown:.2f}" for slowdown in slowdowns[config])
@@ -169,22 +191,33 @@ def rank(results: list[dict[DecodeConfig, float]], best: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--fresh", action="store_true", help="rotate and store the newest tokens as well")
+    parser.add_argument(
+        "--fresh", action="store_true", help="rotate and store the newest tokens as well"
+    )
     parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.cuda.get_device_properties(0)
     print(
-        f"{device.name}, torch {torch.__version__}; launch = tokens of a block / warps / stages; fraction of 4.3 TB/s"
+        f"{device.name}, torch {torch.__version__}; launch = tokens of a block / warps / stages; "
+        "fraction of 4.3 TB/s"
     )
     for name in args.shapes:
         print(name)
         results = []
         for rows in args.batches:
-            results.append(sweep(Batch(SHAPES[name], rows, fresh=args.fresh), device.multi_processor_count, args.best))
+            results.append(
+                sweep(
+                    Batch(SHAPES[name], rows, fresh=args.fresh),
+                    device.multi_processor_count,
+                    args.best,
+                )
+            )
         rank(results, args.best)
 
 

@@ -1,7 +1,9 @@
-"""The fused draw of the embedded engine beside `verl.rollout.sampling.sample` in eager PyTorch, on one CUDA device.
+"""The fused draw of the embedded engine beside `verl.rollout.sampling.sample` in eager PyTorch, on
+one CUDA device.
 
-Logits of Qwen2.5's vocabulary; ours replayed as a CUDA graph, as the engine does. GB/s counts one read of the
-logits, which is the floor of a draw without filters. `--tune` adds the times of other ways to cut a row.
+Logits of Qwen2.5's vocabulary; ours replayed as a CUDA graph, as the engine does. GB/s counts one
+read of the logits, which is the floor of a draw without filters. `--tune` adds the times of other
+ways to cut a row.
 """
 
 import argparse
@@ -11,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -37,14 +40,18 @@ def milliseconds(work: Callable[[], object]) -> float:
     return median
 
 
-def replay(logits: torch.Tensor, params: SamplingParams, tuning: Tuning | None = None) -> Callable[[], None]:
+def replay(
+    logits: torch.Tensor, params: SamplingParams, tuning: Tuning | None = None
+) -> Callable[[], None]:
     """The draw as a captured graph."""
     rows, device = logits.shape[0], logits.device
     state = DrawState(
         slots=torch.arange(rows, dtype=torch.int32, device=device),
         keys=torch.from_numpy(sample_keys(0, 0, np.arange(rows)).view(np.int64)).to(device),
         drawn=torch.zeros(rows, dtype=torch.int32, device=device),
-        settings=torch.tensor([params.temperature, params.top_p, params.min_p, float(params.top_k)], device=device),
+        settings=torch.tensor(
+            [params.temperature, params.top_p, params.min_p, float(params.top_k)], device=device
+        ),
         tokens=torch.empty(rows, dtype=torch.int64, device=device),
         log_probs=torch.empty(rows, device=device),
     )
@@ -65,23 +72,45 @@ def replay(logits: torch.Tensor, params: SamplingParams, tuning: Tuning | None =
 def compare(all_logits: dict[int, torch.Tensor]) -> None:
     print(f"{'rows':>5} {'':12} {'ours us':>8} {'eager us':>9} {'ratio':>6} {'GB/s':>6}")
     for (rows, logits), (name, params) in itertools.product(all_logits.items(), MODES.items()):
-        keys = torch.from_numpy(row_keys(sample_keys(0, 0, np.arange(rows)), np.zeros(rows, np.int64))).cuda()
+        keys = torch.from_numpy(
+            row_keys(sample_keys(0, 0, np.arange(rows)), np.zeros(rows, np.int64))
+        ).cuda()
         ours = milliseconds(replay(logits, params))
         eager = milliseconds(lambda: sample(logits, params, keys))  # noqa: B023
         speed = logits.nbytes / ours / 1e6
-        print(f"{rows:>5} {name:12} {ours * 1e3:8.1f} {eager * 1e3:9.1f} {eager / ours:6.1f} {speed:6.0f}")
+        print(
+            f"{rows:>5} {name:12} {ours * 1e3:8.1f} {eager * 1e3:9.1f} {eager / ours:6.1f} "
+            f"{speed:6.0f}"
+        )
 
 
 def tune(all_logits: dict[int, torch.Tensor]) -> None:
     cuts = [
-        *((name, Tuning(chunk=chunk, block=block)) for name in ("plain", "greedy", "top_p 0.95")
-          for chunk in (4096, 8192, 16384) for block in (256, 512, 1024)),
-        *((name, Tuning(search_block=block, search_warps=warps)) for name in ("top_p 0.95", "top_k 50")
-          for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (16384, 16), (16384, 32))),
-    ]  # fmt: skip
+        *(
+            (name, Tuning(chunk=chunk, block=block))
+            for name in ("plain", "greedy", "top_p 0.95")
+            for chunk in (4096, 8192, 16384)
+            for block in (256, 512, 1024)
+        ),
+        *(
+            (name, Tuning(search_block=block, search_warps=warps))
+            for name in ("top_p 0.95", "top_k 50")
+            for block, warps in (
+                (2048, 8),
+                (4096, 8),
+                (4096, 16),
+                (8192, 8),
+                (8192, 16),
+                (16384, 16),
+                (16384, 32),
+            )
+        ),
+    ]
     print(f"\n{'microseconds at rows':60} " + " ".join(f"{rows:>7}" for rows in all_logits))
     for name, tuning in cuts:
-        times = [milliseconds(replay(logits, MODES[name], tuning)) for logits in all_logits.values()]
+        times = [
+            milliseconds(replay(logits, MODES[name], tuning)) for logits in all_logits.values()
+        ]
         cut = f"chunk {tuning.chunk} block {tuning.block}"
         if name not in ("plain", "greedy"):
             cut += f" search {tuning.search_block} warps {tuning.search_warps}"
@@ -91,13 +120,17 @@ def tune(all_logits: dict[int, torch.Tensor]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 256, 1024])
-    parser.add_argument("--spread", type=float, default=2.5, help="standard deviation of the logits")
+    parser.add_argument(
+        "--spread", type=float, default=2.5, help="standard deviation of the logits"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
-    all_logits = {rows: torch.empty(rows, VOCABULARY, device="cuda", dtype=dtype) for rows in arguments.rows}
+    all_logits = {
+        rows: torch.empty(rows, VOCABULARY, device="cuda", dtype=dtype) for rows in arguments.rows
+    }
     for logits in all_logits.values():
         logits.normal_(std=arguments.spread)
     versions = f"torch {torch.__version__}, triton {triton.__version__}"

@@ -1,7 +1,8 @@
-"""Forward and backward of a policy on groups of responses: each prompt once beside plain packing, on one CUDA device.
+"""Forward and backward of a policy on groups of responses: each prompt once beside plain packing,
+on one CUDA device.
 
-Random weights of the Qwen2.5-1.5B shape in bf16, gradient checkpointing, one group a pass as the update has it. Tokens
-are those of all rows, prompts included, on both sides.
+Random weights of the Qwen2.5-1.5B shape in bf16, gradient checkpointing, one group a pass as the
+update has it. Tokens are those of all rows, prompts included, on both sides.
 """
 
 import argparse
@@ -9,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the package beside us, installed or not
+# the package beside us, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
@@ -20,15 +22,22 @@ from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.peaks import phase_peaks
 
 SHAPE = {
-    "vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
 def load(checkpointing: bool) -> PackedCausalLM:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SHAPE), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("qwen2", **SHAPE), dtype=torch.bfloat16
+        )
     if checkpointing:
         apply_checkpointing(model)
     return PackedCausalLM(model).train()
@@ -60,8 +69,12 @@ def measure(module: PackedCausalLM, packed: PackedBatch) -> tuple[float, float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["1024,512,16", "256,1024,16", "4096,512,8", "1024,512,2"],
-                        help="prompt tokens, response tokens, responses")  # fmt: skip
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["1024,512,16", "256,1024,16", "4096,512,8", "1024,512,2"],
+        help="prompt tokens, response tokens, responses",
+    )
     parser.add_argument("--no-checkpointing", action="store_true")
     arguments = parser.parse_args()
     module = load(not arguments.no_checkpointing)
@@ -73,8 +86,9 @@ def main() -> None:
         print(f"{rows} x ({prompt} + {response}):")
         for name, (log_probs, update, peak) in zip(("plain", "shared"), results):
             print(
-                f"  {name:6} log-probs {log_probs:7.1f} ms {tokens / log_probs * 1e3:9,.0f} tok/s   "
-                f"update {update:7.1f} ms {tokens / update * 1e3:9,.0f} tok/s   peak {peak:.1f} GiB"
+                f"  {name:6} log-probs {log_probs:7.1f} ms {tokens / log_probs * 1e3:9,.0f} tok/s  "
+                f" update {update:7.1f} ms {tokens / update * 1e3:9,.0f} tok/s   peak {peak:.1f} "
+                "GiB"
             )
         ratios = [one / other for one, other in zip(results[0], results[1])]
         print(f"  ratio  log-probs {ratios[0]:.2f}, update {ratios[1]:.2f}")

@@ -1,11 +1,14 @@
-"""HumanEval and MBPP as train.parquet and test.parquet; their programs run in the sandbox (docs/rewards.md).
+"""HumanEval and MBPP as train.parquet and test.parquet; their programs run in the sandbox
+(docs/rewards.md).
 
-    python examples/data_preprocess/code_problems.py --dataset mbpp --local_save_dir ~/data/mbpp       # from the hub
-    python examples/data_preprocess/code_problems.py --dataset humaneval --local_dataset_path raw/humaneval
+    python examples/data_preprocess/code_problems.py --dataset mbpp --local_save_dir ~/data/mbpp #
+    from the hub python examples/data_preprocess/code_problems.py --dataset humaneval
+    --local_dataset_path raw/humaneval
 
-A local folder holds HumanEval.jsonl or mbpp.jsonl, plain or gzipped. HumanEval has 164 problems, all of them for
-testing. MBPP's split is that of its paper: test 11-510, training 601-974 and validation 511-600; the ten few-shot
-examples are left out. (The file is not called code.py: Python would find it as its own `code`.)
+A local folder holds HumanEval.jsonl or mbpp.jsonl, plain or gzipped. HumanEval has 164 problems,
+all of them for testing. MBPP's split is that of its paper: test 11-510, training 601-974 and
+validation 511-600; the ten few-shot examples are left out. (The file is not called code.py: Python
+would find it as its own `code`.)
 """
 
 import argparse
@@ -23,14 +26,18 @@ from verl.utils.entry import exit_code
 
 SOURCES = {"humaneval": "openai/openai_humaneval", "mbpp": "google-research-datasets/mbpp"}
 FILES = {"humaneval": "HumanEval.jsonl", "mbpp": "mbpp.jsonl"}
-HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in one Python code block.\n\n"
+HUMANEVAL_INSTRUCTION = (
+    "Complete this Python function. Answer with the whole function in one Python code block.\n\n"
+)
 MBPP_INSTRUCTION = (
-    "{text}\n\nYour code must pass these tests:\n\n{tests}\n\nAnswer with one Python code block, without the tests."
+    "{text}\n\nYour code must pass these tests:\n\n{tests}\n\nAnswer with one Python code block, "
+    "without the tests."
 )
 
 
 def read_raw(folder: str | None, dataset: str) -> Iterable[dict[str, Any]]:
-    """All problems, from a folder, or else from the hub. Ends the script if the folder has no such file."""
+    """All problems, from a folder, or else from the hub. Ends the script if the folder has no such
+    file."""
     if folder is None:
         splits: Any = load_from_hub(SOURCES[dataset])
         return (row for split in splits.values() for row in split)
@@ -46,7 +53,9 @@ def make_humaneval_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     truth = {name: raw[name] for name in ("prompt", "test", "entry_point")}
     solution = raw["prompt"] + raw["canonical_solution"]
     index = int(raw["task_id"].split("/")[1])
-    return "test", _row("humaneval", HUMANEVAL_INSTRUCTION + raw["prompt"], truth, solution, "test", index)
+    return "test", _row(
+        "humaneval", HUMANEVAL_INSTRUCTION + raw["prompt"], truth, solution, "test", index
+    )
 
 
 def make_mbpp_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -61,7 +70,9 @@ def make_mbpp_row(raw: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     return split, _row("mbpp", question, truth, raw["code"], split, number)
 
 
-def _row(dataset: str, question: str, truth: dict, solution: str, split: str, index: int) -> dict[str, Any]:
+def _row(
+    dataset: str, question: str, truth: dict, solution: str, split: str, index: int
+) -> dict[str, Any]:
     return {
         "data_source": SOURCES[dataset],
         "prompt": [{"role": "user", "content": question}],
@@ -73,10 +84,14 @@ def _row(dataset: str, question: str, truth: dict, solution: str, split: str, in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", choices=sorted(SOURCES), required=True)
     parser.add_argument("--local_dataset_path", help="folder of the raw file; default: the hub")
-    parser.add_argument("--local_save_dir", "--local_dir", help="folder to write to; default: ~/data/<dataset>")
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", help="folder to write to; default: ~/data/<dataset>"
+    )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir or f"~/data/{options.dataset}").expanduser()
     target.mkdir(parents=True, exist_ok=True)

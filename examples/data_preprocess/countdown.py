@@ -1,6 +1,8 @@
-"""Countdown: reach a target with the given numbers and + - * /. Problems are made here, each with a known solution.
+"""Countdown: reach a target with the given numbers and + - * /. Problems are made here, each with a
+known solution.
 
-    python examples/data_preprocess/countdown.py --local_save_dir ~/data/countdown --train_size 20000 --num_numbers 3
+    python examples/data_preprocess/countdown.py --local_save_dir ~/data/countdown --train_size
+    20000 --num_numbers 3
 
 The same seed makes the same files; no problem of the test set is in the training set.
 """
@@ -21,8 +23,9 @@ from verl.utils.entry import exit_code
 DATA_SOURCE = "countdown"
 MAX_MISSES = 20_000  # draws in a row without a new problem after which there is taken to be none
 INSTRUCTION = (
-    "Reach {target} with the numbers {numbers}: use each number exactly once, and only + - * / and brackets. Think "
-    "step by step, then write the equation between <answer> and </answer>, for example <answer>(1 + 2) * 3</answer>."
+    "Reach {target} with the numbers {numbers}: use each number exactly once, and only + - * / and "
+    "brackets. Think step by step, then write the equation between <answer> and </answer>, for "
+    "example <answer>(1 + 2) * 3</answer>."
 )
 
 
@@ -48,15 +51,23 @@ def join_randomly(numbers: list[int], draw: random.Random) -> tuple[Fraction, st
     return value, text[1:-1] if len(numbers) > 1 else text
 
 
-def problems(draw: random.Random, *, num_numbers: int, max_number: int, max_target: int) -> Iterator[Problem]:
-    """Different problems till no more are found. A target is a whole number up to `max_target`, none of the numbers."""
+def problems(
+    draw: random.Random, *, num_numbers: int, max_number: int, max_target: int
+) -> Iterator[Problem]:
+    """Different problems till no more are found. A target is a whole number up to `max_target`,
+    none of the numbers."""
     seen: set[tuple[tuple[int, ...], int]] = set()
     misses = 0
     while misses < MAX_MISSES:
         misses += 1
         numbers = [draw.randint(1, max_number) for _ in range(num_numbers)]
         joined = join_randomly(numbers, draw)
-        if joined is None or joined[0].denominator != 1 or not 1 <= joined[0] <= max_target or joined[0] in numbers:
+        if (
+            joined is None
+            or joined[0].denominator != 1
+            or not 1 <= joined[0] <= max_target
+            or joined[0] in numbers
+        ):
             continue
         key = (tuple(sorted(numbers)), int(joined[0]))
         if key not in seen:
@@ -70,16 +81,25 @@ def make_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     numbers = list(problem.numbers)
     return {
         "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": INSTRUCTION.format(target=problem.target, numbers=numbers)}],
+        "prompt": [
+            {"role": "user", "content": INSTRUCTION.format(target=problem.target, numbers=numbers)}
+        ],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": {"target": problem.target, "numbers": numbers}},
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": {"target": problem.target, "numbers": numbers},
+        },
         "extra_info": {"split": split, "index": index, "solution": problem.solution},
     }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/countdown", help="folder to write to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", default="~/data/countdown", help="folder to write to"
+    )
     parser.add_argument("--train_size", type=int, default=20_000)
     parser.add_argument("--test_size", type=int, default=512)
     parser.add_argument("--num_numbers", type=int, default=3)
@@ -98,7 +118,10 @@ def main(arguments: list[str] | None = None) -> None:
     for split, size in (("test", options.test_size), ("train", options.train_size)):
         rows = [make_row(problem, split, index) for index, problem in zip(range(size), endless)]
         if len(rows) < size:
-            parser.error(f"only {len(rows)} of {size} different {split} problems exist or were found; raise the limits")
+            parser.error(
+                f"only {len(rows)} of {size} different {split} problems exist or were found; raise "
+                "the limits"
+            )
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"wrote {len(rows):,} rows to {target / split}.parquet")
 

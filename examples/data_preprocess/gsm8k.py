@@ -1,9 +1,11 @@
-"""GSM8K as train.parquet (7,473 rows) and test.parquet (1,319 rows) for `data.train_files` and `data.val_files`.
+"""GSM8K as train.parquet (7,473 rows) and test.parquet (1,319 rows) for `data.train_files` and
+`data.val_files`.
 
-    python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k                              # from the hub
-    python examples/data_preprocess/gsm8k.py --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
+    python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k # from the hub python
+    examples/data_preprocess/gsm8k.py --local_dataset_path raw/gsm8k --local_save_dir ~/data/gsm8k
 
-A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a line, the answer ending in "#### number".
+A local folder holds train.jsonl and test.jsonl, one {"question", "answer"} a line, the answer
+ending in "#### number".
 """
 
 import argparse
@@ -26,7 +28,8 @@ SPLITS = ("train", "test")
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Questions and answers of a split, from a folder, or else from the hub. Ends the script if the folder has none."""
+    """Questions and answers of a split, from a folder, or else from the hub. Ends the script if the
+    folder has none."""
     if folder is None:
         return load_from_hub(DATA_SOURCE, "main", split=split)
     path = Path(folder).expanduser() / f"{split}.jsonl"
@@ -36,34 +39,52 @@ def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it. DataError for one without question, or without an answer with its number."""
+    """One row as the trainer reads it. DataError for one without question, or without an answer
+    with its number."""
     for column in ("question", "answer"):
         if not isinstance(raw.get(column), str):
-            raise DataError(f"{split} row {index}: the column '{column}' must be a text, got {raw.get(column)!r:.80}.")
+            raise DataError(
+                f"{split} row {index}: the column '{column}' must be a text, got "
+                f"{raw.get(column)!r:.80}."
+            )
     ground_truth = extract_answer(raw["answer"])
     if ground_truth is None:
         raise DataError(
-            f"{split} row {index}: the answer must end in '#### number', got {raw['answer'][-40:]!r}. Write the number "
-            "behind it, or take the row out."
+            f"{split} row {index}: the answer must end in '#### number', got "
+            f"{raw['answer'][-40:]!r}. Write the number behind it, or take the row out."
         )
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{raw['question']} {INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {"split": split, "index": index, "answer": raw["answer"], "question": raw["question"]},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "answer": raw["answer"],
+            "question": raw["question"],
+        },
     }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub")
-    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/gsm8k", help="folder to write to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
+    )
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", default="~/data/gsm8k", help="folder to write to"
+    )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        rows = [make_row(raw, split, i) for i, raw in enumerate(read_raw(options.local_dataset_path, split))]
+        rows = [
+            make_row(raw, split, i)
+            for i, raw in enumerate(read_raw(options.local_dataset_path, split))
+        ]
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"wrote {len(rows):,} rows to {target / split}.parquet")
 

@@ -1,11 +1,14 @@
-"""GSM8K for several turns with a tool that tells the model how its answer scores, and for an interaction that answers.
+"""GSM8K for several turns with a tool that tells the model how its answer scores, and for an
+interaction that answers.
 
-    python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_save_dir ~/data/gsm8k_multiturn
-    python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_dataset_path raw/gsm8k --local_save_dir ...
+    python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_save_dir
+    ~/data/gsm8k_multiturn python examples/data_preprocess/gsm8k_multiturn_w_tool.py
+    --local_dataset_path raw/gsm8k --local_save_dir ...
 
-Rows are those of gsm8k.py with a system prompt that names the tool `calc_gsm8k_reward`, and in `extra_info`:
-`tools_kwargs` (what the tool is created with, for each row), `interaction_kwargs` (which interaction answers, and what
-it is created with) and `need_tools_kwargs`. `agent_name` picks the agent loop.
+Rows are those of gsm8k.py with a system prompt that names the tool `calc_gsm8k_reward`, and in
+`extra_info`: `tools_kwargs` (what the tool is created with, for each row), `interaction_kwargs`
+(which interaction answers, and what it is created with) and `need_tools_kwargs`. `agent_name` picks
+the agent loop.
 """
 
 import argparse
@@ -23,15 +26,18 @@ TOOL = "calc_gsm8k_reward"
 INTERACTION = "gsm8k"
 AGENT = "tool_agent"
 SYSTEM = (
-    "You are a math expert. You are given a question and you need to solve it step by step. Reason step by step before "
-    f"any tool call. You should use the `{TOOL}` tool after solving the question, before you give the final answer, at "
-    "least once, and mend your answer if necessary. Put the final answer behind `#### `."
+    "You are a math expert. You are given a question and you need to solve it step by step. Reason "
+    f"step by step before any tool call. You should use the `{TOOL}` tool after solving the "
+    "question, before you give the final answer, at least once, and mend your answer if necessary. "
+    "Put the final answer behind `#### `."
 )
 
 
 def _plain_gsm8k() -> Any:
     """gsm8k.py beside this file, whose rows these are."""
-    spec = importlib.util.spec_from_file_location("preprocess_gsm8k", Path(__file__).with_name("gsm8k.py"))
+    spec = importlib.util.spec_from_file_location(
+        "preprocess_gsm8k", Path(__file__).with_name("gsm8k.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,20 +57,36 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     row["extra_info"] |= {
         "need_tools_kwargs": True,
         "tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": truth}}},
-        "interaction_kwargs": {"name": INTERACTION, "query": raw["question"], "ground_truth": truth},
+        "interaction_kwargs": {
+            "name": INTERACTION,
+            "query": raw["question"],
+            "ground_truth": truth,
+        },
     }
     return row
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub")
-    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/gsm8k_multiturn", help="folder to write to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
+    )
+    parser.add_argument(
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/gsm8k_multiturn",
+        help="folder to write to",
+    )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     for split in gsm8k.SPLITS:
-        rows = [make_row(raw, split, i) for i, raw in enumerate(gsm8k.read_raw(options.local_dataset_path, split))]
+        rows = [
+            make_row(raw, split, i)
+            for i, raw in enumerate(gsm8k.read_raw(options.local_dataset_path, split))
+        ]
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"wrote {len(rows):,} rows to {target / split}.parquet")
 

@@ -1,11 +1,14 @@
-"""HH-RLHF preference pairs (Bai et al. 2022, arXiv:2204.05862) as prompts: the conversation up to the last answer.
+"""HH-RLHF preference pairs (Bai et al. 2022, arXiv:2204.05862) as prompts: the conversation up to
+the last answer.
 
-    python examples/data_preprocess/hh_rlhf.py --local_save_dir ~/data/hh_rlhf                           # from the hub
-    python examples/data_preprocess/hh_rlhf.py --local_dataset_path raw/hh-rlhf --local_save_dir ~/data/hh_rlhf
+    python examples/data_preprocess/hh_rlhf.py --local_save_dir ~/data/hh_rlhf # from the hub python
+    examples/data_preprocess/hh_rlhf.py --local_dataset_path raw/hh-rlhf --local_save_dir
+    ~/data/hh_rlhf
 
-A local folder holds files of {"chosen", "rejected"} a line, plain or gzipped, with "train" or "test" in their names.
-`ground_truth` is the chosen last answer, for reward models and judges that want a reference; the rejected one stands
-in `extra_info`. No rule scores these rows: name a reward model, a judge or a function of your own.
+A local folder holds files of {"chosen", "rejected"} a line, plain or gzipped, with "train" or
+"test" in their names. `ground_truth` is the chosen last answer, for reward models and judges that
+want a reference; the rejected one stands in `extra_info`. No rule scores these rows: name a reward
+model, a judge or a function of your own.
 """
 
 import argparse
@@ -28,7 +31,8 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Pairs of a split, from a folder, or else from the hub; none where the folder has no file of that split."""
+    """Pairs of a split, from a folder, or else from the hub; none where the folder has no file of
+    that split."""
     if folder is None:
         return load_from_hub(DATA_SOURCE, split=split)
     files = sorted(Path(folder).expanduser().glob(f"*{split}*.jsonl*"))
@@ -48,10 +52,16 @@ def split_turns(text: str) -> list[dict[str, str]]:
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any] | None:
-    """One row as the trainer reads it; None for a pair that does not differ in a last answer to the same prompt."""
+    """One row as the trainer reads it; None for a pair that does not differ in a last answer to the
+    same prompt."""
     chosen, rejected = split_turns(raw["chosen"]), split_turns(raw["rejected"])
     roles = [message["role"] for message in chosen]
-    if len(chosen) < 2 or roles[0] != "user" or roles[-1] != "assistant" or not all(m["content"] for m in chosen):
+    if (
+        len(chosen) < 2
+        or roles[0] != "user"
+        or roles[-1] != "assistant"
+        or not all(m["content"] for m in chosen)
+    ):
         return None
     if chosen[:-1] != rejected[:-1]:
         return None
@@ -71,25 +81,36 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any] | No
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--local_dataset_path", help="folder of the raw files; default: the hub")
-    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/hh_rlhf", help="folder to write to")
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", default="~/data/hh_rlhf", help="folder to write to"
+    )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     written = 0
     for split in SPLITS:
-        made = [make_row(raw, split, i) for i, raw in enumerate(read_raw(options.local_dataset_path, split))]
+        made = [
+            make_row(raw, split, i)
+            for i, raw in enumerate(read_raw(options.local_dataset_path, split))
+        ]
         rows = [row for row in made if row is not None]
         if not rows:
             continue
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(
-            f"wrote {len(rows):,} rows to {target / split}.parquet, left out {len(made) - len(rows)} that do not pair"
+            f"wrote {len(rows):,} rows to {target / split}.parquet, left out "
+            f"{len(made) - len(rows)} that do not pair"
         )
         written += len(rows)
     if not written:
-        parser.error(f"no pairs in '{options.local_dataset_path}': expected files such as train.jsonl or test.jsonl.gz")
+        parser.error(
+            f"no pairs in '{options.local_dataset_path}': expected files such as train.jsonl or "
+            "test.jsonl.gz"
+        )
 
 
 if __name__ == "__main__":

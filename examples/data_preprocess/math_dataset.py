@@ -1,10 +1,12 @@
 """MATH as train.parquet and test.parquet for `data.train_files` and `data.val_files`.
 
-    python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math                        # from the hub
-    python examples/data_preprocess/math_dataset.py --local_dataset_path raw/math --local_save_dir ~/data/math
+    python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math # from the hub
+    python examples/data_preprocess/math_dataset.py --local_dataset_path raw/math --local_save_dir
+    ~/data/math
 
-A local folder holds train.json (or train.jsonl) and test.jsonl (or math500.jsonl) of {"problem", "answer"}, or with a
-"solution" whose last \\boxed{} is the answer. (The file is not called math.py: Python would find it as its own `math`.)
+A local folder holds train.json (or train.jsonl) and test.jsonl (or math500.jsonl) of {"problem",
+"answer"}, or with a "solution" whose last \\boxed{} is the answer. (The file is not called math.py:
+Python would find it as its own `math`.)
 """
 
 import argparse
@@ -30,14 +32,17 @@ FILES = {
 
 
 def read_raw(folder: str | None, split: str) -> Iterable[dict[str, Any]]:
-    """Problems of a split, from a folder, or else from the hub. Ends the script if the folder has none."""
+    """Problems of a split, from a folder, or else from the hub. Ends the script if the folder has
+    none."""
     if folder is None:
         return load_from_hub(HUB_NAME, split=split)
     root = Path(folder).expanduser()
     for name in FILES[split]:
         if (root / name).is_file():
             return read_json_rows(root / name)
-    sys.exit(f"'{root}' must hold one of {', '.join(FILES[split])} for the split {split}, found none.")
+    sys.exit(
+        f"'{root}' must hold one of {', '.join(FILES[split])} for the split {split}, found none."
+    )
 
 
 def final_answer(raw: dict[str, Any]) -> str | None:
@@ -64,18 +69,28 @@ def make_row(raw: dict[str, Any], answer: str, split: str, index: int) -> dict[s
 
 
 def make_rows(raw_rows: Iterable[dict[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Rows of a split. Problems without an answer cannot be scored; they are left out, and named."""
+    """Rows of a split. Problems without an answer cannot be scored; they are left out, and
+    named."""
     answers = [(index, raw, final_answer(raw)) for index, raw in enumerate(raw_rows)]
     without = [index for index, _, answer in answers if answer is None]
     if without:
-        print(f"left out {len(without)} of {len(answers):,} {split} problems that have no answer: rows {without}")
-    return [make_row(raw, answer, split, index) for index, raw, answer in answers if answer is not None]
+        print(
+            f"left out {len(without)} of {len(answers):,} {split} problems that have no answer: "
+            f"rows {without}"
+        )
+    return [
+        make_row(raw, answer, split, index) for index, raw, answer in answers if answer is not None
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--local_dataset_path", help="folder of the raw files; default: the hub")
-    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/math", help="folder to write to")
+    parser.add_argument(
+        "--local_save_dir", "--local_dir", default="~/data/math", help="folder to write to"
+    )
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)

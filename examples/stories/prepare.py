@@ -1,7 +1,8 @@
 """Write the prompts of the stories example: train.jsonl and val.jsonl.
 
-Every prompt asks for a story about two things, `This is a story about a dog and a bird.`, and the reward looks for both
-words. The pairs of the validation file occur in the training file in neither order.
+Every prompt asks for a story about two things, `This is a story about a dog and a bird.`, and the
+reward looks for both words. The pairs of the validation file occur in the training file in neither
+order.
 
 Run `python examples/stories/prepare.py --output FOLDER`.
 """
@@ -14,14 +15,37 @@ from pathlib import Path
 
 # Words that the model knows: all of them are common in the stories it was trained on.
 THINGS = (
-    "ball", "bear", "bird", "boat", "box", "boy", "cake", "car", "cat", "dog", "doll", "duck", "fish",
-    "flower", "frog", "garden", "girl", "hat", "horse", "king", "rabbit", "star", "train", "tree",
-)  # fmt: skip
+    "ball",
+    "bear",
+    "bird",
+    "boat",
+    "box",
+    "boy",
+    "cake",
+    "car",
+    "cat",
+    "dog",
+    "doll",
+    "duck",
+    "fish",
+    "flower",
+    "frog",
+    "garden",
+    "girl",
+    "hat",
+    "horse",
+    "king",
+    "rabbit",
+    "star",
+    "train",
+    "tree",
+)
 NUM_VALIDATION = 32
 
 
 def make_row(split: str, index: int, first: str, second: str) -> dict:
-    """One prompt in the format of every data set; `reward.py` reads the two words from the ground truth."""
+    """One prompt in the format of every data set; `reward.py` reads the two words from the ground
+    truth."""
     return {
         "data_source": "stories",
         "prompt": [{"role": "user", "content": f"This is a story about a {first} and a {second}."}],
@@ -32,7 +56,8 @@ def make_row(split: str, index: int, first: str, second: str) -> dict:
 
 
 def make_splits(seed: int) -> dict[str, list[dict]]:
-    """Validation takes some pairs of things in one order, training all other pairs in both orders, shuffled."""
+    """Validation takes some pairs of things in one order, training all other pairs in both orders,
+    shuffled."""
     draw = random.Random(seed)
     pairs = list(itertools.combinations(THINGS, 2))
     draw.shuffle(pairs)
@@ -46,8 +71,12 @@ def make_splits(seed: int) -> dict[str, list[dict]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for train.jsonl and val.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for train.jsonl and val.jsonl"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which pairs are held out")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)

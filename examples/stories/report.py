@@ -1,6 +1,8 @@
-"""What the runs of `run.sh` learnt: the reward of every seed, and what the model wrote before and after.
+"""What the runs of `run.sh` learnt: the reward of every seed, and what the model wrote before and
+after.
 
-Run `python examples/stories/report.py OUTPUT`, with the folder that `run.sh` wrote to. Prints Markdown.
+Run `python examples/stories/report.py OUTPUT`, with the folder that `run.sh` wrote to. Prints
+Markdown.
 """
 
 import argparse
@@ -23,12 +25,16 @@ def mean(values: list[float]) -> float:
 def validation_score(lines: list[dict[str, Any]]) -> list[float]:
     """The mean reward on held-out pairs, of every validation in order."""
     return [
-        value for line in lines for name, value in line.items() if name.startswith("val-core/") and "/mean@" in name
+        value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith("val-core/") and "/mean@" in name
     ]
 
 
 def curve_row(folder: Path) -> list[float]:
-    """First and last reward, validation before and after, KL, seconds a step, reward of each tenth of the run."""
+    """First and last reward, validation before and after, KL, seconds a step, reward of each tenth
+    of the run."""
     lines = read_lines(folder / "metrics.jsonl")
     steps = [line for line in lines if "critic/score/mean" in line]
     rewards = [line["critic/score/mean"] for line in steps]
@@ -49,14 +55,21 @@ def print_curves(folders: list[Path]) -> None:
     rows = [curve_row(folder) for folder in folders]
     means = [mean([row[column] for row in rows]) for column in range(len(rows[0]))]
     print(
-        f"| seed | first {WINDOW} steps | last {WINDOW} steps | held out, before | after | KL, last {WINDOW} | s/step |"
+        f"| seed | first {WINDOW} steps | last {WINDOW} steps | held out, before | after | KL, "
+        f"last {WINDOW} | s/step |"
     )
     print("|---|---|---|---|---|---|---|")
     names = [folder.name.removeprefix("seed_") for folder in folders]
     for name, row in zip([*names, "mean"], [*rows, means]):
         print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in row[:6]) + " |")
     print("\nReward, mean over each tenth of the run:\n")
-    print("| seed | " + " | ".join(str(number) for number in range(1, 11)) + " |\n" + "|---" * 11 + "|")
+    print(
+        "| seed | "
+        + " | ".join(str(number) for number in range(1, 11))
+        + " |\n"
+        + "|---" * 11
+        + "|"
+    )
     for name, row in zip([*names, "mean"], [*rows, means]):
         print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in row[6:]) + " |")
 
@@ -66,23 +79,36 @@ def print_samples(folder: Path) -> None:
     files = sorted((folder / "generations").glob("*.jsonl"), key=lambda path: int(path.stem))
     before, after = read_lines(files[0]), read_lines(files[-1])
     every = len(before) // NUM_SAMPLES
-    print(f"\nHeld-out prompts ({folder.name}), the same ones before and after, not picked by their reward:\n")
+    print(
+        f"\nHeld-out prompts ({folder.name}), the same ones before and after, not picked by their "
+        "reward:\n"
+    )
     print("| prompt | reward | before | reward | after |\n|---|---|---|---|---|")
     for number in range(0, every * NUM_SAMPLES, every):
         prompt = before[number]["input"].removeprefix("<s>").strip()
         cells = [prompt]
         for row in (before[number], after[number]):
-            cells += [f"{row['score']:.1f}", " ".join(row["output"].replace("|", "/").replace("<s>", "").split())]
+            cells += [
+                f"{row['score']:.1f}",
+                " ".join(row["output"].replace("|", "/").replace("<s>", "").split()),
+            ]
         print("| " + " | ".join(cells) + " |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     arguments = parser.parse_args()
-    folders = sorted(arguments.output.glob("seed_*"), key=lambda folder: int(folder.name.removeprefix("seed_")))
+    folders = sorted(
+        arguments.output.glob("seed_*"), key=lambda folder: int(folder.name.removeprefix("seed_"))
+    )
     if not folders:
-        parser.error(f"'{arguments.output}' holds no seed_N folder. Run examples/stories/run.sh MODEL OUTPUT first.")
+        parser.error(
+            f"'{arguments.output}' holds no seed_N folder. Run examples/stories/run.sh MODEL "
+            "OUTPUT first."
+        )
     print_curves(folders)
     print_samples(folders[0])
 

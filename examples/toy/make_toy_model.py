@@ -1,11 +1,13 @@
-"""Make the toy model and the toy set that ship in `verl/data`: a tiny Llama that is right a third of the time.
+"""Make the toy model and the toy set that ship in `verl/data`: a tiny Llama that is right a third
+of the time.
 
-The model is fine-tuned on all sums of two numbers up to 12. A third of the weight is on the right answer ("14"), most
-of the rest on "no idea", a little on slips ("13", "15"). So its samples are right a third of the time on every prompt,
-and reinforcement learning finds one habit to break that all prompts share.
+The model is fine-tuned on all sums of two numbers up to 12. A third of the weight is on the right
+answer ("14"), most of the rest on "no idea", a little on slips ("13", "15"). So its samples are
+right a third of the time on every prompt, and reinforcement learning finds one habit to break that
+all prompts share.
 
-Run `python examples/toy/make_toy_model.py`. One thread and a fixed seed give the same result on the same machine; it
-takes one to two minutes on one CPU core.
+Run `python examples/toy/make_toy_model.py`. One thread and a fixed seed give the same result on the
+same machine; it takes one to two minutes on one CPU core.
 """
 
 import argparse
@@ -26,8 +28,8 @@ NUM_PROMPTS = 10
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, END, "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + "
+    "'<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 DATA_FOLDER = Path(__file__).resolve().parents[2] / "verl" / "data"
 
@@ -39,7 +41,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -86,14 +90,20 @@ def answer_weights(total: int) -> dict[str, float]:
     return {str(total): RIGHT_SHARE, PASS: PASS_SHARE, **slips}
 
 
-def training_rows(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every question with every answer: ids (rows, T) right-padded, labels (rows, T), weight (rows,)."""
+def training_rows(
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every question with every answer: ids (rows, T) right-padded, labels (rows, T), weight
+    (rows,)."""
     rows, labels, weights = [], [], []
     for one in range(1, LARGEST + 1):
         for other in range(1, LARGEST + 1):
             prompt = prompt_ids(tokenizer, one, other)
             for answer, weight in answer_weights(one + other).items():
-                target = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+                target = [
+                    *tokenizer.encode(answer, add_special_tokens=False),
+                    tokenizer.eos_token_id,
+                ]
                 rows.append(prompt + target)
                 labels.append([-100] * len(prompt) + target)
                 weights.append(weight)
@@ -103,11 +113,20 @@ def training_rows(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, tor
     return ids, targets, torch.tensor(weights)
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, batch_size: int, lr: float) -> None:
-    """Weighted cross-entropy over the answers; its minimum is exactly the distribution of `answer_weights`."""
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int,
+    batch_size: int,
+    lr: float,
+) -> None:
+    """Weighted cross-entropy over the answers; its minimum is exactly the distribution of
+    `answer_weights`."""
     ids, labels, weights = training_rows(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=lr, total_steps=steps, pct_start=0.05
+    )
     num_questions = LARGEST * LARGEST
     num_answers = len(ids) // num_questions
     for step in range(steps):
@@ -129,8 +148,11 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
 
 
 @torch.no_grad()
-def right_share(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, one: int, other: int) -> float:
-    """Probability that a sample at temperature 1 is the right answer and then ends: exact, nothing is drawn."""
+def right_share(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, one: int, other: int
+) -> float:
+    """Probability that a sample at temperature 1 is the right answer and then ends: exact, nothing
+    is drawn."""
     prompt = prompt_ids(tokenizer, one, other)
     target = [*tokenizer.encode(str(one + other), add_special_tokens=False), tokenizer.eos_token_id]
     log_probs = model(torch.tensor([prompt + target])).logits.float().log_softmax(-1)[0]
@@ -145,13 +167,25 @@ def toy_row(index: int, one: int, other: int) -> dict:
         "prompt": [{"role": "user", "content": question(one, other)}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(one + other)},
-        "extra_info": {"split": "train", "index": index, "question": question(one, other), "answer": str(one + other)},
+        "extra_info": {
+            "split": "train",
+            "index": index,
+            "question": question(one, other),
+            "answer": str(one + other),
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DATA_FOLDER, help="folder of toy_model/ and toy_prompts.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=DATA_FOLDER,
+        help="folder of toy_model/ and toy_prompts.jsonl",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch_size", type=int, default=120)
@@ -166,7 +200,10 @@ def main() -> None:
     model.eval()
 
     draw = random.Random(arguments.seed)
-    pairs = draw.sample([(one, other) for one in range(1, LARGEST + 1) for other in range(1, LARGEST + 1)], NUM_PROMPTS)
+    pairs = draw.sample(
+        [(one, other) for one in range(1, LARGEST + 1) for other in range(1, LARGEST + 1)],
+        NUM_PROMPTS,
+    )
     shares = [right_share(model, tokenizer, *pair) for pair in pairs]
     for (one, other), share in zip(pairs, shares):
         print(f"{question(one, other):20} right {share:.3f}")
@@ -176,8 +213,13 @@ def main() -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     rows = [toy_row(index, *pair) for index, pair in enumerate(pairs)]
-    (arguments.output / "toy_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"wrote {folder} ({sum(p.numel() for p in model.parameters()):,} parameters) and toy_prompts.jsonl")
+    (arguments.output / "toy_prompts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    print(
+        f"wrote {folder} ({sum(p.numel() for p in model.parameters()):,} parameters) and "
+        "toy_prompts.jsonl"
+    )
 
 
 if __name__ == "__main__":

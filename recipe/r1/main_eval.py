@@ -1,4 +1,5 @@
-"""`python -m recipe.r1.main_eval key=value ...`: `python -m verl.trainer.main_eval` under its old name."""
+"""`python -m recipe.r1.main_eval key=value ...`: `python -m verl.trainer.main_eval` under its old
+name."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""The reward function of verl's R1 recipe: the rules by data source, and the recipe's names of sets with them."""
+"""The reward function of verl's R1 recipe: the rules by data source, and the recipe's names of sets
+with them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,11 @@ for _source in ("Maxwell-Jia/AIME_2024", "opencompass/cnmo2024_en", "opencompass
 
 
 def reward_func(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
 ) -> float | dict[str, Any]:
-    """Score `solution_str` by the rule of its data source, openai/gsm8k among them; see `default_compute_score`."""
+    """Score `solution_str` by the rule of its data source, openai/gsm8k among them; see
+    `default_compute_score`."""
     return default_compute_score(data_source, solution_str, ground_truth, extra_info)

@@ -1,4 +1,5 @@
-"""What TRL makes of the case in `test_goldens`, as the rows of its table. Needs `pip install trl`, which tests do not.
+"""What TRL makes of the case in `test_goldens`, as the rows of its table. Needs `pip install trl`,
+which tests do not.
 
     python -m tests.algorithms.goldens_of_trl
 
@@ -39,23 +40,42 @@ def golden(name: str, coef: float, folder: str) -> tuple[float, float]:
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0")), pad_token="t0", eos_token="t2"
     )
     config = GRPOConfig(
-        output_dir=folder, per_device_train_batch_size=6, num_generations=3, num_iterations=2, report_to=[],
-        max_completion_length=case.WIDTH, beta=coef, epsilon=recipe.low, use_bias_correction_kl=False, temperature=1.0,
-        epsilon_high=1 + recipe.high if name == "cispo" else recipe.high, bf16=False, use_cpu=True,
-        model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"}, **OPTIONS[name],
-    )  # fmt: skip
+        output_dir=folder,
+        per_device_train_batch_size=6,
+        num_generations=3,
+        num_iterations=2,
+        report_to=[],
+        max_completion_length=case.WIDTH,
+        beta=coef,
+        epsilon=recipe.low,
+        use_bias_correction_kl=False,
+        temperature=1.0,
+        epsilon_high=1 + recipe.high if name == "cispo" else recipe.high,
+        bf16=False,
+        use_cpu=True,
+        model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"},
+        **OPTIONS[name],
+    )
     trainer = GRPOTrainer(
-        model=folder, args=config, reward_funcs=lambda **_: [0.0], processing_class=tokenizer,
+        model=folder,
+        args=config,
+        reward_funcs=lambda **_: [0.0],
+        processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": ["t3"] * 12}),
-    )  # fmt: skip
+    )
     trainer.current_gradient_accumulation_steps = 1
     old, reference = case.old_and_reference(recipe)
     advantages = torch.from_numpy(case.advantages_by_hand(recipe, np.array(case.SCORES))).float()
     inputs = {
-        "prompt_ids": ids[:, : case.PROMPT], "prompt_mask": torch.ones(len(ids), case.PROMPT, dtype=torch.long),
-        "completion_ids": ids[:, case.PROMPT :], "completion_mask": case.MASK, "advantages": advantages,
-        "old_per_token_logps": old, "ref_per_token_logps": reference, "num_items_in_batch": case.MASK.sum(),
-    }  # fmt: skip
+        "prompt_ids": ids[:, : case.PROMPT],
+        "prompt_mask": torch.ones(len(ids), case.PROMPT, dtype=torch.long),
+        "completion_ids": ids[:, case.PROMPT :],
+        "completion_mask": case.MASK,
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": case.MASK.sum(),
+    }
     trainer.model.train()  # TRL normalises as in training only there; the model has no dropout
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
@@ -67,4 +87,6 @@ if __name__ == "__main__":
     for name in case.RECIPES:
         with tempfile.TemporaryDirectory() as folder:
             numbers = [golden(name, coef, folder) for coef in (0.0, case.KL_COEF)]
-        print(f'    "{name}": ({", ".join(f"({loss:.7f}, {norm:.7f})" for loss, norm in numbers)}),')
+        print(
+            f'    "{name}": ({", ".join(f"({loss:.7f}, {norm:.7f})" for loss, norm in numbers)}),'
+        )

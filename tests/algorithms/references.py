@@ -1,4 +1,5 @@
-"""Every estimator and loss once more, as loops over rows and tokens in float64, written from the papers."""
+"""Every estimator and loss once more, as loops over rows and tokens in float64, written from the
+papers."""
 
 import math
 import statistics
@@ -23,7 +24,7 @@ SETTINGS = {
 LOW, HIGH, C = 0.2, 0.28, 3.0
 
 
-# ---------------------------------------------------------------- advantages: (scores, groups, lengths) -> one a row
+# ---------------------------------------------------------------- advantages: (scores, groups, leng
 
 
 def _members(values: list[float], groups: list[int], row: int) -> list[float]:
@@ -58,7 +59,9 @@ def _grpo_passk(scores, groups, lengths):
 def _rloo(scores, groups, lengths):
     advantages = []
     for row, score in enumerate(scores):
-        others = [s for other, s in enumerate(scores) if groups[other] == groups[row] and other != row]
+        others = [
+            s for other, s in enumerate(scores) if groups[other] == groups[row] and other != row
+        ]
         advantages.append(score - statistics.fmean(others) if others else 0.0)
     return advantages
 
@@ -110,17 +113,22 @@ ADVANTAGES: dict[str, Callable[..., list[float]]] = {
 
 
 def rewards_to_go(rewards: list[float], own: list[bool], gamma: float) -> list[float | None]:
-    """Of each own token; a reward between own tokens belongs to the one before it, none stands before the first."""
+    """Of each own token; a reward between own tokens belongs to the one before it, none stands
+    before the first."""
     tokens = [t for t, is_own in enumerate(own) if is_own]
     ends = [*tokens[1:], len(rewards)]
     segments = [sum(rewards[t:end]) for t, end in zip(tokens, ends)]
-    sums = [sum(gamma ** (j - i) * segments[j] for j in range(i, len(segments))) for i in range(len(segments))]
+    sums = [
+        sum(gamma ** (j - i) * segments[j] for j in range(i, len(segments)))
+        for i in range(len(segments))
+    ]
     places = {t: i for i, t in enumerate(tokens)}
     return [sums[places[t]] if t in places else None for t in range(len(rewards))]
 
 
-# ---------------------------------------------------------------- losses: one response's tokens -> their losses
-# (new, old, advantages: lists of float64 scalars, new with gradient; selected: bools) -> list of scalars
+# ---------------------------------------------------------------- losses: one response's tokens ->
+# (new, old, advantages: lists of float64 scalars, new with gradient; selected: bools) -> list of
+# scalars
 
 
 def _clip(x, low, high):
@@ -141,7 +149,10 @@ def _gpg_loss(new, old, advantages, selected):
 
 
 def _cispo(new, old, advantages, selected):
-    return [-_clip(torch.exp(n - o), 1 - LOW, 1 + HIGH).detach() * a * n for n, o, a in zip(new, old, advantages)]
+    return [
+        -_clip(torch.exp(n - o), 1 - LOW, 1 + HIGH).detach() * a * n
+        for n, o, a in zip(new, old, advantages)
+    ]
 
 
 def _sapo(new, old, advantages, selected):

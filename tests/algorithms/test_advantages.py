@@ -20,7 +20,8 @@ discounts = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
-    """Eq. (16) as a sum over the future of the row's own tokens; tool tokens are taken out first."""
+    """Eq. (16) as a sum over the future of the row's own tokens; tool tokens are taken out
+    first."""
     advantages = torch.zeros_like(rewards)
     for row in range(len(rewards)):
         own = [t for t in range(rewards.shape[1]) if mask[row, t]]
@@ -29,7 +30,9 @@ def slow_gae(rewards, values, mask, gamma, lam):
         value = [float(values[row, t]) for t in own] + [0.0]
         delta = [reward[i] + gamma * value[i + 1] - value[i] for i in range(len(own))]
         for i, t in enumerate(own):
-            advantages[row, t] = sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(own)))
+            advantages[row, t] = sum(
+                (gamma * lam) ** (j - i) * delta[j] for j in range(i, len(own))
+            )
     return advantages
 
 
@@ -44,7 +47,12 @@ def test_gae_is_the_papers_sum(seed, shape, gamma, lam):
     torch.testing.assert_close(advantages, (expected - mean) / torch.sqrt(var + 1e-8) * mask)
 
 
-@given(seeds, shapes, st.lists(st.integers(1, 3), min_size=9, max_size=9), st.randoms(use_true_random=False))
+@given(
+    seeds,
+    shapes,
+    st.lists(st.integers(1, 3), min_size=9, max_size=9),
+    st.randoms(use_true_random=False),
+)
 def test_gae_does_not_see_padding_tool_tokens_or_the_order_of_rows(seed, shape, gaps, rng):
     mask, (rewards, values) = random_mask(seed, *shape), random_columns(seed, *shape, 2)
     inputs = AdvantageInputs(rewards, mask, values=values, gamma=0.9, lam=0.8)
@@ -72,7 +80,12 @@ def test_gae_of_undiscounted_outcome_is_reward_minus_value():
 
 
 def test_gae_degenerate_batches_are_finite():
-    for mask in (torch.zeros(2, 3), torch.tensor([[0.0, 1, 0], [0, 0, 0]]), torch.ones(0, 3), torch.ones(2, 0)):
+    for mask in (
+        torch.zeros(2, 3),
+        torch.tensor([[0.0, 1, 0], [0, 0, 0]]),
+        torch.ones(0, 3),
+        torch.ones(2, 0),
+    ):
         advantages, returns = gae(AdvantageInputs(mask.clone(), mask, values=mask * 0.5))
         assert advantages.shape == mask.shape == returns.shape
         assert advantages.isfinite().all()
@@ -98,11 +111,15 @@ def slow_grpo(scores, group, norm_by_std):
     return advantages
 
 
-@given(seeds, st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.integers(1, 5), st.booleans())
+@given(
+    seeds, st.lists(st.integers(-3, 3), min_size=1, max_size=8), st.integers(1, 5), st.booleans()
+)
 def test_grpo_is_the_papers_formula(seed, group, width, norm_by_std):
     rows = len(group)
     mask, (rewards,) = random_mask(seed, rows, width), random_columns(seed, rows, width, 1)
-    expected = torch.tensor(slow_grpo(rewards.sum(-1).tolist(), group, norm_by_std), dtype=torch.float64)
+    expected = torch.tensor(
+        slow_grpo(rewards.sum(-1).tolist(), group, norm_by_std), dtype=torch.float64
+    )
     inputs = AdvantageInputs(rewards, mask, group=torch.tensor(group), norm_by_std=norm_by_std)
     advantages, returns = grpo(inputs)
     torch.testing.assert_close(advantages, expected[:, None] * mask)
@@ -143,5 +160,7 @@ def test_a_users_estimator_reads_its_own_columns():
         scores = inputs.token_level_rewards.sum(-1) - inputs.columns["baseline"]
         return scores[:, None] * inputs.response_mask, scores[:, None] * inputs.response_mask
 
-    inputs = AdvantageInputs(torch.ones(2, 3), torch.ones(2, 3), columns={"baseline": torch.tensor([1.0, 2.0])})
+    inputs = AdvantageInputs(
+        torch.ones(2, 3), torch.ones(2, 3), columns={"baseline": torch.tensor([1.0, 2.0])}
+    )
     assert advantage_estimators.get("test_baseline")(inputs)[0][:, 0].tolist() == [2.0, 1.0]

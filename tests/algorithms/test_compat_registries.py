@@ -1,4 +1,5 @@
-"""The dictionaries of verl 0.5's core_algos: ours by its signatures, and users' functions of them in our training."""
+"""The dictionaries of verl 0.5's core_algos: ours by its signatures, and users' functions of them
+in our training."""
 
 import warnings
 from types import SimpleNamespace
@@ -39,7 +40,9 @@ GAINS = ADVANTAGES_OF[:, :1].expand(6, 7).contiguous()
 UIDS = np.array(["x", "y", "x", "y", "y", "x"], dtype=object)
 
 _CLIP = {"clip_ratio": 9.0, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
-_POLICY_LOSS = {name: value for name, value in SETTINGS.items() if not name.startswith("clip_ratio")}
+_POLICY_LOSS = {
+    name: value for name, value in SETTINGS.items() if not name.startswith("clip_ratio")
+}
 CONFIGS = {
     "dict": {**_CLIP, "policy_loss": _POLICY_LOSS},
     "omegaconf": OmegaConf.create({**_CLIP, "policy_loss": _POLICY_LOSS}),
@@ -53,7 +56,9 @@ CONFIGS = {
 def test_a_loss_by_verls_signature_is_the_papers(name, mode):
     leaf, other = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     rows = [
-        LOSSES[name](*([column[row, t] for t in own] for column in (other, OLD, GAINS)), [False] * len(own))
+        LOSSES[name](
+            *([column[row, t] for t in own] for column in (other, OLD, GAINS)), [False] * len(own)
+        )
         for row in range(len(MASK))
         if (own := MASK[row].nonzero().flatten().tolist())
     ]
@@ -66,7 +71,9 @@ def test_a_loss_by_verls_signature_is_the_papers(name, mode):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-6, atol=1e-9)
         assert len(numbers) == 3
-        assert numbers[1].item() == pytest.approx(((OLD - NEW) * MASK).sum().item() / MASK.sum().item())
+        assert numbers[1].item() == pytest.approx(
+            ((OLD - NEW) * MASK).sum().item() / MASK.sum().item()
+        )
 
 
 def test_covariance_losses_by_verls_signature():
@@ -84,10 +91,17 @@ def test_covariance_losses_by_verls_signature():
 
 def test_defaults_of_the_sequence_losses_and_of_no_config():
     mean = get_policy_loss_fn("gspo")(OLD, NEW, GAINS, MASK)
-    assert mean[0] == get_policy_loss_fn("gspo")(OLD, NEW, GAINS, MASK, "seq-mean-token-mean", ActorConfig())[0]
+    assert (
+        mean[0]
+        == get_policy_loss_fn("gspo")(OLD, NEW, GAINS, MASK, "seq-mean-token-mean", ActorConfig())[
+            0
+        ]
+    )
     both = get_policy_loss_fn("vanilla")(OLD, NEW, GAINS, MASK, "token-mean", {"clip_ratio": 0.1})
     low_high = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}
-    assert both[0] == get_policy_loss_fn("vanilla")(OLD, NEW, GAINS, MASK, "token-mean", low_high)[0]
+    assert (
+        both[0] == get_policy_loss_fn("vanilla")(OLD, NEW, GAINS, MASK, "token-mean", low_high)[0]
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
@@ -98,7 +112,9 @@ def test_an_estimator_by_verls_signature_is_the_papers(name):
     advantages, returns = get_adv_estimator_fn(name)(
         token_level_rewards=rewards, response_mask=MASK, index=UIDS, config=None
     )
-    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64)[:, None] * MASK)
+    torch.testing.assert_close(
+        advantages, torch.tensor(expected, dtype=torch.float64)[:, None] * MASK
+    )
     assert torch.equal(advantages, returns)
 
 
@@ -112,7 +128,9 @@ def test_other_estimators_by_verls_signature():
         ("remax", {"reward_baselines": baselines, "config": None}),
     ):
         got = get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=MASK, **given)
-        expected = advantage_estimators.get(name)(inputs._replace(columns={"reward_baselines": baselines}))
+        expected = advantage_estimators.get(name)(
+            inputs._replace(columns={"reward_baselines": baselines})
+        )
         assert all(torch.equal(one, other) for one, other in zip(got, expected)), name
     scaled, _ = get_adv_estimator_fn("gpg")(
         rewards, MASK, index=torch.tensor([0, 1, 0, 1, 1, 0]), f_norm=2.0, alpha=3.0
@@ -138,10 +156,17 @@ def test_the_registries_are_dictionaries():
 
 
 @register_policy_loss("test_padded_reinforce")
-def _padded_reinforce(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
+def _padded_reinforce(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None
+):
     tokens = -advantages * log_prob * (1.0 if config is None else config.clip_ratio_c)
     share = (response_mask * (log_prob > old_log_prob)).sum() / response_mask.sum()
-    return agg_loss(tokens, response_mask, loss_agg_mode), share, torch.tensor(0.25), torch.tensor(0.0)
+    return (
+        agg_loss(tokens, response_mask, loss_agg_mode),
+        share,
+        torch.tensor(0.25),
+        torch.tensor(0.0),
+    )
 
 
 def test_a_users_padded_loss_in_packed_micro_batches():
@@ -153,7 +178,8 @@ def test_a_users_padded_loss_in_packed_micro_batches():
         expected = 2.0 * (-GAINS * NEW * weights).sum()
         leaf, total = NEW.clone().requires_grad_(), 0.0
         for rows in (torch.tensor([4, 0]), torch.tensor([1, 2, 3, 5])):
-            columns = [column[rows].flatten() for column in (leaf, OLD, GAINS, weights)]  # tool tokens among them
+            # tool tokens among them
+            columns = [column[rows].flatten() for column in (leaf, OLD, GAINS, weights)]
             number = rows.repeat_interleave(MASK.shape[1])
             inputs = PolicyLossInputs(*columns, number, mask=MASK[rows].flatten())
             output = loss(inputs, loss_agg_mode=mode, actor=actor, clip_ratio_low=0.2)
@@ -166,7 +192,10 @@ def test_a_users_padded_loss_in_packed_micro_batches():
 
 def test_a_padded_loss_cannot_weigh_tokens():
     config = config_from_dict(
-        {"data": {"dataset_name": "toy"}, "algorithm": {"rollout_correction": {"rollout_is": "token"}}}
+        {
+            "data": {"dataset_name": "toy"},
+            "algorithm": {"rollout_correction": {"rollout_is": "token"}},
+        }
     )
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "test_padded_reinforce"
     with pytest.raises(ConfigError, match="rollout_is=null"):
@@ -178,22 +207,32 @@ def test_a_users_padded_estimator_in_our_training():
     def centred(token_level_rewards, response_mask, index, config=None, epsilon=1e-6):
         scores = token_level_rewards.sum(-1) * config.gamma
         baseline = {uid: scores[index == uid].mean() for uid in set(index.tolist())}
-        advantages = (scores - torch.stack([baseline[uid] for uid in index.tolist()]))[:, None] * response_mask
+        advantages = (scores - torch.stack([baseline[uid] for uid in index.tolist()]))[
+            :, None
+        ] * response_mask
         return advantages, advantages
 
     rewards, group = random_columns(9, 6, 7, 1)[0], torch.tensor([0, 1, 0, 1, 1, 0])
-    got, _ = advantage_estimators.get("test_padded_mean")(AdvantageInputs(rewards, MASK, group=group, gamma=0.5))
-    plain, _ = advantage_estimators.get("grpo")(AdvantageInputs(rewards, MASK, group=group, norm_by_std=False))
+    got, _ = advantage_estimators.get("test_padded_mean")(
+        AdvantageInputs(rewards, MASK, group=group, gamma=0.5)
+    )
+    plain, _ = advantage_estimators.get("grpo")(
+        AdvantageInputs(rewards, MASK, group=group, norm_by_std=False)
+    )
     torch.testing.assert_close(got, 0.5 * plain)
     assert ADV_ESTIMATOR_REGISTRY["test_padded_mean"] is centred
-    assert advantage_estimators.get("test_padded_mean").__module__ == __name__, "a user's, who may read old_log_probs"
+    assert advantage_estimators.get("test_padded_mean").__module__ == __name__, (
+        "a user's, who may read old_log_probs"
+    )
 
 
 def test_a_users_estimator_reads_the_runs_section():
     seen = {}
 
     def own(token_level_rewards, response_mask, config=None, **_):
-        seen.update(gamma=config.gamma, name=config.get("adv_estimator"), coef=config["kl_ctrl"].kl_coef)
+        seen.update(
+            gamma=config.gamma, name=config.get("adv_estimator"), coef=config["kl_ctrl"].kl_coef
+        )
         seen.update(missing=config.get("nothing", 7), has="use_kl_in_reward" in config)
         return token_level_rewards, token_level_rewards
 

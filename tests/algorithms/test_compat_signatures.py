@@ -22,19 +22,25 @@ def test_advantages():
     uids = np.array(["x", "y", "x", "y"], dtype=object)
     for norm in (True, False):
         got = core.compute_grpo_outcome_advantage(ONE, MASK, uids, norm_adv_by_std_in_grpo=norm)
-        expected = grpo(AdvantageInputs(ONE, MASK, group=torch.tensor([0, 1, 0, 1]), norm_by_std=norm))
+        expected = grpo(
+            AdvantageInputs(ONE, MASK, group=torch.tensor([0, 1, 0, 1]), norm_by_std=norm)
+        )
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 def test_policy_loss():
-    loss, clipfrac, kl, lower = core.compute_policy_loss(ONE, TWO, THREE, MASK, cliprange=0.2, clip_ratio_c=1.5)
+    loss, clipfrac, kl, lower = core.compute_policy_loss(
+        ONE, TWO, THREE, MASK, cliprange=0.2, clip_ratio_c=1.5
+    )
     ratio = (TWO - ONE).exp()
     bounded = torch.maximum(-THREE * ratio, -THREE * ratio.clamp(0.8, 1.2))
     tokens = torch.where(THREE < 0, torch.minimum(bounded, -1.5 * THREE), bounded)
     torch.testing.assert_close(loss, masked_mean(tokens, MASK), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(clipfrac, masked_mean((bounded > -THREE * ratio).double(), MASK))
     torch.testing.assert_close(kl, masked_mean(ONE - TWO, MASK))
-    torch.testing.assert_close(lower, masked_mean(((THREE < 0) & (bounded > -1.5 * THREE)).double(), MASK))
+    torch.testing.assert_close(
+        lower, masked_mean(((THREE < 0) & (bounded > -1.5 * THREE)).double(), MASK)
+    )
     open_above = core.compute_policy_loss(ONE, TWO, THREE, MASK, 0.2, cliprange_high=1e9)
     clipped_below = (THREE < 0) & (ratio < 0.8)
     torch.testing.assert_close(open_above[1], masked_mean(clipped_below.double(), MASK))

@@ -1,4 +1,5 @@
-"""Every registered estimator: the paper's numbers, and none of its answers depends on padding, order or gaps.
+"""Every registered estimator: the paper's numbers, and none of its answers depends on padding,
+order or gaps.
 
 The properties run over the registry, so that a new estimator is tested by being registered.
 """
@@ -38,7 +39,9 @@ def inputs_of(seed: int, groups: list[int], width: int, *, coarse: bool = False)
 
 
 def as_tensor(rows: list[list[float | None]]) -> torch.Tensor:
-    return torch.tensor([[0.0 if value is None else value for value in row] for row in rows], dtype=torch.float64)
+    return torch.tensor(
+        [[0.0 if value is None else value for value in row] for row in rows], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
@@ -46,11 +49,16 @@ def as_tensor(rows: list[list[float | None]]) -> torch.Tensor:
 @given(seeds, groupings, st.integers(1, 5), st.booleans())
 def test_a_row_has_the_advantage_of_the_paper(name, seed, groups, width, coarse):
     inputs = inputs_of(seed, groups, width, coarse=coarse)
-    scores, lengths = inputs.token_level_rewards.sum(-1).tolist(), inputs.response_mask.sum(-1).tolist()
+    scores, lengths = (
+        inputs.token_level_rewards.sum(-1).tolist(),
+        inputs.response_mask.sum(-1).tolist(),
+    )
     expected = torch.tensor(ADVANTAGES[name](scores, groups, lengths), dtype=torch.float64)
     advantages, returns = advantage_estimators.get(name)(inputs)
     # Rounding of equal rewards over a spread of 1e-6.
-    torch.testing.assert_close(advantages, expected[:, None] * inputs.response_mask, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(
+        advantages, expected[:, None] * inputs.response_mask, rtol=1e-7, atol=1e-7
+    )
     assert torch.equal(advantages, returns)
 
 
@@ -59,7 +67,9 @@ def test_a_row_has_the_advantage_of_the_paper(name, seed, groups, width, coarse)
 def test_reinforce_plus_plus_whitens_what_is_to_come(seed, groups, width):
     inputs = inputs_of(seed, groups, width)
     own = inputs.response_mask.bool().tolist()
-    to_go = [rewards_to_go(row, mask, 0.9) for row, mask in zip(inputs.token_level_rewards.tolist(), own)]
+    to_go = [
+        rewards_to_go(row, mask, 0.9) for row, mask in zip(inputs.token_level_rewards.tolist(), own)
+    ]
     advantages, returns = advantage_estimators.get("reinforce_plus_plus")(inputs)
     torch.testing.assert_close(returns, as_tensor(to_go))
     torch.testing.assert_close(advantages, as_tensor(whitened(to_go)))
@@ -83,7 +93,9 @@ def test_the_groups_mean_is_the_baseline_of_reinforce_plus_plus(seed, groups, wi
 def test_remax_subtracts_the_greedy_score(seed, groups, width):
     inputs = inputs_of(seed, groups, width)
     own = inputs.response_mask.bool().tolist()
-    to_go = [rewards_to_go(row, mask, 1.0) for row, mask in zip(inputs.token_level_rewards.tolist(), own)]
+    to_go = [
+        rewards_to_go(row, mask, 1.0) for row, mask in zip(inputs.token_level_rewards.tolist(), own)
+    ]
     baselines = inputs.columns["reward_baselines"].tolist()
     expected = [[None if x is None else x - b for x in row] for row, b in zip(to_go, baselines)]
     torch.testing.assert_close(advantage_estimators.get("remax")(inputs)[0], as_tensor(expected))
@@ -92,9 +104,13 @@ def test_remax_subtracts_the_greedy_score(seed, groups, width):
 def test_gdpo_keeps_kinds_of_reward_apart():
     """Sums of 0/1 rewards collapse (1+0 = 0+1); kinds of unlike spread do not."""
     kinds = torch.tensor([[1.0, 0], [0, 1], [0, 0], [0, 0]], dtype=torch.float64)
-    plain = AdvantageInputs(kinds.sum(-1, keepdim=True), torch.ones(4, 1), group=torch.zeros(4, dtype=torch.int64))
+    plain = AdvantageInputs(
+        kinds.sum(-1, keepdim=True), torch.ones(4, 1), group=torch.zeros(4, dtype=torch.int64)
+    )
     weighed = plain._replace(components=kinds, component_weights=torch.tensor([1.0, 3.0]))
-    collapsed, apart = (advantage_estimators.get("gdpo")(inputs)[0][:, 0] for inputs in (plain, weighed))
+    collapsed, apart = (
+        advantage_estimators.get("gdpo")(inputs)[0][:, 0] for inputs in (plain, weighed)
+    )
     assert collapsed[0] == collapsed[1]
     one, other = ((kinds[:, k] - 0.25) / (kinds[:, k].std() + 1e-6) for k in (0, 1))
     total = one + 3 * other
@@ -113,7 +129,12 @@ def test_without_the_division_it_is_dr_grpo():
 
 @pytest.mark.parametrize("name", NAMES)
 @few
-@given(seeds, groupings, st.lists(st.integers(1, 3), min_size=5, max_size=5), st.randoms(use_true_random=False))
+@given(
+    seeds,
+    groupings,
+    st.lists(st.integers(1, 3), min_size=5, max_size=5),
+    st.randoms(use_true_random=False),
+)
 def test_padding_gaps_order_and_group_names_change_nothing(name, seed, groups, gaps, rng):
     inputs = inputs_of(seed, groups, 5)
     estimator, places = advantage_estimators.get(name), torch.tensor(gaps).cumsum(0) - 1
@@ -156,14 +177,19 @@ def test_degenerate_batches_are_finite(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "alone"), [("grpo", 2.0), ("gpg", 2.0 * 3 / 2), ("rloo", 0.0), ("opo", 0.0), ("grpo_passk", 0.0)]
+    ("name", "alone"),
+    [("grpo", 2.0), ("gpg", 2.0 * 3 / 2), ("rloo", 0.0), ("opo", 0.0), ("grpo_passk", 0.0)],
 )
 def test_a_group_of_one(name, alone):
-    inputs = AdvantageInputs(torch.tensor([[2.0], [1.0], [3.0]]), torch.ones(3, 1), group=torch.tensor([7, 8, 8]))
+    inputs = AdvantageInputs(
+        torch.tensor([[2.0], [1.0], [3.0]]), torch.ones(3, 1), group=torch.tensor([7, 8, 8])
+    )
     assert advantage_estimators.get(name)(inputs)[0][0].item() == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gae", "reinforce_plus_plus", "remax")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("gae", "reinforce_plus_plus", "remax")]
+)
 def test_a_missing_group_is_told(name):
     with pytest.raises(ConfigError, match=f"{name} needs a group"):
         advantage_estimators.get(name)(AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1)))

@@ -1,5 +1,5 @@
-"""Loss and gradient norm of a small fixed model, through the names of verl 0.5: as TRL computes them, and as the
-formulas of the papers do, written out in numpy.
+"""Loss and gradient norm of a small fixed model, through the names of verl 0.5: as TRL computes
+them, and as the formulas of the papers do, written out in numpy.
 """
 
 import random
@@ -49,7 +49,8 @@ RECIPES = {
     "dual_clip": Recipe("vanilla", 0.2, 0.2, "seq-mean-token-mean", c=1.3),
 }
 
-# (loss, gradient norm) of TRL 1.16.0 without and with 0.04 k3; `python -m tests.algorithms.goldens_of_trl` prints them.
+# (loss, gradient norm) of TRL 1.16.0 without and with 0.04 k3; `python -m
+# tests.algorithms.goldens_of_trl` prints them.
 TRL = {
     "grpo": ((0.0626141, 3.8405712), (0.0639405, 3.8324831)),
     "dr_grpo": ((-0.0902403, 0.8735374), (-0.0893135, 0.8667157)),
@@ -61,16 +62,27 @@ TRL = {
 
 
 def model() -> LlamaForCausalLM:
-    """Its weights, as all numbers here, come from `random.uniform`, which draws the same in every version."""
+    """Its weights, as all numbers here, come from `random.uniform`, which draws the same in every
+    version."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="eager",
+    )
     made, generator = LlamaForCausalLM(config), random.Random(0)
     with torch.no_grad():
         for weights in made.parameters():
             drawn = [generator.uniform(-0.5, 0.5) for _ in range(weights.numel())]
-            weights.copy_(torch.tensor(drawn).view_as(weights) + (1.0 if weights.ndim == 1 else 0.0))
+            weights.copy_(
+                torch.tensor(drawn).view_as(weights) + (1.0 if weights.ndim == 1 else 0.0)
+            )
     return made.eval()
 
 
@@ -82,7 +94,10 @@ def tokens() -> torch.Tensor:
         for rows, width in ((2, PROMPT), (len(LENGTHS), WIDTH))
     )
     return torch.tensor(
-        [prompts[group] + row[:n] + [0] * (WIDTH - n) for group, row, n in zip(GROUPS, responses, LENGTHS)]
+        [
+            prompts[group] + row[:n] + [0] * (WIDTH - n)
+            for group, row, n in zip(GROUPS, responses, LENGTHS)
+        ]
     )
 
 
@@ -96,7 +111,8 @@ def log_probs(made: LlamaForCausalLM) -> torch.Tensor:
 def old_and_reference(recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     generator = random.Random(2)
     old, reference = (
-        torch.tensor([[generator.uniform(-1.7, 1.7) for _ in range(WIDTH)] for _ in LENGTHS]) for _ in range(2)
+        torch.tensor([[generator.uniform(-1.7, 1.7) for _ in range(WIDTH)] for _ in LENGTHS])
+        for _ in range(2)
     )
     with torch.no_grad():
         now = log_probs(model())
@@ -106,7 +122,9 @@ def old_and_reference(recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
 def ours(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[float, float]:
     """Loss and gradient norm."""
     old, reference = old_and_reference(recipe)
-    rewards = torch.zeros(MASK.shape).scatter(1, MASK.sum(1, keepdim=True) - 1, torch.tensor(SCORES)[:, None])
+    rewards = torch.zeros(MASK.shape).scatter(
+        1, MASK.sum(1, keepdim=True) - 1, torch.tensor(SCORES)[:, None]
+    )
     if in_reward:
         rewards = rewards - KL_COEF * kl_penalty(old, reference, kl) * MASK
     uids = np.array(["one", "other"], dtype=object)[GROUPS]
@@ -120,12 +138,18 @@ def ours(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[float
     else:
         config = {"clip_ratio_low": recipe.low, "clip_ratio_high": recipe.high}
         loss, _, _, _ = get_policy_loss_fn(recipe.loss)(
-            old_log_prob=old, log_prob=new, advantages=advantages, response_mask=MASK, loss_agg_mode=recipe.mode,
+            old_log_prob=old,
+            log_prob=new,
+            advantages=advantages,
+            response_mask=MASK,
+            loss_agg_mode=recipe.mode,
             config=config,
-        )  # fmt: skip
+        )
     if kl is not None and not in_reward:
         penalty = kl_penalty(logprob=new, ref_logprob=reference, kl_penalty=kl)
-        loss = loss + KL_COEF * agg_loss(loss_mat=penalty, loss_mask=MASK, loss_agg_mode=recipe.mode)
+        loss = loss + KL_COEF * agg_loss(
+            loss_mat=penalty, loss_mask=MASK, loss_agg_mode=recipe.mode
+        )
     loss.backward()
     return loss.item(), norm(actor)
 
@@ -199,7 +223,9 @@ KL_VARIANTS = [(None, False), ("kl", False), ("mse", False), ("low_var_kl", Fals
 @pytest.mark.parametrize(("kl", "in_reward"), KL_VARIANTS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_numbers_are_those_of_the_paper(name, kl, in_reward):
-    assert ours(RECIPES[name], kl, in_reward) == pytest.approx(by_hand(RECIPES[name], kl, in_reward), rel=1e-5)
+    assert ours(RECIPES[name], kl, in_reward) == pytest.approx(
+        by_hand(RECIPES[name], kl, in_reward), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)

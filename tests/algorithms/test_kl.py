@@ -1,4 +1,5 @@
-"""KL estimators against exact distributions, the penalty, the controllers, and the rollout mismatch."""
+"""KL estimators against exact distributions, the penalty, the controllers, and the rollout
+mismatch."""
 
 import math
 from types import SimpleNamespace
@@ -39,7 +40,9 @@ def slow_estimate(d, kind):
 def test_estimators_token_by_token(kind, d):
     reference = torch.linspace(-3, -1, len(d), dtype=torch.float64)
     got = kl_penalty(reference + torch.tensor(d, dtype=torch.float64), reference, kind)
-    torch.testing.assert_close(got, torch.tensor([slow_estimate(x, kind) for x in d], dtype=torch.float64))
+    torch.testing.assert_close(
+        got, torch.tensor([slow_estimate(x, kind) for x in d], dtype=torch.float64)
+    )
 
 
 @given(seeds, st.integers(2, 9))
@@ -133,7 +136,11 @@ def test_controllers_come_from_their_section():
 def test_mismatch_metrics(seed, rows, width):
     mask, (drawn, noise) = random_mask(seed, rows, width), random_columns(seed, rows, width, 2)
     drawn, trained = -drawn.abs(), -drawn.abs() + 0.1 * noise
-    pairs = [(p, q) for p, q, m in zip(drawn.flatten().tolist(), trained.flatten().tolist(), mask.flatten()) if m]
+    pairs = [
+        (p, q)
+        for p, q, m in zip(drawn.flatten().tolist(), trained.flatten().tolist(), mask.flatten())
+        if m
+    ]
     if not pairs:
         with pytest.raises(ValueError, match="at least one response token"):
             mismatch_metrics(drawn, trained, mask)
@@ -146,7 +153,9 @@ def test_mismatch_metrics(seed, rows, width):
     expected = {
         "training/rollout_probs_diff_max": max(gaps),
         "training/rollout_probs_diff_mean": mean,
-        "training/rollout_probs_diff_std": math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)),
+        "training/rollout_probs_diff_std": math.sqrt(
+            sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+        ),
         "training/rollout_kl": sum(p - q for p, q in pairs) / len(pairs),
         "training/rollout_kl_k3": sum(math.exp(q - p) - 1 - (q - p) for p, q in pairs) / len(pairs),
         "training/rollout_ess": sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)),

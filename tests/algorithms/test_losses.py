@@ -20,11 +20,14 @@ CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
 
 def policy_inputs(seed: int, size: int, spread: float = 1.0) -> PolicyLossInputs:
     (new, old, advantages, weights) = (column[0] for column in random_columns(seed, 1, size, 4))
-    return PolicyLossInputs(new * spread, old * spread, advantages, weights.abs(), torch.arange(size) // 2)
+    return PolicyLossInputs(
+        new * spread, old * spread, advantages, weights.abs(), torch.arange(size) // 2
+    )
 
 
 def slow_token(new, old, advantage, low, high, c):
-    """One token: loss, its derivative by the log-prob, whether clipped, whether clipped by the dual clip."""
+    """One token: loss, its derivative by the log-prob, whether clipped, whether clipped by the dual
+    clip."""
     ratio = math.exp(max(min(new - old, 20.0), -20.0))
     surrogate = min(ratio * advantage, max(min(ratio, 1 + high), 1 - low) * advantage)
     is_clipped = surrogate < ratio * advantage
@@ -42,7 +45,9 @@ def test_vanilla_is_dual_clip_ppo(seed, size, spread):
     output = vanilla(inputs, **CLIP)
     rows = zip(*(column.tolist() for column in inputs[:3]))
     tokens = [slow_token(*row, *CLIP.values()) for row in rows]
-    losses, slopes, clipped, dual = (torch.tensor(part, dtype=torch.float64) for part in zip(*tokens))
+    losses, slopes, clipped, dual = (
+        torch.tensor(part, dtype=torch.float64) for part in zip(*tokens)
+    )
     torch.testing.assert_close(output.loss, (losses * inputs.weights).sum())
     (gradient,) = torch.autograd.grad(output.loss, inputs.log_probs)
     torch.testing.assert_close(gradient, slopes * inputs.weights)
@@ -90,13 +95,19 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(seed, shape, mode):
         return leaf.grad
 
     rows = torch.arange(shape[0])
-    torch.testing.assert_close(gradient([rows]), gradient(rows.flip(0).split(1)), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        gradient([rows]), gradient(rows.flip(0).split(1)), rtol=1e-12, atol=1e-15
+    )
 
 
 def test_extreme_log_probs_stay_finite():
     far = torch.tensor([-1e4, 0.0, -1e4, 0.0])
     inputs = PolicyLossInputs(
-        far.clone().requires_grad_(), far.flip(0), torch.tensor([1.0, 1, -1, -1]), torch.ones(4), torch.arange(4)
+        far.clone().requires_grad_(),
+        far.flip(0),
+        torch.tensor([1.0, 1, -1, -1]),
+        torch.ones(4),
+        torch.arange(4),
     )
     output = vanilla(inputs, **CLIP)
     output.loss.backward()
@@ -120,7 +131,9 @@ def test_a_users_loss_term_registers():
         return -(inputs.log_probs * columns["is_demonstration"] * inputs.weights).sum()
 
     inputs = policy_inputs(1, 4)
-    term = extra_losses.get("test_demonstrations")(inputs, {"is_demonstration": torch.tensor([1.0, 0, 0, 0])})
+    term = extra_losses.get("test_demonstrations")(
+        inputs, {"is_demonstration": torch.tensor([1.0, 0, 0, 0])}
+    )
     torch.testing.assert_close(term, -inputs.log_probs[0] * inputs.weights[0])
 
 
@@ -140,7 +153,10 @@ def test_value_loss_is_clipped_per_token(seed, size, cliprange):
 
 def test_value_loss_gradient_in_float64():
     values = torch.tensor([0.0, 0.3, 2.0, -2.0, 2.0], dtype=torch.float64, requires_grad=True)
-    old, returns = torch.zeros(5, dtype=torch.float64), torch.tensor([1.0, -1, 3, -3, -1], dtype=torch.float64)
+    old, returns = (
+        torch.zeros(5, dtype=torch.float64),
+        torch.tensor([1.0, -1, 3, -3, -1], dtype=torch.float64),
+    )
     weights = torch.full((5,), 0.2, dtype=torch.float64)
 
     def loss(v):
@@ -148,6 +164,7 @@ def test_value_loss_gradient_in_float64():
 
     assert torch.autograd.gradcheck(loss, values)
     loss(values).backward()
-    # Moved past the range towards the return: no gradient. Past it and away from the return: pulled back.
+    # Moved past the range towards the return: no gradient. Past it and away from the return: pulled
+    # back.
     expected = torch.tensor([-0.2, 0.26, 0.0, 0.0, 0.6], dtype=torch.float64)
     torch.testing.assert_close(values.grad, expected)

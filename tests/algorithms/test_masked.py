@@ -49,7 +49,9 @@ def test_every_mode_is_its_definition(seed, shape, mode):
     assert weights.dtype == torch.float32
     assert (loss * weights).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
     dirty = torch.where(mask.bool(), loss, float("nan"))
-    assert agg_loss(dirty, mask.bool(), mode).item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert agg_loss(dirty, mask.bool(), mode).item() == pytest.approx(
+        expected, rel=1e-12, abs=1e-12
+    )
 
 
 @given(seeds, shapes, modes, st.integers(0, 3))
@@ -67,7 +69,9 @@ def test_columns_of_padding_change_nothing_but_the_constant_of_dr_grpo(seed, sha
     places = torch.arange(shape[1]) + 1
     wide = widen(mask, places, 0)
     constant = wide.shape[1] / shape[1] if mode == "seq-mean-token-sum-norm" else 1.0
-    torch.testing.assert_close(aggregation_weights(wide, mode)[:, places] * constant, aggregation_weights(mask, mode))
+    torch.testing.assert_close(
+        aggregation_weights(wide, mode)[:, places] * constant, aggregation_weights(mask, mode)
+    )
 
 
 @given(seeds, shapes, modes, st.randoms(use_true_random=False))
@@ -82,13 +86,17 @@ def test_micro_batches_add_up_in_any_order(seed, shape, mode, rng):
     if mode != "token-mean":
         count = int((mask.sum(-1) > 0).sum())
         for part in parts:
-            assert torch.equal(aggregation_weights(mask[part], mode, num_sequences=count), weights[part])
+            assert torch.equal(
+                aggregation_weights(mask[part], mode, num_sequences=count), weights[part]
+            )
 
 
 def test_long_batches_are_counted_exactly():
     mask = torch.ones(1, 2**24 + 2, dtype=torch.bool)
     mask[0, 0] = False
-    assert aggregation_weights(mask, "token-mean")[0, 1].item() == torch.tensor(1 / (2**24 + 1)).item()
+    assert (
+        aggregation_weights(mask, "token-mean")[0, 1].item() == torch.tensor(1 / (2**24 + 1)).item()
+    )
 
 
 def test_unknown_mode_names_the_known_ones():

@@ -1,4 +1,5 @@
-"""Every registered policy loss: loss and gradient of the papers, and the same ones however the mini-batch is cut.
+"""Every registered policy loss: loss and gradient of the papers, and the same ones however the
+mini-batch is cut.
 
 The properties run over the registry, so that a new loss is tested by being registered.
 """
@@ -14,7 +15,12 @@ from tests.algorithms.references import LOSSES, SETTINGS, aggregate
 from tests.algorithms.tensors import random_columns, random_mask, seeds, shapes
 from verl.algorithms.covariance_losses import covariances
 from verl.algorithms.masked import AGGREGATION_MODES, aggregation_weights
-from verl.algorithms.policy_losses import PolicyLossInputs, SelectionInputs, policy_losses, selections
+from verl.algorithms.policy_losses import (
+    PolicyLossInputs,
+    SelectionInputs,
+    policy_losses,
+    selections,
+)
 from verl.utils.errors import ConfigError
 
 few = settings(max_examples=15, deadline=None)
@@ -31,19 +37,26 @@ class MiniBatch:
         # Log-probs below 0, ratios on both sides of every bound, one advantage a response.
         self.new, self.old = -new.abs(), -new.abs() + 0.4 * drift
         self.advantages = advantages[:, :1].expand(rows, width).contiguous()
-        self.noise = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.noise = torch.rand(
+            rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
 
     def selected(self, name: str) -> torch.Tensor | None:
         """(B, R), from the one pass over the whole mini-batch that goes before."""
         if name not in selections:
             return None
         own, selected = self.mask.bool(), torch.zeros(self.mask.shape)
-        inputs = SelectionInputs(*(column[own] for column in (self.new, self.old, self.advantages, self.noise)))
+        inputs = SelectionInputs(
+            *(column[own] for column in (self.new, self.old, self.advantages, self.noise))
+        )
         selected[own] = selections.get(name)(inputs, **SETTINGS).float()
         return selected
 
-    def loss(self, name: str, mode: str, parts: list[torch.Tensor], present: torch.Tensor | None = None) -> Any:
-        """(loss, gradient by the (B, R) log-probs) over the micro-batches `parts`; `present` are the packed tokens."""
+    def loss(
+        self, name: str, mode: str, parts: list[torch.Tensor], present: torch.Tensor | None = None
+    ) -> Any:
+        """(loss, gradient by the (B, R) log-probs) over the micro-batches `parts`; `present` are
+        the packed tokens."""
         weights, selected = aggregation_weights(self.mask, mode).double(), self.selected(name)
         present = self.mask.bool() if present is None else present
         leaf, total = self.new.clone().requires_grad_(), 0.0
@@ -56,7 +69,10 @@ class MiniBatch:
             output = policy_losses.get(name)(inputs, **SETTINGS, loss_agg_mode=mode)
             output.loss.backward()
             total += output.loss.item()
-            assert all(mean.shape == number.shape and not mean.requires_grad for mean in output.means.values())
+            assert all(
+                mean.shape == number.shape and not mean.requires_grad
+                for mean in output.means.values()
+            )
         return total, leaf.grad
 
 
@@ -70,7 +86,9 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed, shape, mode):
     leaf, rows = batch.new.clone().requires_grad_(), []
     for row in range(shape[0]):
         tokens = own[row].nonzero().flatten().tolist()
-        columns = [[column[row, t] for t in tokens] for column in (leaf, batch.old, batch.advantages)]
+        columns = [
+            [column[row, t] for t in tokens] for column in (leaf, batch.old, batch.advantages)
+        ]
         chosen = [selected is not None and bool(selected[row, t]) for t in tokens]
         if tokens:
             rows.append(LOSSES[name](*columns, chosen))
@@ -96,7 +114,9 @@ def test_micro_batches_order_and_padding_change_nothing(name, seed, shape, mode,
     cut = rng.randint(1, shape[0])
     parts = [torch.tensor(part) for part in (order[:cut], order[cut:]) if part]
     # Tool tokens are packed too; what they hold must not count.
-    other_loss, other_gradient = batch.loss(name, mode, parts, torch.ones_like(batch.mask, dtype=torch.bool))
+    other_loss, other_gradient = batch.loss(
+        name, mode, parts, torch.ones_like(batch.mask, dtype=torch.bool)
+    )
     assert other_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(other_gradient, gradient, rtol=1e-9, atol=1e-12)
 
@@ -129,7 +149,9 @@ def test_the_first_update_is_a_policy_gradient(name):
     advantages = advantages[:1].expand(6).contiguous()
     new = old.clone().requires_grad_()
     weights = torch.full((6,), 1 / 6, dtype=torch.float64)
-    inputs = PolicyLossInputs(new, old, advantages, weights, torch.zeros(6, dtype=torch.int64), selected=torch.zeros(6))
+    inputs = PolicyLossInputs(
+        new, old, advantages, weights, torch.zeros(6, dtype=torch.int64), selected=torch.zeros(6)
+    )
     policy_losses.get(name)(inputs, **SETTINGS).loss.backward()
     torch.testing.assert_close(new.grad, -advantages * weights)
 
@@ -155,10 +177,18 @@ def test_gspo_by_tokens_is_gspo_by_sequences():
 
 
 def test_the_binary_kl_of_dppo():
-    old, new = torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64), torch.tensor([0.6, 0.55, 1.0], dtype=torch.float64)
-    divergence = [0.5 * (torch.tensor(0.5 / p).log() + torch.tensor(0.5 / (1 - p)).log()).item() for p in (0.6, 0.55)]
+    old, new = (
+        torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64),
+        torch.tensor([0.6, 0.55, 1.0], dtype=torch.float64),
+    )
+    divergence = [
+        0.5 * (torch.tensor(0.5 / p).log() + torch.tensor(0.5 / (1 - p)).log()).item()
+        for p in (0.6, 0.55)
+    ]
     between = sum(divergence) / 2
-    inputs = PolicyLossInputs(new.log(), old.log(), torch.ones(3).double(), torch.ones(3).double(), torch.arange(3))
+    inputs = PolicyLossInputs(
+        new.log(), old.log(), torch.ones(3).double(), torch.ones(3).double(), torch.arange(3)
+    )
     output = policy_losses.get("dppo")(inputs, dppo_divergence="kl", dppo_threshold=between)
     assert output.means["pg_clipfrac"].tolist() == [1.0, 0.0, 0.0]
     assert output.loss.item() == pytest.approx(-0.55 / 0.5 - 1.0)
@@ -167,14 +197,17 @@ def test_the_binary_kl_of_dppo():
 
 
 @few
-@given(seeds, st.integers(1, 40).filter(lambda size: size != 2))  # two tokens have the same covariance
+# two tokens have the same covariance
+@given(seeds, st.integers(1, 40).filter(lambda size: size != 2))
 def test_selections_pick_what_the_paper_says(seed, size):
     new, drift, advantages = (column[0] for column in random_columns(seed, 1, size, 3))
     old = new + 0.3 * drift
     noise = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     inputs = SelectionInputs(new, old, advantages, noise)
     mean_new, mean_advantage = new.mean(), advantages.mean()
-    covariance = [(n - mean_new).item() * (a - mean_advantage).item() for n, a in zip(new, advantages)]
+    covariance = [
+        (n - mean_new).item() * (a - mean_advantage).item() for n, a in zip(new, advantages)
+    ]
     torch.testing.assert_close(covariances(new, advantages).tolist(), covariance)
     count = max(1, int(0.3 * size))
     largest = sorted(range(size), key=lambda t: covariance[t], reverse=True)[:count]
@@ -191,7 +224,12 @@ def test_selections_pick_what_the_paper_says(seed, size):
     picked = set(selections.get("clip_cov")(inputs, **SETTINGS).nonzero().flatten().tolist())
     assert len(picked) == min(count, len(candidates))
     assert picked <= set(candidates)
-    other = selections.get("clip_cov")(inputs._replace(noise=1 - noise), **SETTINGS).nonzero().flatten().tolist()
+    other = (
+        selections.get("clip_cov")(inputs._replace(noise=1 - noise), **SETTINGS)
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     assert len(candidates) < 2 * count or not picked & set(other), "other noise, other picks"
 
 

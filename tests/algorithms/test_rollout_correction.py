@@ -25,7 +25,9 @@ def slow_ratio(old, drawn, own, level, t):
 
 
 @few
-@given(seeds, shapes, levels, st.sampled_from([None, "token", "sequence", "geometric"]), st.booleans())
+@given(
+    seeds, shapes, levels, st.sampled_from([None, "token", "sequence", "geometric"]), st.booleans()
+)
 def test_weights_and_rejections_token_by_token(seed, shape, level, reject_by, icepop):
     mask, (drawn, noise) = random_mask(seed, *shape), random_columns(seed, *shape, 2)
     drawn, old = -drawn.abs(), -drawn.abs() + 0.5 * noise
@@ -60,20 +62,32 @@ def test_weights_and_rejections_token_by_token(seed, shape, level, reject_by, ic
     mean = sum(weights) / count if count else 0.0
     assert got.metrics["rollout_corr/weight_mean"] == pytest.approx(mean)
     squares = count * sum(weight**2 for weight in weights)
-    assert got.metrics["rollout_corr/ess"] == pytest.approx(sum(weights) ** 2 / squares if squares else 0.0)
+    assert got.metrics["rollout_corr/ess"] == pytest.approx(
+        sum(weights) ** 2 / squares if squares else 0.0
+    )
     own = int(mask.sum())
-    assert got.metrics["rollout_corr/rejected_tokens"] == pytest.approx((own - count) / own if own else 0.0)
+    assert got.metrics["rollout_corr/rejected_tokens"] == pytest.approx(
+        (own - count) / own if own else 0.0
+    )
 
 
 def test_metrics_are_divergences():
-    """Two tokens of probability 0.5 and 0.25 for the rollout, 0.4 and 0.5 for the trainer, in one response each."""
-    drawn, old = torch.tensor([[0.5, 0.5], [0.25, 1.0]]).log(), torch.tensor([[0.4, 0.4], [0.5, 1.0]]).log()
+    """Two tokens of probability 0.5 and 0.25 for the rollout, 0.4 and 0.5 for the trainer, in one
+    response each."""
+    drawn, old = (
+        torch.tensor([[0.5, 0.5], [0.25, 1.0]]).log(),
+        torch.tensor([[0.4, 0.4], [0.5, 1.0]]).log(),
+    )
     mask = torch.tensor([[1, 1], [1, 0]])
     metrics = correct_rollout(old, drawn, mask).metrics
     ratios = [0.8, 0.8, 2.0]
     assert metrics["rollout_corr/kl"] == pytest.approx(-sum(map(math.log, ratios)) / 3, rel=1e-5)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3, rel=1e-5)
-    assert metrics["rollout_corr/chi2_token"] == pytest.approx(sum(r * r for r in ratios) / 3 - 1, rel=1e-5)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(
+        sum(r - 1 - math.log(r) for r in ratios) / 3, rel=1e-5
+    )
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(
+        sum(r * r for r in ratios) / 3 - 1, rel=1e-5
+    )
     assert metrics["rollout_corr/chi2_seq"] == pytest.approx((0.64**2 + 4) / 2 - 1, rel=1e-5)
     assert metrics["rollout_corr/ess"] == 1.0, "nothing is weighed"
     assert metrics["rollout_corr/rejected_seqs"] == 0.0
@@ -81,10 +95,14 @@ def test_metrics_are_divergences():
 
 def test_degenerate_batches_are_finite():
     for mask in (torch.zeros(2, 3), torch.ones(0, 3), torch.ones(2, 0)):
-        got = correct_rollout(mask * 1.0, mask * 0.0, mask, weigh_by="token", reject_by="sequence", veto_below=0.1)
+        got = correct_rollout(
+            mask * 1.0, mask * 0.0, mask, weigh_by="token", reject_by="sequence", veto_below=0.1
+        )
         assert got.weights.shape == mask.shape
         assert all(math.isfinite(value) for value in got.metrics.values())
-    far = correct_rollout(torch.full((1, 2), 1e4), torch.zeros(1, 2), torch.ones(1, 2), weigh_by="sequence")
+    far = correct_rollout(
+        torch.full((1, 2), 1e4), torch.zeros(1, 2), torch.ones(1, 2), weigh_by="sequence"
+    )
     assert far.weights.tolist() == [[2.0, 2.0]]
     assert all(math.isfinite(value) for value in far.metrics.values())
     with pytest.raises(ConfigError, match="'word'"):

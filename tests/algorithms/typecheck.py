@@ -1,4 +1,5 @@
-"""The decorator that checks types and shapes of this room's functions under test; an int may stand for a float."""
+"""The decorator that checks types and shapes of this room's functions under test; an int may stand
+for a float."""
 
 from beartype import BeartypeConf, beartype
 

@@ -1,4 +1,5 @@
-"""The agreement benchmark: its numbers against a mismatch that is put in, and the copy with larger heads."""
+"""The agreement benchmark: its numbers against a mismatch that is put in, and the copy with larger
+heads."""
 
 import importlib
 import sys
@@ -30,7 +31,10 @@ def test_the_table_tells_a_mismatch_that_was_put_in():
 
 
 def test_the_embedded_engine_agrees_with_the_trainer_in_fp32(capsys, monkeypatch, tmp_path):
-    words = "--device cpu --dtype float32 --engines ours --gain 10 --prompts 3 --samples 2 --new-tokens 12 --out"
+    words = (
+        "--device cpu --dtype float32 --engines ours --gain 10 --prompts 3 --samples 2 "
+        "--new-tokens 12 --out"
+    )
     monkeypatch.setattr(sys, "argv", ["agreement.py", *words.split(), str(tmp_path)])
     agreement.main()
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")

@@ -28,9 +28,18 @@ def test_the_whole_script_runs_one_case_in_a_process(tmp_path: Path, capsys):
 
 
 def test_the_error_is_of_what_was_measured():
-    result = {"phase": "rollout", "tokens": None, "predicted": 11 * 2**30, "taken": 10 * 2**30, "outside": 2**29,
-              "parts": {"pages": 11 * 2**30}}  # fmt: skip
-    assert memory.row("x", result) == "| x | rollout |  | 11.00 | 10.00 | +10.0% | 0.50 | pages 11.00 |"
+    result = {
+        "phase": "rollout",
+        "tokens": None,
+        "predicted": 11 * 2**30,
+        "taken": 10 * 2**30,
+        "outside": 2**29,
+        "parts": {"pages": 11 * 2**30},
+    }
+    assert (
+        memory.row("x", result)
+        == "| x | rollout |  | 11.00 | 10.00 | +10.0% | 0.50 | pages 11.00 |"
+    )
 
 
 def test_an_unknown_case_is_refused(capsys):

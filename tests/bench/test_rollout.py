@@ -1,4 +1,5 @@
-"""The rollout benchmark: its bound against a step-by-step count, its lengths, its checks, and two sides on CPU."""
+"""The rollout benchmark: its bound against a step-by-step count, its lengths, its checks, and two
+sides on CPU."""
 
 import importlib
 import importlib.util
@@ -17,14 +18,26 @@ from floor import Machine, Shape, read_shape
 from rollout_hf import HF
 from rollout_models import write_config
 from rollout_ours import Ours
-from rollout_work import Answer, Ask, Job, Workload, check, draw_limits, draw_prompts, parse_lengths, run_job
+from rollout_work import (
+    Answer,
+    Ask,
+    Job,
+    Workload,
+    check,
+    draw_limits,
+    draw_prompts,
+    parse_lengths,
+    run_job,
+)
 from roofline import decode_schedule, rollout_roofline
 
 rollout = importlib.import_module("rollout")  # by name: type checkers find tests/rollout first
 H200 = Machine(gflops=790e3, gb_per_s=4300.0)
 
 
-def counted_schedule(limits: list[int], prompt_tokens: int, slots: int) -> tuple[list[int], list[int]]:
+def counted_schedule(
+    limits: list[int], prompt_tokens: int, slots: int
+) -> tuple[list[int], list[int]]:
     """`decode_schedule`, one step at a time."""
     waiting, running = sorted(limits, reverse=True), []
     rows, context = [], []
@@ -40,7 +53,11 @@ def counted_schedule(limits: list[int], prompt_tokens: int, slots: int) -> tuple
     return rows, context
 
 
-@given(limits=lists(integers(1, 12), min_size=1, max_size=20), prompt=integers(1, 9), slots=integers(1, 24))
+@given(
+    limits=lists(integers(1, 12), min_size=1, max_size=20),
+    prompt=integers(1, 9),
+    slots=integers(1, 24),
+)
 def test_the_schedule_equals_a_count_of_every_step(limits, prompt, slots):
     rows, context = decode_schedule(np.array(limits), prompt, slots)
     assert (rows.tolist(), context.tolist()) == counted_schedule(limits, prompt, slots)
@@ -48,17 +65,25 @@ def test_the_schedule_equals_a_count_of_every_step(limits, prompt, slots):
 
 
 def test_the_bound_of_a_1_5b_model_at_256_rows():
-    """Matrix products 2 x 1.54e9 x 256 at 790 TFLOP/s, and 28,672 bytes of cache for each of 256 x 384 tokens at
-    4.3 TB/s."""
-    shape = Shape(body=1_310_000_000, head=233_000_000, attention=4 * 12 * 128 * 28, cache_bytes=8 * 2 * 128 * 28)
+    """Matrix products 2 x 1.54e9 x 256 at 790 TFLOP/s, and 28,672 bytes of cache for each of 256 x
+    384 tokens at 4.3 TB/s."""
+    shape = Shape(
+        body=1_310_000_000,
+        head=233_000_000,
+        attention=4 * 12 * 128 * 28,
+        cache_bytes=8 * 2 * 128 * 28,
+    )
     sizes = {"prompts": 256, "prompt_tokens": 256, "max_num_seqs": 1024, "dtype_bytes": 2}
     bound = rollout_roofline(H200, shape, np.full(256, 256), **sizes)
     assert bound.decode_steps == 255
     assert bound.weights_s / 255 == pytest.approx(1.00e-3, rel=0.01)
     assert bound.cache_s / 255 == pytest.approx(0.655e-3, rel=0.01)
-    assert bound.prefill_s == pytest.approx((2 * 1.31e9 * 65536 + 2 * 0.233e9 * 256 + 1.446e12) / 790e12, rel=0.01)
+    assert bound.prefill_s == pytest.approx(
+        (2 * 1.31e9 * 65536 + 2 * 0.233e9 * 256 + 1.446e12) / 790e12, rel=0.01
+    )
     alone = rollout_roofline(H200, shape, np.array([256]), **{**sizes, "prompts": 1})
-    assert alone.weights_s / 255 == pytest.approx(2 * 1.543e9 / 4.3e12, rel=0.01)  # reading them takes longer
+    # reading them takes longer
+    assert alone.weights_s / 255 == pytest.approx(2 * 1.543e9 / 4.3e12, rel=0.01)
 
 
 def test_untied_embeddings_are_not_read(tmp_path):
@@ -109,7 +134,10 @@ def test_what_an_engine_gives_is_checked(answers, message):
 @pytest.mark.parametrize("side", [Ours, HF])
 def test_a_side_gives_every_sample_its_length(side, tmp_path):
     write_config(tmp_path, "tiny", "cpu")
-    workloads = [Workload(prompts=3, samples=samples, prompt_tokens=16, lengths="tail:24") for samples in (2, 3)]
+    workloads = [
+        Workload(prompts=3, samples=samples, prompt_tokens=16, lengths="tail:24")
+        for samples in (2, 3)
+    ]
     job = Job(
         folder=str(tmp_path),
         device="cpu",
@@ -165,7 +193,10 @@ def test_the_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, t
     assert table["ours"]["ratio_to_vllm"] == 1.5
     assert table["ours"]["tokens_per_s"] == 64 * 16 * 32 / 2
     (bound,) = report["rooflines"]
-    assert table["vllm"]["of_roofline"] == (bound["prefill_s"] + bound["weights_s"] + bound["cache_s"]) / 3
+    assert (
+        table["vllm"]["of_roofline"]
+        == (bound["prefill_s"] + bound["weights_s"] + bound["cache_s"]) / 3
+    )
     assert "| ours | 16,384 | 2.000 | 1.50 |" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""The training and step benchmarks: equal work for all sides, their FLOPs, limits and errors, on CPU."""
+"""The training and step benchmarks: equal work for all sides, their FLOPs, limits and errors, on
+CPU."""
 
 import json
 import sys
@@ -41,22 +42,32 @@ def make_job(folder: Path, **changes) -> Job:
         **changes,
     }
     write_config(folder, "tiny", "cpu")
-    return Job(folder=str(folder), device="cpu", vocabulary=SHAPES["tiny"]["vocab_size"], **settings)
+    return Job(
+        folder=str(folder), device="cpu", vocabulary=SHAPES["tiny"]["vocab_size"], **settings
+    )
 
 
 def results(job: Job, *sides) -> list[dict]:
     return [json.loads(json.dumps(measure(side(job), job, 0.0))) for side in sides]
 
 
-@pytest.mark.parametrize("settings", [{}, {"checkpointing": False, "lora": 4, "optimizer": False}], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"checkpointing": False, "lora": 4, "optimizer": False}], ids=["all", "lora"]
+)
 def test_all_sides_compute_the_same(tmp_path, settings):
     first, *others = results(make_job(tmp_path, **settings), Ours, HF, Torch)
     assert first["grad_norm"] > 0
     for other in others:
         for name in ("loss", "log_prob", "update_log_prob", "grad_norm"):
             assert other[name] == pytest.approx(first[name], rel=1e-4), name
-        assert {name: other[name] for name in ("rows", "tokens")} == {name: first[name] for name in ("rows", "tokens")}
-    assert set(first["seconds"]) == {"log_prob", "gradients", *(["optimizer"] if "lora" not in settings else [])}
+        assert {name: other[name] for name in ("rows", "tokens")} == {
+            name: first[name] for name in ("rows", "tokens")
+        }
+    assert set(first["seconds"]) == {
+        "log_prob",
+        "gradients",
+        *(["optimizer"] if "lora" not in settings else []),
+    }
 
 
 def test_sharing_prompts_changes_nothing_but_the_work(tmp_path):
@@ -68,7 +79,10 @@ def test_sharing_prompts_changes_nothing_but_the_work(tmp_path):
 
 def test_rows_are_whole_prompts_within_the_tokens(tmp_path):
     job = make_job(tmp_path, samples=3, tokens=400)
-    rows, again = ([(tuple(row.prompt.tolist()), tuple(row.response.tolist())) for row in draw_rows(job)] for _ in "ab")
+    rows, again = (
+        [(tuple(row.prompt.tolist()), tuple(row.response.tolist())) for row in draw_rows(job)]
+        for _ in "ab"
+    )
     assert rows == again
     assert len(rows) % 3 == 0
     assert len({prompt for prompt, _ in rows}) == len(rows) // 3
@@ -90,7 +104,11 @@ def test_flops_of_a_pass(tmp_path):
 @pytest.mark.parametrize(
     ("source", "limit_s", "message"),
     [
-        ("import warnings\nprint('x')\nraise ValueError('the reason')", 60, "ValueError: the reason (code 1, log: "),
+        (
+            "import warnings\nprint('x')\nraise ValueError('the reason')",
+            60,
+            "ValueError: the reason (code 1, log: ",
+        ),
         ("raise SystemExit('a word')", 60, "a word (code 1"),
         ("import time\ntime.sleep(60)", 0.5, "not done after "),
         ("pass", 60, None),
@@ -139,7 +157,9 @@ def test_what_the_command_lines_may_not_say(capsys, parse, words, message):
 
 def test_fewer_prompts_are_scaled_and_said_so(capsys):
     """Made-up seconds of TRL for a quarter of the prompts."""
-    arguments = step.parse_arguments(["--engines", "ours,trl", "--trl-prompts", "16", "--trl-steps", "1"])
+    arguments = step.parse_arguments(
+        ["--engines", "ours,trl", "--trl-prompts", "16", "--trl-steps", "1"]
+    )
     made = {"generate": 2.0, "update": 3.0, "step": 6.0}
     step.print_table(arguments, {"ours": {"steps": [made, made]}, "trl": {"steps": [made]}})
     said = capsys.readouterr().out
@@ -168,11 +188,16 @@ class FakeLLM:
         self.calls.append("generate")
         token = types.SimpleNamespace(logprob=-1.0)
         answers = [
-            [token_id % 9 for token_id in range(row, row + each["max_tokens"])] for row, each in enumerate(params)
+            [token_id % 9 for token_id in range(row, row + each["max_tokens"])]
+            for row, each in enumerate(params)
         ]
         return [
             types.SimpleNamespace(
-                outputs=[types.SimpleNamespace(token_ids=ids, logprobs=[{token_id: token} for token_id in ids])]
+                outputs=[
+                    types.SimpleNamespace(
+                        token_ids=ids, logprobs=[{token_id: token} for token_id in ids]
+                    )
+                ]
             )
             for ids in answers
         ]
@@ -198,7 +223,9 @@ def test_the_assembled_step_hands_its_weights_over(tmp_path, monkeypatch):
     import step_assembled
 
     write_model(tmp_path / "model", SHAPES["tiny"], torch.device("cpu"))
-    arguments = step.parse_arguments(["--tiny", "--lengths", "tail:12", "--old-log-probs", "--out", str(tmp_path)])
+    arguments = step.parse_arguments(
+        ["--tiny", "--lengths", "tail:12", "--old-log-probs", "--out", str(tmp_path)]
+    )
     job = step.make_job(arguments, "trl")  # as the others, but not compiled
     made: list = []
     monkeypatch.setattr(step_assembled, "BUCKET_BYTES", 10_000)
@@ -207,7 +234,14 @@ def test_the_assembled_step_hands_its_weights_over(tmp_path, monkeypatch):
     result = step_assembled.run(job)
     rollout, trainer = made
     turn = ["generate", "sleep 2", "wake weights", "wake kv_cache", "reset"]
-    assert rollout.engine.calls == ["sleep 2", "wake weights", "wake kv_cache", "reset", *turn, *turn]
+    assert rollout.engine.calls == [
+        "sleep 2",
+        "wake weights",
+        "wake kv_cache",
+        "reset",
+        *turn,
+        *turn,
+    ]
     for name, weight in rollout.engine.module.named_parameters():
         trained = dict(trainer.model.named_parameters())[name]
         assert torch.equal(weight, trained.detach().to(torch.bfloat16).to(weight.dtype)), name

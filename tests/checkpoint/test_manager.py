@@ -95,7 +95,9 @@ def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(tmp_path, kin
         manager.verify(bad)
     with caplog.at_level("WARNING", logger="verl"):
         assert manager.resolve("auto") == good
-    assert [("global_step_4" in message, kind in message) for message in caplog.messages] == [(True, True)]
+    assert [("global_step_4" in message, kind in message) for message in caplog.messages] == [
+        (True, True)
+    ]
     with pytest.raises(CheckpointError, match=kind):
         manager.resolve("resume_path", bad)
     assert manager.resolve("resume_path", good) == good
@@ -140,7 +142,9 @@ def test_a_folder_is_one_runs_alone_until_it_ends_or_is_killed(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(CheckpointError, match=rf"Another run \(pid {other.pid} on .*trainer\.experiment_name"):
+        with pytest.raises(
+            CheckpointError, match=rf"Another run \(pid {other.pid} on .*trainer\.experiment_name"
+        ):
             CheckpointManager(tmp_path).claim()
         reader = CheckpointManager(tmp_path)
         reader.clean()
@@ -169,10 +173,16 @@ def test_old_checkpoints_go_and_the_newest_stay(tmp_path):
     manager = CheckpointManager(tmp_path, max_to_keep=2)
     for step in (1, 2, 3, 10):
         save(manager, step)
-    assert names(tmp_path) == {"global_step_3", "global_step_10", "latest_checkpointed_iteration.txt"}
+    assert names(tmp_path) == {
+        "global_step_3",
+        "global_step_10",
+        "latest_checkpointed_iteration.txt",
+    }
 
 
-def test_a_run_started_again_in_the_folder_keeps_its_own_checkpoints_and_resumes_from_them(tmp_path):
+def test_a_run_started_again_in_the_folder_keeps_its_own_checkpoints_and_resumes_from_them(
+    tmp_path,
+):
     old = CheckpointManager(tmp_path)
     save(old, 50)
     save(old, 100)
@@ -217,7 +227,9 @@ def test_a_full_disk_is_told_and_the_earlier_checkpoint_is_intact(tmp_path):
 
     manager = CheckpointManager(tmp_path, max_to_keep=1)
     good = save(manager, 2)
-    with pytest.raises(CheckpointError, match=rf"global_step_4.*no space left.*{tmp_path}.*MiB free") as caught:
+    with pytest.raises(
+        CheckpointError, match=rf"global_step_4.*no space left.*{tmp_path}.*MiB free"
+    ) as caught:
         manager.save(4, {"actor": fill})
     assert isinstance(caught.value.__cause__, OSError)
     assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
@@ -249,7 +261,9 @@ def test_a_limit_on_the_size_of_files_is_told(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"global_step_4 was not written: no file may grow.*ulimit -f"):
+        with pytest.raises(
+            CheckpointError, match=r"global_step_4 was not written: no file may grow.*ulimit -f"
+        ):
             manager.save(4, {"actor": fail})
         with pytest.raises(KeyError, match="a bug"):
             manager.save(4, {"actor": lambda folder: {}["a bug of the writer"]})
@@ -272,7 +286,8 @@ def test_other_trouble_with_the_disk_is_told_with_its_path(tmp_path):
 
 
 def begin(manager: CheckpointManager, step: int) -> list[bool]:
-    """Begin a checkpoint beside the run; gives the list whose last entry says whether it is written by now."""
+    """Begin a checkpoint beside the run; gives the list whose last entry says whether it is written
+    by now."""
     written = [False]
     manager.save(step, {"actor": write(b"a")}, is_written=lambda wait: wait or written[-1])
     return written
@@ -283,7 +298,9 @@ def test_what_is_written_beside_the_run_gets_its_name_when_it_is_whole(tmp_path)
     former = save(manager, 2)
     written = begin(manager, 4)
     manager.advance()
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"], "summed up too early"
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"], (
+        "summed up too early"
+    )
     assert manager.latest() == former
     written.append(True)
     manager.advance()
@@ -351,9 +368,14 @@ def test_files_that_lie_on_another_host_are_told(tmp_path):
         (folder / "sharded" / "__0_0.distcp").unlink()
 
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match=r"lacks files that other ranks wrote: __0_0\.distcp.*all of them share"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks files that other ranks wrote: __0_0\.distcp.*all of them share",
+    ):
         manager.save(2, {"actor": elsewhere})
-    with pytest.raises(CheckpointError, match=r"actor is not to be seen from this host.*all of them share"):
+    with pytest.raises(
+        CheckpointError, match=r"actor is not to be seen from this host.*all of them share"
+    ):
         manager.save(2, {"actor": lambda folder: None, "trainer": write(b"t")})
     assert names(tmp_path) == set()
 
@@ -362,7 +384,9 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
     manager = CheckpointManager(tmp_path)
     for step in (2, 10):
         save(manager, step)
-    with pytest.raises(CheckpointError, match=r"resume_from_path=.*/global_step_10 \(or one of the steps 2\)"):
+    with pytest.raises(
+        CheckpointError, match=r"resume_from_path=.*/global_step_10 \(or one of the steps 2\)"
+    ):
         manager.resolve("resume_path", tmp_path)
 
 
@@ -412,7 +436,11 @@ def test_kill_9_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, where, 
     assert found is not None
     assert step_of(found) == newest
     manager.verify(found)
-    assert not [name for name in names(tmp_path) if name.startswith(".tmp-global") or name.startswith(".old")]
+    assert not [
+        name
+        for name in names(tmp_path)
+        if name.startswith(".tmp-global") or name.startswith(".old")
+    ]
     last = save(manager, 6)
     assert manager.latest() == last
     assert {name for name in names(tmp_path) if not name.startswith(".")} == {

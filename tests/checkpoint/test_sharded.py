@@ -21,7 +21,8 @@ def test_tensors_come_back_bit_for_bit_and_in_place(tmp_path):
     whole = saved.read_whole(tensors)
     assert whole.keys() == tensors.keys()
     assert all(
-        whole[name].dtype == tensor.dtype and torch.equal(whole[name], tensor) for name, tensor in tensors.items()
+        whole[name].dtype == tensor.dtype and torch.equal(whole[name], tensor)
+        for name, tensor in tensors.items()
     )
     place = torch.zeros(4, 3)
     saved.read({"row": place[2]})

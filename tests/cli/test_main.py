@@ -1,4 +1,5 @@
-"""The command `verl`: what it says, how fast, and that each command is the module that it stands for."""
+"""The command `verl`: what it says, how fast, and that each command is the module that it stands
+for."""
 
 import importlib.util
 import subprocess
@@ -29,12 +30,15 @@ def called(monkeypatch):
 
 def test_help_is_instant_and_loads_nothing():
     code = (
-        "import sys, time; start = time.process_time(); from verl.cli.main import main; main(['--help']); "
-        f"print(time.process_time() - start, [name for name in {HEAVY} if name in sys.modules])"
+        "import sys, time; start = time.process_time(); from verl.cli.main import main; "
+        f"main(['--help']); print(time.process_time() - start, [name for name in {HEAVY} if name "
+        "in sys.modules])"
     )
     told = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         told.append(done.stdout.splitlines()[-1].split(maxsplit=1))
     assert min(float(seconds) for seconds, _ in told) < 0.5
     assert told[0][1] == "[]"
@@ -75,12 +79,24 @@ def test_an_unknown_command_names_the_nearest(capsys, called, argv, near):
 
 
 def test_the_rest_of_the_line_is_passed_on_as_it_is(called):
-    cli.main(["train", "a.b=1", "+c=2", "--d.e=x", "--config-name", "run.yaml", "data.train_files=x.yaml"])
+    cli.main(
+        [
+            "train",
+            "a.b=1",
+            "+c=2",
+            "--d.e=x",
+            "--config-name",
+            "run.yaml",
+            "data.train_files=x.yaml",
+        ]
+    )
     argv = ["a.b=1", "+c=2", "--d.e=x", "--config-name", "run.yaml", "data.train_files=x.yaml"]
     assert called == [("verl.trainer.main_ppo", argv)]
 
 
-@pytest.mark.parametrize("argv", [["train", "--dry-run", "a=1"], ["train", "a=1", "--dry-run"], ["plan", "a=1"]])
+@pytest.mark.parametrize(
+    "argv", [["train", "--dry-run", "a=1"], ["train", "a=1", "--dry-run"], ["plan", "a=1"]]
+)
 def test_a_dry_run_is_the_plan(called, argv):
     cli.main(argv)
     assert called == [("verl.diagnostics.plan", ["a=1"])]
@@ -88,7 +104,12 @@ def test_a_dry_run_is_the_plan(called, argv):
 
 def test_a_yaml_file_is_hydras_two_options(called):
     cli.main(["plan", "--json", "runs/small.yaml", "a=1"])
-    assert called == [("verl.diagnostics.plan", ["--json", "--config-path", "runs", "--config-name", "small", "a=1"])]
+    assert called == [
+        (
+            "verl.diagnostics.plan",
+            ["--json", "--config-path", "runs", "--config-name", "small", "a=1"],
+        )
+    ]
 
 
 def test_a_second_yaml_file_is_refused(capsys, called):
@@ -99,7 +120,9 @@ def test_a_second_yaml_file_is_refused(capsys, called):
 
 def test_merge_needs_no_backend(called):
     cli.main(["merge", "--local_dir", "actor"])
-    assert called == [("verl.model_merger.__main__", ["merge", "--backend", "fsdp", "--local_dir", "actor"])]
+    assert called == [
+        ("verl.model_merger.__main__", ["merge", "--backend", "fsdp", "--local_dir", "actor"])
+    ]
 
 
 def test_help_of_a_command_begins_with_its_example(capsys, called):
@@ -123,7 +146,12 @@ def test_a_plan_of_a_yaml_file(tmp_path: Path, capsys):
         "actor_rollout_ref: {model: {path: toy}}\ntrainer: {device: cpu}\n"
     )
     (tmp_path / "small.yaml").write_text(text)
-    assert cli.main(["train", "--dry-run", str(tmp_path / "small.yaml"), "actor_rollout_ref.rollout.n=3"]) == 0
+    assert (
+        cli.main(
+            ["train", "--dry-run", str(tmp_path / "small.yaml"), "actor_rollout_ref.rollout.n=3"]
+        )
+        == 0
+    )
     assert "Batch: 4 prompts x 3 samples" in capsys.readouterr().out
 
 
@@ -139,7 +167,10 @@ def test_a_reward_that_holds(capsys):
 
 def test_a_reward_that_fails(tmp_path: Path, capsys):
     path = tmp_path / "reward.py"
-    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return None\n")
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+        "None\n"
+    )
     assert cli.main(["reward", "check", *TOY, f"custom_reward_function.path={path}"]) == 1
     text = capsys.readouterr().out
     assert "FAULT: the reward function failed on" in text

@@ -7,7 +7,11 @@ from omegaconf import OmegaConf
 
 from verl.config import TrainConfig, config_from_dict, load_config
 
-BASE = ("actor_rollout_ref.model.path=some/model", "data.train_files=train.parquet", "data.train_batch_size=8")
+BASE = (
+    "actor_rollout_ref.model.path=some/model",
+    "data.train_files=train.parquet",
+    "data.train_batch_size=8",
+)
 
 Load = Callable[..., TrainConfig]
 

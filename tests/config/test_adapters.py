@@ -10,20 +10,38 @@ OPTIM = "actor_rollout_ref.actor.optim"
 
 
 def test_targets_are_a_list_or_a_text(build: Load):
-    model = build(f"{MODEL}.lora_rank=32", f'{MODEL}.target_modules=["q_proj","v_proj"]').actor_rollout_ref.model
-    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (32, 16, ["q_proj", "v_proj"])
+    model = build(
+        f"{MODEL}.lora_rank=32", f'{MODEL}.target_modules=["q_proj","v_proj"]'
+    ).actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (
+        32,
+        16,
+        ["q_proj", "v_proj"],
+    )
     assert build(f"{MODEL}.lora_rank=8").actor_rollout_ref.model.target_modules == "all-linear"
-    assert build(f"{MODEL}.target_modules='.*_proj'").actor_rollout_ref.model.target_modules == ".*_proj"
+    assert (
+        build(f"{MODEL}.target_modules='.*_proj'").actor_rollout_ref.model.target_modules
+        == ".*_proj"
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=7"], "target_modules must be a list of names.*got 7"),
-        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"], r"target_modules must be a list of names.*got \[\]"),
+        (
+            [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=7"],
+            "target_modules must be a list of names.*got 7",
+        ),
+        (
+            [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"],
+            r"target_modules must be a list of names.*got \[\]",
+        ),
         ([f"{MODEL}.lora_rank=-1"], "lora_rank must be at least 0"),
         ([f"{MODEL}.lora_alpha=0"], "lora_alpha must be above 0"),
-        ([f"{MODEL}.lora_rank=8", f"{OPTIM}.optimizer=Muon"], r"Muon orthogonalises.*Set .*optim\.optimizer=AdamW"),
+        (
+            [f"{MODEL}.lora_rank=8", f"{OPTIM}.optimizer=Muon"],
+            r"Muon orthogonalises.*Set .*optim\.optimizer=AdamW",
+        ),
         ([f"{OPTIM}.optimizer=AdamW4bit"], "unknown value 'AdamW4bit'. Nearest known: AdamW8bit"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The configurations of generation and evaluation: names of verl 0.5, defaults of training, and what is refused."""
+"""The configurations of generation and evaluation: names of verl 0.5, defaults of training, and
+what is refused."""
 
 import pytest
 
@@ -17,12 +18,23 @@ def load(*overrides: str) -> GenerationConfig:
 
 def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
     config = load(
-        "data.prompt_key=prompt", "data.batch_size=1024", "data.n_samples=8", "+model.trust_remote_code=True",
-        "rollout.temperature=0.6", "rollout.top_k=50", "rollout.top_p=0.95", "rollout.prompt_length=2048",
-        "rollout.response_length=1024", "rollout.tensor_model_parallel_size=2", "rollout.gpu_memory_utilization=0.8",
-        "rollout.max_num_batched_tokens=65536", "trainer.nnodes=1", "trainer.n_gpus_per_node=2",
-        "actor.fsdp_config.fsdp_size=-1", "ray_init.num_cpus=null",
-    )  # fmt: skip
+        "data.prompt_key=prompt",
+        "data.batch_size=1024",
+        "data.n_samples=8",
+        "+model.trust_remote_code=True",
+        "rollout.temperature=0.6",
+        "rollout.top_k=50",
+        "rollout.top_p=0.95",
+        "rollout.prompt_length=2048",
+        "rollout.response_length=1024",
+        "rollout.tensor_model_parallel_size=2",
+        "rollout.gpu_memory_utilization=0.8",
+        "rollout.max_num_batched_tokens=65536",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=2",
+        "actor.fsdp_config.fsdp_size=-1",
+        "ray_init.num_cpus=null",
+    )
     assert not caplog.records, "nothing is without effect"
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
@@ -30,7 +42,11 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
     assert (rollout.prompt_length, rollout.response_length, rollout.n) == (2048, 1024, 8)
     assert train.data.max_prompt_length == 2048, "two names of one setting"
     assert train.actor_rollout_ref.model.trust_remote_code
-    assert (train.trainer.n_gpus_per_node, train.needs_critic, train.needs_reference) == (2, False, False)
+    assert (train.trainer.n_gpus_per_node, train.needs_critic, train.needs_reference) == (
+        2,
+        False,
+        False,
+    )
 
 
 def test_keys_that_training_has_too_mean_the_same():
@@ -54,7 +70,10 @@ def test_what_is_named_as_place_or_speed_exists():
 
 @pytest.mark.parametrize("root", ["generation", "evaluation"])
 def test_a_configuration_survives_its_dictionary(root):
-    given = {"path": "in.parquet", **({"output_path": "out.parquet"} if root == "generation" else {})}
+    given = {
+        "path": "in.parquet",
+        **({"output_path": "out.parquet"} if root == "generation" else {}),
+    }
     model = {"model": {"path": "toy"}} if root == "generation" else {}
     config = config_from_dict({"data": given, **model}, root=root)
     assert config_from_dict(config_to_dict(config), root=root) == config
@@ -63,13 +82,19 @@ def test_a_configuration_survives_its_dictionary(root):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["rollout.temprature=1"], "Unknown key 'rollout.temprature'. Nearest known: rollout.temperature"),
+        (
+            ["rollout.temprature=1"],
+            "Unknown key 'rollout.temprature'. Nearest known: rollout.temperature",
+        ),
         (["data.n_samples=0"], "data.n_samples must be above 0"),
         (["data.output_path=out.csv"], "data.output_path must name the .parquet file"),
         (["data.output_path=in.parquet"], "is also read as data.path"),
         (["model.path=null"], "model.path is not set"),
         (["rollout.name=vllm"], "rollout.name=vllm is not available"),
-        (["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=2"], "must divide the number of ranks"),
+        (
+            ["trainer.n_gpus_per_node=3", "rollout.tensor_model_parallel_size=2"],
+            "must divide the number of ranks",
+        ),
         (["rollout.max_model_len=8"], "rollout.max_model_len must hold a prompt and its response"),
         (["rollout.n=3", "data.n_samples=4"], "two names of one setting"),
     ],
@@ -87,12 +112,16 @@ def test_evaluation_tells_what_is_wrong():
     with pytest.raises(ConfigError, match="data.path is not set"):
         load_config([], root="evaluation")
     with pytest.raises(ConfigError, match="custom_reward_function.path must be a Python file"):
-        load_config(["data.path=in.parquet", "custom_reward_function.path=nowhere.py"], root="evaluation")
+        load_config(
+            ["data.path=in.parquet", "custom_reward_function.path=nowhere.py"], root="evaluation"
+        )
     with pytest.raises(ConfigError, match="Nearest known: data.response_key"):
         load_config(["data.path=in.parquet", "data.responses_key=r"], root="evaluation")
 
 
-@pytest.mark.parametrize(("root", "module"), [("generation", "main_generation"), ("evaluation", "main_eval")])
+@pytest.mark.parametrize(
+    ("root", "module"), [("generation", "main_generation"), ("evaluation", "main_eval")]
+)
 def test_help_and_the_configuration_are_printed(root, module, capsys):
     with pytest.raises(SystemExit):
         load_config(["--help"], root=root)

@@ -37,12 +37,16 @@ def test_keys_follow_the_keys_they_follow_in_verl():
         followed = re.search(r"# \$\{(?:oc\.select:)?([\w.]+)[,}]", text)
         if followed is None or path.endswith(("_micro_batch_size", "_micro_batch_size_per_gpu")):
             continue
-        source = followed[1] if not followed[1].startswith(".") else KEYS[path].section + followed[1]
+        source = (
+            followed[1] if not followed[1].startswith(".") else KEYS[path].section + followed[1]
+        )
         assert KEYS[path].followed == source, path
 
 
 def test_target_lines_are_read_over():
-    assert flatten({"critic": {"_target_": "some.Class", "grad_clip": 2}}, TrainConfig) == {"critic.grad_clip": 2}
+    assert flatten({"critic": {"_target_": "some.Class", "grad_clip": 2}}, TrainConfig) == {
+        "critic.grad_clip": 2
+    }
 
 
 def test_every_key_has_help_and_at_most_one_status():
@@ -50,7 +54,9 @@ def test_every_key_has_help_and_at_most_one_status():
         assert key.setting.help, key.path
         assert key.setting.no_effect is None or key.setting.planned is None, key.path
         assert key.followed is None or key.followed in KEYS, key.path
-        assert key.setting.choices is None or key.default is None or key.default in key.setting.choices, key.path
+        assert (
+            key.setting.choices is None or key.default is None or key.default in key.setting.choices
+        ), key.path
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,9 @@ def test_every_key_has_help_and_at_most_one_status():
 )
 def test_unknown_keys_name_the_nearest(written: str, nearest: str):
     assert nearest in nearest_keys(written, list(KEYS)).split(", ")
-    with pytest.raises(ConfigError, match=rf"Unknown key '{re.escape(written)}'.*{re.escape(nearest)}"):
+    with pytest.raises(
+        ConfigError, match=rf"Unknown key '{re.escape(written)}'.*{re.escape(nearest)}"
+    ):
         flatten(nest({written: 1}), TrainConfig)
 
 
@@ -80,9 +88,20 @@ def test_a_section_is_no_value():
 
 @pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
 def test_key_tables_have_a_line_for_each_key(root: type):
-    lines = [line for table in key_tables(root).values() for line in table.splitlines() if line.startswith("| `")]
+    lines = [
+        line
+        for table in key_tables(root).values()
+        for line in table.splitlines()
+        if line.startswith("| `")
+    ]
     assert sorted(line.split("`")[1] for line in lines) == sorted(keys_of(root))
-    statuses = ("implemented |", "| implemented; ", "| refused: ", "| no effect: ", "| another name of ")
+    statuses = (
+        "implemented |",
+        "| implemented; ",
+        "| refused: ",
+        "| no effect: ",
+        "| another name of ",
+    )
     assert all(sum(status in line for status in statuses) == 1 for line in lines)
 
 
@@ -101,13 +120,18 @@ def test_the_page_of_keys_is_up_to_date():
 
 
 def test_importing_the_configuration_brings_neither_torch_nor_hydra():
-    code = "import sys, verl.config; print([name for name in ('torch', 'hydra', 'omegaconf') if name in sys.modules])"
+    code = (
+        "import sys, verl.config; print([name for name in ('torch', 'hydra', 'omegaconf') if name "
+        "in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_loading_a_configuration_brings_no_torch():
-    code = "import sys; from verl.config import load_config; load_config(['data.dataset_name=toy']); "
+    code = (
+        "import sys; from verl.config import load_config; load_config(['data.dataset_name=toy']); "
+    )
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False")

@@ -42,10 +42,20 @@ def made(config=BASE, **keywords) -> TrainConfig:
         ),
         (
             {"rollout_config": {"backend": "local", "max_new_tokens": 9, "val_kwargs": {"n": 2}}},
-            {f"{ROLLOUT}.name": "embedded", "data.max_response_length": 9, f"{ROLLOUT}.val_kwargs.n": 2},
+            {
+                f"{ROLLOUT}.name": "embedded",
+                "data.max_response_length": 9,
+                f"{ROLLOUT}.val_kwargs.n": 2,
+            },
         ),
         (
-            {"critic_config": {"lr": 2e-4, "gradient_clip_val": 0.1, "model": {"path": "a/critic"}}},
+            {
+                "critic_config": {
+                    "lr": 2e-4,
+                    "gradient_clip_val": 0.1,
+                    "model": {"path": "a/critic"},
+                }
+            },
             {
                 "critic.optim.lr": 2e-4,
                 "critic.grad_clip": 0.1,
@@ -54,7 +64,10 @@ def made(config=BASE, **keywords) -> TrainConfig:
             },
         ),
         ({"ray_config": {"num_cpus": 3}}, {"ray_init.num_cpus": 3}),
-        ({"trainer.max_steps": 5, "data": {"train_files": "a.parquet"}}, {"trainer.total_training_steps": 5}),
+        (
+            {"trainer.max_steps": 5, "data": {"train_files": "a.parquet"}},
+            {"trainer.total_training_steps": 5},
+        ),
         (
             {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "rollout_config": {"n": 4}},
             {
@@ -77,14 +90,23 @@ def made(config=BASE, **keywords) -> TrainConfig:
             },
             {f"{ACTOR}.ppo_mini_batch_size": 4, "critic.ppo_mini_batch_size": 2},
         ),
-        ({"micro_batch_size": 2}, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.ppo_mini_batch_size": None}),
+        (
+            {"micro_batch_size": 2},
+            {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.ppo_mini_batch_size": None},
+        ),
         (
             {"amp": True},
-            {f"{ACTOR}.fsdp_config.compute_dtype": "bfloat16", "critic.model.fsdp_config.compute_dtype": "bfloat16"},
+            {
+                f"{ACTOR}.fsdp_config.compute_dtype": "bfloat16",
+                "critic.model.fsdp_config.compute_dtype": "bfloat16",
+            },
         ),
         (
             {"amp": False},
-            {f"{ACTOR}.fsdp_config.compute_dtype": "float32", "actor_rollout_ref.model.dtype": "float32"},
+            {
+                f"{ACTOR}.fsdp_config.compute_dtype": "float32",
+                "actor_rollout_ref.model.dtype": "float32",
+            },
         ),
         ({"amp": None, "enable_hybrid_engine": None}, {f"{ACTOR}.fsdp_config.compute_dtype": None}),
     ],
@@ -141,10 +163,19 @@ APART = HYBRID | {"critic_placement": [2, 3]}
 @pytest.mark.parametrize(
     ("keywords", "told"),
     [
-        ({"actor_placment": [0]}, "Unknown keyword 'actor_placment'. Nearest known: actor_placement"),
+        (
+            {"actor_placment": [0]},
+            "Unknown keyword 'actor_placment'. Nearest known: actor_placement",
+        ),
         ({"max_steps": 2}, "Unknown keyword 'max_steps'. Nearest known: trainer.max_steps"),
-        ({"trainer.max_step": 2}, "Unknown key 'trainer.max_step'. Nearest known: trainer.max_steps"),
-        ({"rollout_config": {"temprature": 2}}, f"Unknown key '{ROLLOUT}.temprature'. Nearest known: {ROLLOUT}.temper"),
+        (
+            {"trainer.max_step": 2},
+            "Unknown key 'trainer.max_step'. Nearest known: trainer.max_steps",
+        ),
+        (
+            {"rollout_config": {"temprature": 2}},
+            f"Unknown key '{ROLLOUT}.temprature'. Nearest known: {ROLLOUT}.temper",
+        ),
         ({"rollout_config": {"lr": 2}}, f"Unknown key '{ROLLOUT}.lr'"),
         ({"critic_config": [1]}, "critic_config must be a mapping of keys of critic"),
         (
@@ -159,19 +190,28 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             HYBRID | {"enable_hybrid_engine": True},
             r"actor_placement=\[0, 1\] would load the model 2 times .* Set rollout_config={'tensor_model_par.*: 2}",
         ),
-        ({"enable_hybrid_engine": False}, r"but critic would be on the actor's ranks \[0\], whose rollout engine"),
+        (
+            {"enable_hybrid_engine": False},
+            r"but critic would be on the actor's ranks \[0\], whose rollout engine",
+        ),
         (
             HYBRID | {"enable_hybrid_engine": False, "algorithm": {"adv_estimator": "grpo"}},
             "the actor is alone, whose rollout engine always lives with it",
         ),
-        ({"gradient_accumulation_steps": 2}, "counts passes of micro_batch_size responses, which is not set"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "counts passes of micro_batch_size responses, which is not set",
+        ),
         ({"micro_batch_size": 0}, "micro_batch_size must be a whole number above 0, got 0"),
         ({"micro_batch_size": 2.5}, "micro_batch_size must be a whole number above 0, got 2.5"),
         (
             {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "rollout_config": {"n": 5}},
             r"multiple of .*rollout.n=5 .*got 2 \* 4 \* 1 = 8. Set gradient_accumulation_steps=5",
         ),
-        ({"micro_batch_size": 8, "gradient_accumulation_steps": 2}, "must not exceed data.train_batch_size"),
+        (
+            {"micro_batch_size": 8, "gradient_accumulation_steps": 2},
+            "must not exceed data.train_batch_size",
+        ),
         (
             {"micro_batch_size": 2, "actor_config": {"use_dynamic_bsz": True}},
             "use_dynamic_bsz=True fills passes by token",
@@ -188,9 +228,18 @@ def test_what_cannot_be_is_told(keywords, told):
 
 
 def test_a_hybrid_engine_of_one_copy_and_models_apart_are_fine(log):
-    made(**HYBRID | {"enable_hybrid_engine": True, "rollout_config": {"n": 2, "tensor_model_parallel_size": 2}})
+    made(
+        **HYBRID
+        | {
+            "enable_hybrid_engine": True,
+            "rollout_config": {"n": 2, "tensor_model_parallel_size": 2},
+        }
+    )
     made(**APART, enable_hybrid_engine=False)
-    assert re.search(r"enable_hybrid_engine=False: .*critic.*\[2, 3\].* the rollout engine is with the actor", log.text)
+    assert re.search(
+        r"enable_hybrid_engine=False: .*critic.*\[2, 3\].* the rollout engine is with the actor",
+        log.text,
+    )
 
 
 def test_a_config_of_another_kind_or_a_missing_file_is_told(tmp_path: Path):

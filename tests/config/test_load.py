@@ -29,7 +29,10 @@ from verl.utils.logging import configure_logging, logger
 
 @pytest.mark.parametrize("form", ["{}", "+{}", "++{}", "--{}", "-{}"])
 def test_every_form_of_an_override_sets_the_value(load: Load, form: str):
-    assert load(form.format("actor_rollout_ref.actor.optim.lr=3e-5")).actor_rollout_ref.actor.optim.lr == 3e-5
+    assert (
+        load(form.format("actor_rollout_ref.actor.optim.lr=3e-5")).actor_rollout_ref.actor.optim.lr
+        == 3e-5
+    )
 
 
 def test_values_keep_their_types(load: Load):
@@ -65,8 +68,14 @@ def test_one_file_becomes_a_list_and_tilde_the_home_folder(load: Load):
 
 
 def test_a_list_that_is_null_is_empty(load: Load):
-    config = load("trainer.logger=null", "actor_rollout_ref.rollout.stop=null", "data.val_files=null")
-    assert (config.trainer.logger, config.actor_rollout_ref.rollout.stop, config.data.val_files) == ([], [], None)
+    config = load(
+        "trainer.logger=null", "actor_rollout_ref.rollout.stop=null", "data.val_files=null"
+    )
+    assert (
+        config.trainer.logger,
+        config.actor_rollout_ref.rollout.stop,
+        config.data.val_files,
+    ) == ([], [], None)
 
 
 def test_keys_follow_each_other_as_in_verl(load: Load):
@@ -92,17 +101,24 @@ def test_keys_follow_each_other_as_in_verl(load: Load):
 
 def test_a_following_key_can_be_set_apart(load: Load):
     config = load("actor_rollout_ref.actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=8")
-    assert (config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size) == (4, 8)
+    assert (
+        config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        config.critic.ppo_mini_batch_size,
+    ) == (4, 8)
 
 
 def test_null_leaves_a_following_key_following(load: Load):
-    actor = load("actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_low=null")
+    actor = load(
+        "actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_low=null"
+    )
     assert actor.actor_rollout_ref.actor.clip_ratio_low == 0.3
     assert load("critic.optim.min_lr_ratio=null").critic.optim.min_lr_ratio == 0.0
 
 
 def test_interpolations_of_the_user_are_resolved(load: Load):
-    config = load("trainer.experiment_name='${data.train_batch_size}-${actor_rollout_ref.rollout.n}'")
+    config = load(
+        "trainer.experiment_name='${data.train_batch_size}-${actor_rollout_ref.rollout.n}'"
+    )
     assert config.trainer.experiment_name == "8-1"
 
 
@@ -115,7 +131,10 @@ def test_interpolations_of_the_user_are_resolved(load: Load):
         ("actor_rollout_ref.rollout.response_length", "data.max_response_length"),
         ("actor_rollout_ref.rollout.prompt_length", "data.max_prompt_length"),
         ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        ),
     ],
 )
 def test_another_name_sets_the_main_one(load: Load, alias: str, main: str):
@@ -127,7 +146,8 @@ def test_another_name_sets_the_main_one(load: Load, alias: str, main: str):
 
 
 @pytest.mark.parametrize(
-    ("in_file", "on_line"), [("max_steps", "total_training_steps"), ("total_training_steps", "max_steps")]
+    ("in_file", "on_line"),
+    [("max_steps", "total_training_steps"), ("total_training_steps", "max_steps")],
 )
 def test_a_name_on_the_line_overrules_the_other_one_in_a_file(
     load: Load, tmp_path: Path, capsys, in_file: str, on_line: str
@@ -143,27 +163,45 @@ def test_a_name_on_the_line_overrules_the_other_one_in_a_file(
 
 def test_paper_names_that_disagree_are_an_error(load: Load):
     with pytest.raises(ConfigError, match="two names of one setting"):
-        load("actor_rollout_ref.rollout.max_new_tokens=5", "actor_rollout_ref.rollout.response_length=6")
+        load(
+            "actor_rollout_ref.rollout.max_new_tokens=5",
+            "actor_rollout_ref.rollout.response_length=6",
+        )
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.max_steps=None", "trainer.max_steps expects a whole number or null, got 'None'.*Write null"),
+        (
+            "trainer.max_steps=None",
+            "trainer.max_steps expects a whole number or null, got 'None'.*Write null",
+        ),
         ("data.seed=1.5", "data.seed expects a whole number, got 1.5"),
         ("data.shuffle=maybe", "data.shuffle expects True or False, got 'maybe'"),
         ("actor_rollout_ref.actor.optim.lr=fast", "optim.lr expects a number, got 'fast'"),
         ("actor_rollout_ref.actor.optim.betas=[a,b]", "betas expects a list of numbers"),
         ("actor_rollout_ref.actor.loss_extra=[{coef: 1}]", "loss_extra.*name"),
-        ("actor_rollout_ref.actor.loss_extra=[{name: a, weight: 1}]", "loss_extra expects a list of"),
-        ("actor_rollout_ref.rollout.stop=7", "rollout.stop expects a text or a list of texts, got 7"),
+        (
+            "actor_rollout_ref.actor.loss_extra=[{name: a, weight: 1}]",
+            "loss_extra expects a list of",
+        ),
+        (
+            "actor_rollout_ref.rollout.stop=7",
+            "rollout.stop expects a text or a list of texts, got 7",
+        ),
         ("actor_rollout_ref.rollout.stop=[null]", "rollout.stop expects a text or a list of texts"),
-        ("actor_rollout_ref.rollout.stop_token_ids=[[1]]", "stop_token_ids expects a list of whole numbers"),
+        (
+            "actor_rollout_ref.rollout.stop_token_ids=[[1]]",
+            "stop_token_ids expects a list of whole numbers",
+        ),
         ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff must be a number, got nan"),
         ("actor_rollout_ref.rollout.temperature=null", "temperature expects a number, got None"),
         ("actor_rollout_ref.model.override_config=3", "override_config expects a mapping"),
         ("trainer.project_name='${data.nothing}'", "project_name=.* cannot be resolved"),
-        ("data.train_batch_size='${actor_rollout_ref.model.path}'", "cannot be resolved to a whole number"),
+        (
+            "data.train_batch_size='${actor_rollout_ref.model.path}'",
+            "cannot be resolved to a whole number",
+        ),
         ("trainer.project_name=a,b", "Ambiguous value.*Write a list as"),
         ("trainer.project_name=a b(c)", "Cannot read 'trainer.project_name=a b.c.'.*Quote"),
         ("~data.shuffle", "Could not delete.*key=null"),
@@ -173,7 +211,10 @@ def test_paper_names_that_disagree_are_an_error(load: Load):
         ("--config-name", "--config-name needs a value"),
         ("--config-path=no/such/folder", "--config-path must be an existing folder"),
         ("--config-name=ppo_megatron_trainer", "no Megatron backend"),
-        ("actor_rollout_ref.actor.megatron.seed=1", "no Megatron backend.*fsdp.*tensor_model_parallel_size"),
+        (
+            "actor_rollout_ref.actor.megatron.seed=1",
+            "no Megatron backend.*fsdp.*tensor_model_parallel_size",
+        ),
     ],
 )
 def test_what_cannot_be_read_says_why(load: Load, override: str, message: str):
@@ -206,7 +247,8 @@ actor_rollout_ref:
 
 @pytest.mark.parametrize("search", ["file://verl/trainer/config", "pkg://verl.trainer.config"])
 @pytest.mark.parametrize(
-    "form", ["--config-path={folder} --config-name={name}", "--config-path {folder} -cn {name}.yaml"]
+    "form",
+    ["--config-path={folder} --config-name={name}", "--config-path {folder} -cn {name}.yaml"],
 )
 def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: str, search: str):
     folder = _write(tmp_path / "config", "mine", USERS_YAML.replace("SEARCHPATH", search))
@@ -214,7 +256,12 @@ def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: st
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = load_config(
-            [*argv, "data.train_files=a", "data.train_batch_size=4", "~actor_rollout_ref.rollout.max_model_len"]
+            [
+                *argv,
+                "data.train_files=a",
+                "data.train_batch_size=4",
+                "~actor_rollout_ref.rollout.max_model_len",
+            ]
         )
     assert config.data.max_prompt_length == 77
     assert config.data.train_batch_size == 4
@@ -223,32 +270,57 @@ def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: st
 
 
 def test_a_yaml_composes_other_files(tmp_path: Path):
-    _write(tmp_path / "more" / "experiment", "small", "# @package _global_\ndata: {train_batch_size: 2}\n")
-    _write(tmp_path / "main", "mine", "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: toy}}\n")
-    argv = [f"--config-path={tmp_path / 'main'}", "--config-name=mine", f"--config-dir={tmp_path / 'more'}"]
+    _write(
+        tmp_path / "more" / "experiment",
+        "small",
+        "# @package _global_\ndata: {train_batch_size: 2}\n",
+    )
+    _write(
+        tmp_path / "main",
+        "mine",
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: toy}}\n",
+    )
+    argv = [
+        f"--config-path={tmp_path / 'main'}",
+        "--config-name=mine",
+        f"--config-dir={tmp_path / 'more'}",
+    ]
     config = load_config([*argv, "data.train_files=a", "+experiment=small"])
     assert config.data.train_batch_size == 2
 
 
 def test_a_config_group_is_picked_from_a_folder(tmp_path: Path):
     _write(tmp_path / "experiment", "small", "# @package _global_\ndata: {train_batch_size: 2}\n")
-    assert load_config([f"--config-dir={tmp_path}", *BASE[:2], "+experiment=small"]).data.train_batch_size == 2
+    assert (
+        load_config(
+            [f"--config-dir={tmp_path}", *BASE[:2], "+experiment=small"]
+        ).data.train_batch_size
+        == 2
+    )
 
 
 def test_errors_in_yaml_are_ours(tmp_path: Path):
-    folder = _write(tmp_path, "typo", "defaults: [ppo_trainer, _self_]\ndata: {train_batchsize: 3}\n")
+    folder = _write(
+        tmp_path, "typo", "defaults: [ppo_trainer, _self_]\ndata: {train_batchsize: 3}\n"
+    )
     _write(tmp_path, "broken", "data: {train_batch_size: [3}\n")
     _write(tmp_path, "badtype", "data: {train_batch_size: many}\n")
-    with pytest.raises(ConfigError, match="Unknown key 'data.train_batchsize'.*data.train_batch_size"):
+    with pytest.raises(
+        ConfigError, match="Unknown key 'data.train_batchsize'.*data.train_batch_size"
+    ):
         load_config([f"--config-path={folder}", "--config-name=typo", *BASE[:2]])
-    with pytest.raises(ConfigError, match="data.train_batch_size expects a whole number, got 'many'"):
+    with pytest.raises(
+        ConfigError, match="data.train_batch_size expects a whole number, got 'many'"
+    ):
         load_config([f"--config-path={folder}", "--config-name=badtype", *BASE[:2]])
     with pytest.raises(ConfigError, match="(?s)broken.yaml.*line 1"):
         load_config([f"--config-path={folder}", "--config-name=broken", *BASE])
     _write(tmp_path, "list", "[data, trainer]\n")
     with pytest.raises(ConfigError, match="'list.yaml' must hold keys"):
         load_config([f"--config-path={folder}", "--config-name=list", *BASE])
-    with pytest.raises(ConfigError, match="No 'missing.yaml' in .*Found there: badtype, broken, list, typo"):
+    with pytest.raises(
+        ConfigError, match="No 'missing.yaml' in .*Found there: badtype, broken, list, typo"
+    ):
         load_config([f"--config-path={folder}", "--config-name=missing", *BASE])
 
 
@@ -267,7 +339,9 @@ def test_a_users_own_hydra_program_finds_the_schema(tmp_path: Path, load: Load):
     assert (config.trainer.save_freq, config.critic.rollout_n) == (5, 4)
 
 
-def test_hydra_leaves_no_trace(load: Load, log: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch):
+def test_hydra_leaves_no_trace(
+    load: Load, log: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     load("hydra.run.dir=somewhere")
     assert list(tmp_path.iterdir()) == []
@@ -283,13 +357,17 @@ def test_cfg_job_prints_everything_even_when_contradictory(capsys: pytest.Captur
     assert printed.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
 
 
-def test_cfg_job_prints_a_yaml_file_and_no_line_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
+def test_cfg_job_prints_a_yaml_file_and_no_line_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
+):
     monkeypatch.setattr(logger, "handlers", [])
     configure_logging()
     with pytest.raises(SystemExit):
         load_config(["--cfg", "job", "data.dataset_name=toy"])
     (tmp_path / "kept.yaml").write_text(capsys.readouterr().out)
-    config = load_config([f"--config-path={tmp_path}", "--config-name=kept", "trainer.total_training_steps=3"])
+    config = load_config(
+        [f"--config-path={tmp_path}", "--config-name=kept", "trainer.total_training_steps=3"]
+    )
     assert (config.actor_rollout_ref.rollout.n, config.trainer.total_training_steps) == (32, 3)
 
 
@@ -307,7 +385,9 @@ VALUES = {
     "trainer.max_steps": st.none() | st.integers(1, 99),
     "actor_rollout_ref.actor.loss_extra": st.just([{"name": "sft", "coef": 0.5}]),
     "trainer.logger": st.sampled_from(["console", ["console", "file"]]),
-    "actor_rollout_ref.model.override_config": st.dictionaries(st.sampled_from("abc"), st.integers()),
+    "actor_rollout_ref.model.override_config": st.dictionaries(
+        st.sampled_from("abc"), st.integers()
+    ),
     "data.dataset_name": st.just("toy"),
 }
 
@@ -316,7 +396,11 @@ VALUES = {
 @given(flat=st.fixed_dictionaries({}, optional=VALUES))
 def test_a_configuration_survives_a_dictionary(flat: dict):
     if "data.dataset_name" not in flat:
-        flat = {**flat, "data.train_files": "a.parquet", "actor_rollout_ref.model.path": "some/model"}
+        flat = {
+            **flat,
+            "data.train_files": "a.parquet",
+            "actor_rollout_ref.model.path": "some/model",
+        }
     config = config_from_dict(nest(flat))
     plain = config_to_dict(config)
     assert config_from_dict(json.loads(json.dumps(plain))) == config

@@ -12,12 +12,16 @@ TOY_DEFAULTS = {**TOY_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
 def test_the_toy_set_needs_nothing_else(log: pytest.LogCaptureFixture):
     config = load_config(["data.dataset_name=toy"])
     assert {path: value_at(config, path) for path in TOY_DEFAULTS} == TOY_DEFAULTS
-    line = next(record.message for record in log.records if "dataset_name=toy sets" in record.message)
+    line = next(
+        record.message for record in log.records if "dataset_name=toy sets" in record.message
+    )
     assert all(f"{path}={value}" in line for path, value in TOY_DEFAULTS.items())
 
 
 def test_what_the_user_sets_stays_even_at_its_default(log: pytest.LogCaptureFixture):
-    config = load_config(["data.dataset_name=toy", "algorithm.adv_estimator=gae", "data.train_batch_size=4"])
+    config = load_config(
+        ["data.dataset_name=toy", "algorithm.adv_estimator=gae", "data.train_batch_size=4"]
+    )
     assert config.algorithm.adv_estimator == "gae"
     assert config.data.train_batch_size == 4
     assert config.needs_critic
@@ -26,17 +30,30 @@ def test_what_the_user_sets_stays_even_at_its_default(log: pytest.LogCaptureFixt
 
 
 def test_another_name_counts_as_set():
-    config = load_config(["data.dataset_name=toy", "trainer.max_steps=3", "actor_rollout_ref.rollout.max_new_tokens=9"])
+    config = load_config(
+        [
+            "data.dataset_name=toy",
+            "trainer.max_steps=3",
+            "actor_rollout_ref.rollout.max_new_tokens=9",
+        ]
+    )
     assert config.trainer.total_training_steps == 3
     assert config.data.max_response_length == 9
 
 
 def test_epochs_replace_the_toy_number_of_steps():
-    assert load_config(["data.dataset_name=toy", "trainer.num_train_epochs=2"]).trainer.total_training_steps is None
+    assert (
+        load_config(
+            ["data.dataset_name=toy", "trainer.num_train_epochs=2"]
+        ).trainer.total_training_steps
+        is None
+    )
 
 
 def test_another_model_keeps_its_own_learning_rate():
-    config = load_config(["data.dataset_name=toy", "actor_rollout_ref.model.path=facebook/opt-125m"])
+    config = load_config(
+        ["data.dataset_name=toy", "actor_rollout_ref.model.path=facebook/opt-125m"]
+    )
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert config.actor_rollout_ref.model.path == "facebook/opt-125m"
 

@@ -9,23 +9,39 @@ from verl.config import ActorConfig, TrainConfig, load_config, validate
 from verl.config.keys import keys_of
 from verl.utils.errors import ConfigError
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR, ROLLOUT, MODEL = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.model",
+)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (f"data.train_batch_size=10 {ACTOR}.ppo_mini_batch_size=4", "divisible.*10 and 4.*8 or 12.*size 5"),
+        (
+            f"data.train_batch_size=10 {ACTOR}.ppo_mini_batch_size=4",
+            "divisible.*10 and 4.*8 or 12.*size 5",
+        ),
         (f"{ACTOR}.ppo_mini_batch_size=16", "must not exceed data.train_batch_size.*16 and 8"),
         ("critic.ppo_mini_batch_size=3", "divisible by critic.ppo_mini_batch_size, got 8 and 3"),
         ("data.train_batch_size=0", "data.train_batch_size must be above 0, got 0"),
         (f"{ROLLOUT}.max_model_len=1000", r"max_model_len must hold.*512 \+ 512.*got 1000.*1024"),
-        (f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "must hold one whole sequence.*got 1000.*at least 1024"),
-        ("critic.forward_max_token_len_per_gpu=100", "critic.forward_max_token_len_per_gpu must hold"),
+        (
+            f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
+            "must hold one whole sequence.*got 1000.*at least 1024",
+        ),
+        (
+            "critic.forward_max_token_len_per_gpu=100",
+            "critic.forward_max_token_len_per_gpu must hold",
+        ),
         ("algorithm.adv_estimator=grpo", "grpo compares.*n of at least 2, got 1"),
         ("critic.enable=False", "gae needs a critic"),
         ("critic.rollout_n=5", "critic.rollout_n must equal .*5 and 1"),
-        (f"algorithm.adv_estimator=grpo {ROLLOUT}.n=2 trainer.critic_warmup=3", "critic_warmup=3.*has none"),
+        (
+            f"algorithm.adv_estimator=grpo {ROLLOUT}.n=2 trainer.critic_warmup=3",
+            "critic_warmup=3.*has none",
+        ),
         (f"{ROLLOUT}.temperature=0", "samples that vary.*temperature=0"),
         (f"{ROLLOUT}.do_sample=False", "samples that vary.*do_sample=False"),
         (f"{ROLLOUT}.temperature=-1", "temperature must be at least 0"),
@@ -34,22 +50,37 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         (f"{ROLLOUT}.top_k=-2", "top_k must be at least -1"),
         (f"{ROLLOUT}.min_p=2", "min_p must be at least 0 and at most 1"),
         (f"{ROLLOUT}.val_kwargs.top_p=0", "val_kwargs.top_p must be above 0"),
-        (f"{ROLLOUT}.gpu_memory_utilization=1.5", "gpu_memory_utilization must be above 0 and at most 1"),
+        (
+            f"{ROLLOUT}.gpu_memory_utilization=1.5",
+            "gpu_memory_utilization must be above 0 and at most 1",
+        ),
         (f"{ROLLOUT}.dtype=float8", "dtype: unknown value 'float8'"),
         (f"{ACTOR}.clip_ratio=-0.1", "clip_ratio must be at least 0"),
         (f"{ACTOR}.clip_ratio_low=1.2", "clip_ratio_low is a distance below.*1.2"),
         (f"{ACTOR}.clip_ratio_c=0.5", "clip_ratio_c must be above 1"),
         (f"{ACTOR}.policy_loss.clip_cov_lb=9", "clip_cov_lb must not exceed"),
         (f"{ACTOR}.kl_loss_type=k4", "kl_loss_type: unknown value 'k4'.*Nearest known"),
-        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=full", "kl_loss_type=full needs.*low_var_kl"),
-        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "algorithm.kl_penalty=full needs.*low_var_kl"),
-        (f"{ACTOR}.loss_agg_mode=token_mean", "loss_agg_mode: unknown value 'token_mean'. Nearest known: token-mean"),
+        (
+            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=full",
+            "kl_loss_type=full needs.*low_var_kl",
+        ),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_penalty=full",
+            "algorithm.kl_penalty=full needs.*low_var_kl",
+        ),
+        (
+            f"{ACTOR}.loss_agg_mode=token_mean",
+            "loss_agg_mode: unknown value 'token_mean'. Nearest known: token-mean",
+        ),
         (f"{ACTOR}.kl_loss_coef=-1", "kl_loss_coef must be at least 0"),
         (
             f"{ACTOR}.ulysses_sequence_parallel_size=2",
             "actor.ulysses.* must divide the number of ranks, got 2 and 1.*to 1",
         ),
-        (f"{ACTOR}.use_kl_loss=True {ACTOR}.ulysses_sequence_parallel_size=2", "actor.ulysses.* must divide"),
+        (
+            f"{ACTOR}.use_kl_loss=True {ACTOR}.ulysses_sequence_parallel_size=2",
+            "actor.ulysses.* must divide",
+        ),
         (
             f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False",
             "inputs of checkpointed",
@@ -65,9 +96,15 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ("algorithm.gamma=1.1", "gamma must be at least 0 and at most 1"),
         ("data.truncation=middel", "truncation: unknown value 'middel'. Nearest known: middle"),
         ("data.custom_cls.path=x.py", "custom_cls.path and data.custom_cls.name go together"),
-        ("data.sampler.class_name=Mine", "sampler.class_path and data.sampler.class_name go together"),
+        (
+            "data.sampler.class_name=Mine",
+            "sampler.class_path and data.sampler.class_name go together",
+        ),
         ("data.dataset_name=toy", "both name the training data"),
-        ("critic.model.custom_cls.path=x.py", "custom_cls.path and critic.model.custom_cls.name go together"),
+        (
+            "critic.model.custom_cls.path=x.py",
+            "custom_cls.path and critic.model.custom_cls.name go together",
+        ),
         ("reward_model.enable=True", "enable=True needs reward_model.model.path"),
         (
             "reward_model.enable=True reward_model.model.path=rm reward_model.judge.url=http://x "
@@ -76,22 +113,43 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ),
         ("reward_model.on_error=ignore", "on_error: unknown value 'ignore'"),
         ("reward_model.timeout_s=0", "timeout_s must be above 0"),
-        ("custom_reward_function.path=no/such/reward.py", "custom_reward_function.path must be a Python file"),
+        (
+            "custom_reward_function.path=no/such/reward.py",
+            "custom_reward_function.path must be a Python file",
+        ),
         ("trainer.resume_mode=always", "resume_mode: unknown value 'always'"),
         ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
-        ("trainer.resume_from_path=some/folder", "is read with trainer.resume_mode=resume_path only"),
-        ("trainer.resume_mode=resume_path trainer.resume_from_path=no/such", "found none at 'no/such'"),
+        (
+            "trainer.resume_from_path=some/folder",
+            "is read with trainer.resume_mode=resume_path only",
+        ),
+        (
+            "trainer.resume_mode=resume_path trainer.resume_from_path=no/such",
+            "found none at 'no/such'",
+        ),
         ("trainer.total_epochs=null", "The run has no end"),
         ("trainer.logger=[console,wandbb]", "unknown 'wandbb'. Nearest known: wandb"),
-        ("trainer.default_local_dir='s3://bucket/x'", "default_local_dir must be a local or a mounted folder"),
+        (
+            "trainer.default_local_dir='s3://bucket/x'",
+            "default_local_dir must be a local or a mounted folder",
+        ),
         ("trainer.nnodes=2", "nnodes=2 needs trainer.n_gpus_per_node"),
-        ("trainer.n_gpus_per_node=1e9", "n_gpus_per_node must be above 0 and at most 1024, got 1000000000"),
-        ("trainer.n_gpus_per_node=1e30", r"expects a whole number or null, got 1\d+ \(int\). The largest is 922"),
+        (
+            "trainer.n_gpus_per_node=1e9",
+            "n_gpus_per_node must be above 0 and at most 1024, got 1000000000",
+        ),
+        (
+            "trainer.n_gpus_per_node=1e30",
+            r"expects a whole number or null, got 1\d+ \(int\). The largest is 922",
+        ),
         ("trainer.val_only=-7", r"val_only expects True or False, got -7 \(int\)"),
         ("trainer.async_save=2", r"async_save expects True or False, got 2 \(int\)"),
         ("trainer.save_freq=0", "save_freq must be positive, or -1"),
         ("trainer.device=npu", "device: unknown value 'npu'"),
-        (f"{ROLLOUT}.tensor_model_parallel_size=2", "must divide the number of ranks, got 2 and 1. Set it to 1"),
+        (
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            "must divide the number of ranks, got 2 and 1. Set it to 1",
+        ),
         (
             f"{ROLLOUT}.name=hf {ROLLOUT}.tensor_model_parallel_size=2 trainer.n_gpus_per_node=2",
             "name=hf. Set name=emb",
@@ -100,7 +158,9 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ("critic.strategy=megatron", "critic.strategy=megatron: there is no Megatron backend"),
     ],
 )
-def test_contradictions_name_expectation_fact_and_way_out(build: Load, overrides: str, message: str):
+def test_contradictions_name_expectation_fact_and_way_out(
+    build: Load, overrides: str, message: str
+):
     with pytest.raises(ConfigError, match=f"(?s){message}") as error:
         build(*overrides.split())
     assert "problems in the configuration" not in str(error.value), "one mistake, one message"
@@ -122,13 +182,17 @@ def test_contradictions_name_expectation_fact_and_way_out(build: Load, overrides
 )
 def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, override: str):
     key = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"(?s){key}.*not available in this version.*Set {key}=") as error:
+    with pytest.raises(
+        ConfigError, match=f"(?s){key}.*not available in this version.*Set {key}="
+    ) as error:
         build(override)
     assert "problems in the configuration" not in str(error.value)
 
 
 def test_several_problems_come_in_one_error(load: Load):
-    with pytest.raises(ConfigError, match="(?s)3 problems.*- .*hdfs.*- .*mode=async|3 problems.*mode=async.*hdfs"):
+    with pytest.raises(
+        ConfigError, match="(?s)3 problems.*- .*hdfs.*- .*mode=async|3 problems.*mode=async.*hdfs"
+    ):
         load("trainer.default_hdfs_dir=hdfs://x", f"{ROLLOUT}.mode=async", "trainer.test_freq=3")
 
 
@@ -140,8 +204,12 @@ def test_model_and_data_must_be_named():
 
 
 @pytest.mark.parametrize("asked", ["trainer.val_only=True", "trainer.test_freq=5"])
-def test_a_command_line_names_validation_data_and_a_program_may_give_objects(asked: str, load: Load, build: Load):
-    with pytest.raises(ConfigError, match=f"{asked} asks for validation, but data.val_files is not set"):
+def test_a_command_line_names_validation_data_and_a_program_may_give_objects(
+    asked: str, load: Load, build: Load
+):
+    with pytest.raises(
+        ConfigError, match=f"{asked} asks for validation, but data.val_files is not set"
+    ):
         load(asked)
     build(asked)
 
@@ -179,15 +247,28 @@ def test_a_key_without_effect_is_one_line_when_changed(
         (["reward_model.model.path=rm"], "no effect without reward_model.enable=True"),
         (["custom_reward_function.name=mine"], "no effect without custom_reward_function.path"),
         (
-            ["reward_model.enable=True", "reward_model.model.path=rm", "custom_reward_function.path=math"],
+            [
+                "reward_model.enable=True",
+                "reward_model.model.path=rm",
+                "custom_reward_function.path=math",
+            ],
             "reward model's scores (rm_scores) stand",
         ),
         ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0"], "KL does not enter the loss"),
-        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0"], "KL does not enter the reward"),
+        (
+            ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0"],
+            "KL does not enter the reward",
+        ),
         ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "validation is greedy"),
         ([f"{ROLLOUT}.val_kwargs.n=4"], "4 equal responses"),
-        ([f"{ACTOR}.fsdp_config.{key}=True" for key in ("offload_policy", "param_offload")], "param_offload and"),
-        (["trainer.placement.critic=[0]", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"], "this run has no critic"),
+        (
+            [f"{ACTOR}.fsdp_config.{key}=True" for key in ("offload_policy", "param_offload")],
+            "param_offload and",
+        ),
+        (
+            ["trainer.placement.critic=[0]", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"],
+            "this run has no critic",
+        ),
         (["trainer.placement.reference=[0]"], "trainer.placement.reference=[0] has no effect"),
     ],
 )
@@ -203,20 +284,28 @@ def test_doubtful_combinations_run_with_a_warning(
 
 def test_sections_that_nothing_reads_may_ask_for_anything(build: Load):
     grpo = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
-    config = build(*grpo, "critic.ulysses_sequence_parallel_size=2", "critic.ppo_max_token_len_per_gpu=1")
+    config = build(
+        *grpo, "critic.ulysses_sequence_parallel_size=2", "critic.ppo_max_token_len_per_gpu=1"
+    )
     assert not config.needs_critic
     build("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2")
     with pytest.raises(ConfigError, match="ref.ulysses_sequence_parallel_size"):
         build("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", f"{ACTOR}.use_kl_loss=True")
 
 
-def test_sizes_of_groups_divide_the_ranks_that_were_launched(build: Load, monkeypatch: pytest.MonkeyPatch):
+def test_sizes_of_groups_divide_the_ranks_that_were_launched(
+    build: Load, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("WORLD_SIZE", "4")
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
     # Two ranks share a micro-batch, so a budget of half a sequence each is enough.
-    build(f"{ulysses}=2", f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512")
+    build(
+        f"{ulysses}=2", f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512"
+    )
     build(f"{ACTOR}.fsdp_config.fsdp_size=8")  # as many as there are
-    with pytest.raises(ConfigError, match="(?s)got 3 and 4.*Set it to 2.*fsdp_size must divide.*got 3 and 4"):
+    with pytest.raises(
+        ConfigError, match="(?s)got 3 and 4.*Set it to 2.*fsdp_size must divide.*got 3 and 4"
+    ):
         build(f"{ulysses}=3", f"{ACTOR}.fsdp_config.fsdp_size=3")
     with pytest.raises(ConfigError, match="must hold one whole sequence.*got 511.*at least 512"):
         build(f"{ulysses}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=511")
@@ -236,7 +325,9 @@ def test_greedy_is_fine_where_nothing_is_trained(build: Load):
 def test_users_own_trackers_and_reward_files(build: Load, tmp_path: Path):
     build("trainer.logger=[mine]", f"{MODEL}.external_lib=my_trackers")
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+    )
     assert build(f"custom_reward_function.path={reward}").custom_reward_function.path == str(reward)
 
 
@@ -282,7 +373,9 @@ NOT_BUILT = (
 )
 
 
-def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(log: pytest.LogCaptureFixture):
+def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(
+    log: pytest.LogCaptureFixture,
+):
     script = [*BASE, *(word for word in LONG_SCRIPT.replace("'[", "[").replace("]'", "]").split())]
     config = load_config(script)
     assert config.data.truncation == "error"
@@ -294,10 +387,15 @@ def test_a_long_script_runs_without_a_remark_or_names_all_that_is_not_built(log:
 
 def test_what_is_not_built_is_one_line_each_where_nothing_runs(log: pytest.LogCaptureFixture):
     config = load_config(
-        [*BASE, *NOT_BUILT, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"], only_to_plan=True
+        [*BASE, *NOT_BUILT, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        only_to_plan=True,
     )
     assert config.actor_rollout_ref.rollout.name == "sglang"
-    told = [record.getMessage() for record in log.records if "not available in this version" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in log.records
+        if "not available in this version" in record.getMessage()
+    ]
     assert {line.split(" is not ")[0] for line in told} == set(NOT_BUILT)
     assert len(told) == len(NOT_BUILT)
     assert not any("\n" in line for line in told)

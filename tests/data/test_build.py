@@ -79,17 +79,22 @@ def test_the_toy_set_trains_and_validates_on_itself(tokenizer):
         dataset = build_dataset(config, tokenizer, split=split)
         assert dataset is not None
         assert len(dataset) == 10
-    assert data_files(make_config(dataset_name="toy", val_files=["v.parquet"]).data, "val") == ["v.parquet"]
+    assert data_files(make_config(dataset_name="toy", val_files=["v.parquet"]).data, "val") == [
+        "v.parquet"
+    ]
     assert data_files(config.data, "val") == toy_files()
 
 
 def test_a_saved_folder_is_train_and_validation(tokenizer, tmp_path):
     rows = make_rows(5)
-    DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}).save_to_disk(
-        str(tmp_path / "a")
-    )
+    DatasetDict(
+        {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}
+    ).save_to_disk(str(tmp_path / "a"))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "b"))
-    both, one = make_config(dataset_name=str(tmp_path / "a")), make_config(dataset_name=str(tmp_path / "b"))
+    both, one = (
+        make_config(dataset_name=str(tmp_path / "a")),
+        make_config(dataset_name=str(tmp_path / "b")),
+    )
     sizes = [len(build_dataset(both, tokenizer, split=split) or []) for split in ("train", "val")]
     assert sizes == [5, 2]
     train, val = (build_dataset(one, tokenizer, split=split) for split in ("train", "val"))
@@ -106,7 +111,10 @@ def test_files_and_no_files(tokenizer, parquet):
     with pytest.raises(DataError, match="No training data"):
         build_dataset(make_config(), tokenizer, split="train")
     for name in ("tyo", "openai/gsm8k"):
-        with pytest.raises(DataError, match=f"must be 'toy', a file.*found none at '{name}'.*examples/data_preprocess"):
+        with pytest.raises(
+            DataError,
+            match=f"must be 'toy', a file.*found none at '{name}'.*examples/data_preprocess",
+        ):
             build_dataset(make_config(dataset_name=name), tokenizer, split="train")
 
 
@@ -116,13 +124,18 @@ def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own)
     dataset = build_dataset(config, tokenizer, split="train")
     assert dataset.arguments == (["x.parquet"], tokenizer, config.data, None)  # pyright: ignore
     loader = RLDataLoader(dataset, 2, shuffle=False, seed=1)  # pyright: ignore
-    assert [batch.non_tensor_batch["raw_prompt_ids"].tolist() for batch in loader] == [[[1], [2]], [[3], [4]]]
+    assert [batch.non_tensor_batch["raw_prompt_ids"].tolist() for batch in loader] == [
+        [[1], [2]],
+        [[3], [4]],
+    ]
     assert loader.state_dict()["fingerprint"] is None
 
 
 def test_a_users_dataset_may_be_a_subclass_of_ours(tokenizer, parquet, tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from verl.data.rl_dataset import RLDataset\n\n\nclass Mine(RLDataset):\n    pass\n")
+    file.write_text(
+        "from verl.data.rl_dataset import RLDataset\n\n\nclass Mine(RLDataset):\n    pass\n"
+    )
     config = make_config(train_files=[parquet(make_rows(3))])
     config.data.custom_cls.path, config.data.custom_cls.name = str(file), "Mine"
     dataset = build_dataset(config, tokenizer, split="train")

@@ -1,4 +1,5 @@
-"""Messages become the ids that transformers itself would make; a tokenizer without template gets plain text."""
+"""Messages become the ids that transformers itself would make; a tokenizer without template gets
+plain text."""
 
 import copy
 import logging
@@ -24,10 +25,18 @@ THREE = [
 def test_ids_are_those_of_transformers():
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2-tokenizer")
     for messages in (ONE, THREE):
-        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        expected = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         assert apply_chat_template(tokenizer, messages) == expected
-        without = tokenizer.apply_chat_template(messages, add_generation_prompt=False, return_dict=False)
-        assert apply_chat_template(tokenizer, messages, add_generation_prompt=False) == without != expected
+        without = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=False, return_dict=False
+        )
+        assert (
+            apply_chat_template(tokenizer, messages, add_generation_prompt=False)
+            == without
+            != expected
+        )
 
 
 def test_the_toy_template_opens_the_answer(tokenizer):
@@ -66,7 +75,9 @@ def test_plain_text_begins_as_the_tokenizer_begins_a_text():
 def test_a_tokenizer_that_ends_texts_leaves_a_prompt_open(tokenizer):
     ending = copy.deepcopy(tokenizer)
     ending.chat_template = None
-    ending.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", 1)])
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", 1)]
+    )
     assert ending("Hi")["input_ids"][-1] == ending.eos_token_id
     assert ending.decode(apply_chat_template(ending, ONE)) == "Hi"
 
@@ -80,7 +91,9 @@ def test_a_template_that_refuses_is_a_data_error(tokenizer):
 
 def test_parts_that_a_template_cannot_write_are_a_data_error(tokenizer):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    with pytest.raises(DataError, match=r"refuses these messages \(can only concatenate str.*no content but a text"):
+    with pytest.raises(
+        DataError, match=r"refuses these messages \(can only concatenate str.*no content but a text"
+    ):
         apply_chat_template(tokenizer, parts)
 
 
@@ -95,8 +108,14 @@ def test_parts_that_a_template_cannot_write_are_a_data_error(tokenizer):
         ([{"role": "user"}], "message 0 lacks its content"),
         ([{"role": "user", "content": 3}], "message 0 lacks its content"),
         ("Hi \ud83d", r"message 0 must be text .* half a character .* at place 3"),
-        ([*ONE, {"role": "user", "content": "\ud83d"}], "message 1 must be text .* half a character"),
-        ([{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], "message 0 must be text"),
+        (
+            [*ONE, {"role": "user", "content": "\ud83d"}],
+            "message 1 must be text .* half a character",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}],
+            "message 0 must be text",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_an_error(prompt, message):

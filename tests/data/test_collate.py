@@ -30,7 +30,10 @@ def test_unpadded_ids_may_come_as_array_or_tensor_and_win_over_padded_ones():
 
 
 def test_tensors_of_equal_shape_are_stacked():
-    rows = [{"raw_prompt_ids": [1], "same": torch.zeros(2), "other": torch.zeros(size)} for size in (1, 2)]
+    rows = [
+        {"raw_prompt_ids": [1], "same": torch.zeros(2), "other": torch.zeros(size)}
+        for size in (1, 2)
+    ]
     batch = collate(rows)
     assert batch.batch["same"].shape == (2, 2)
     assert [tensor.shape[0] for tensor in batch.non_tensor_batch["other"]] == [1, 2]

@@ -21,8 +21,13 @@ def write_all_formats(folder: Path, parquet) -> list[str]:
     (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "lines.json").write_text("\n\n".join(json.dumps(row) for row in ROWS))
     (folder / "array.json").write_text(json.dumps(ROWS, indent=2))
-    Dataset.from_list(ROWS[::-1]).select([2, 1, 0]).with_format("numpy").save_to_disk(str(folder / "saved"))
-    return [parquet(ROWS), *(str(folder / name) for name in ("lines.jsonl", "lines.json", "array.json", "saved"))]
+    Dataset.from_list(ROWS[::-1]).select([2, 1, 0]).with_format("numpy").save_to_disk(
+        str(folder / "saved")
+    )
+    return [
+        parquet(ROWS),
+        *(str(folder / name) for name in ("lines.jsonl", "lines.json", "array.json", "saved")),
+    ]
 
 
 def test_every_format_gives_the_same_plain_rows(tmp_path: Path, parquet):
@@ -71,8 +76,16 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
         ("empty.parquet", b"", r"empty\.parquet' is empty \(0 bytes\)"),
         ("blank.jsonl", b"\n \n", "holds no rows"),
         ("not.parquet", b"PAR0 nothing", "not readable as Parquet"),
-        ("half.jsonl", b'{"prompt": "a"}\n{"prompt": ', r"half\.jsonl', line 2, must be one JSON object"),
-        ("list.jsonl", b'{"prompt": "a"}\n"b"\n', r"list\.jsonl', line 2, must be a JSON object .* got str"),
+        (
+            "half.jsonl",
+            b'{"prompt": "a"}\n{"prompt": ',
+            r"half\.jsonl', line 2, must be one JSON object",
+        ),
+        (
+            "list.jsonl",
+            b'{"prompt": "a"}\n"b"\n',
+            r"list\.jsonl', line 2, must be a JSON object .* got str",
+        ),
         ("array.json", b"[1]", r"element 1, must be a JSON object .* got int"),
         ("array.json", b"[{]", "not a JSON array"),
         (
@@ -80,7 +93,11 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
             b'{"prompt": "a"}\n{"prompt": "\xe9"}\n',
             r"latin\.jsonl', line 2, .* UTF-8, got the byte 0xe9",
         ),
-        ("wide.jsonl", '{"prompt": "a"}'.encode("utf-16"), r"line 1, must be text in UTF-8, got the byte 0xff"),
+        (
+            "wide.jsonl",
+            '{"prompt": "a"}'.encode("utf-16"),
+            r"line 1, must be text in UTF-8, got the byte 0xff",
+        ),
         (
             "packed.jsonl",
             gzip.compress(b'{"prompt": "a"}', mtime=0),
@@ -89,7 +106,9 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, message: str):
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+):
     (tmp_path / "beside.jsonl").write_text("{}")
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -105,7 +124,9 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path):
 
 def test_any_other_folder_is_an_error(tmp_path: Path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(DataError, match=r"not written by datasets' save_to_disk \(it holds notes.txt\)"):
+    with pytest.raises(
+        DataError, match=r"not written by datasets' save_to_disk \(it holds notes.txt\)"
+    ):
         open_rows(tmp_path)
 
 
@@ -113,7 +134,9 @@ def test_any_other_folder_is_an_error(tmp_path: Path):
 def test_a_damaged_folder_is_an_error(tmp_path: Path, marker: str):
     (tmp_path / "dataset_dict.json").write_text(marker)
     for read in (has_split, open_rows):
-        with pytest.raises(DataError, match=r"must be whole, as datasets' save_to_disk .* Save it again"):
+        with pytest.raises(
+            DataError, match=r"must be whole, as datasets' save_to_disk .* Save it again"
+        ):
             read(tmp_path, "val")
 
 

@@ -1,4 +1,5 @@
-"""Lengths are measured once, and again when something they depend on changes or the cache is damaged."""
+"""Lengths are measured once, and again when something they depend on changes or the cache is
+damaged."""
 
 import copy
 from pathlib import Path
@@ -48,19 +49,27 @@ def test_content_tokenizer_and_template_each_matter(parquet, tokenizer, load):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
-def test_a_damaged_cache_is_measured_again_with_a_message(parquet, tokenizer, load, cache: Path, caplog, damage):
+def test_a_damaged_cache_is_measured_again_with_a_message(
+    parquet, tokenizer, load, cache: Path, caplog, damage
+):
     file = parquet([make_row(0), make_row(1, "x" * 300)])
     assert load(file, tokenizer, filter_overlong_prompts=True) == 1
     (kept,) = (cache / "prompt_lengths").iterdir()
     whole = kept.read_bytes()
-    kept.write_bytes({"cut": whole[:-1], "flip": whole[:-3] + b"\0" + whole[-2:], "empty": b""}[damage])
-    dataset = RLDataset(file, tokenizer, DataConfig(max_prompt_length=64, filter_overlong_prompts=True))
+    kept.write_bytes(
+        {"cut": whole[:-1], "flip": whole[:-3] + b"\0" + whole[-2:], "empty": b""}[damage]
+    )
+    dataset = RLDataset(
+        file, tokenizer, DataConfig(max_prompt_length=64, filter_overlong_prompts=True)
+    )
     assert len(dataset) == 1
     assert "is damaged" in caplog.text
     assert kept.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_written_costs_a_message_only(parquet, tokenizer, load, cache, caplog):
+def test_a_cache_that_cannot_be_written_costs_a_message_only(
+    parquet, tokenizer, load, cache, caplog
+):
     (cache / "prompt_lengths").write_text("a file where the folder should be")
     RLDataset(parquet(make_rows(2)), tokenizer, DataConfig(max_prompt_length=64))
     assert "Cannot keep prompt lengths" in caplog.text
@@ -77,5 +86,7 @@ def test_lengths_do_not_depend_on_the_chunk(tokenizer, monkeypatch):
     expected = [n + 3 for n in (5, 1, 9, 0, 3)]
     for chunk in (1, 2, 5):
         monkeypatch.setattr(module, "_CHUNK", chunk)
-        got = module.prompt_lengths(tokenizer, conversations, count=5, key=f"chunk{chunk}", name="test")
+        got = module.prompt_lengths(
+            tokenizer, conversations, count=5, key=f"chunk{chunk}", name="test"
+        )
         assert got.tolist() == expected

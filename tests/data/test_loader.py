@@ -1,4 +1,5 @@
-"""Batches cover an epoch once, in an order that depends on seed and epoch; a resumed loader goes on with the same."""
+"""Batches cover an epoch once, in an order that depends on seed and epoch; a resumed loader goes on
+with the same."""
 
 import json
 import random
@@ -81,11 +82,21 @@ def stream(loader, batches: int) -> list[list[int]]:
 
 
 loaders = st.builds(
-    lambda count, share, shuffle, drop_last, seed: lambda: RLDataLoader(
-        Numbers(count), max(1, int(share * count)), shuffle=shuffle, seed=seed, drop_last=drop_last
+    lambda count, share, shuffle, drop_last, seed: (
+        lambda: RLDataLoader(
+            Numbers(count),
+            max(1, int(share * count)),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
     ),
-    st.integers(1, 23), st.floats(0, 1), st.booleans(), st.booleans(), st.integers(0, 2**40),
-)  # fmt: skip
+    st.integers(1, 23),
+    st.floats(0, 1),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**40),
+)
 
 
 @given(make=loaders, before=st.integers(0, 12))
@@ -167,10 +178,22 @@ def test_the_state_is_small_whatever_the_dataset():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: RLDataLoader(Numbers(9), 2, shuffle=True, seed=1), "another data set: 8 rows .* this one has 9"),
-        (lambda: RLDataLoader(Numbers(8, "else"), 2, shuffle=True, seed=1), "fingerprint numbers.*else"),
-        (lambda: RLDataLoader(Numbers(8), 2, shuffle=True, seed=2), "in another order than in the checkpoint"),
-        (lambda: RLDataLoader(Numbers(8), 2, shuffle=False, seed=1), "in another order than in the checkpoint"),
+        (
+            lambda: RLDataLoader(Numbers(9), 2, shuffle=True, seed=1),
+            "another data set: 8 rows .* this one has 9",
+        ),
+        (
+            lambda: RLDataLoader(Numbers(8, "else"), 2, shuffle=True, seed=1),
+            "fingerprint numbers.*else",
+        ),
+        (
+            lambda: RLDataLoader(Numbers(8), 2, shuffle=True, seed=2),
+            "in another order than in the checkpoint",
+        ),
+        (
+            lambda: RLDataLoader(Numbers(8), 2, shuffle=False, seed=1),
+            "in another order than in the checkpoint",
+        ),
     ],
 )
 def test_another_dataset_or_order_is_an_error(other, message):
@@ -181,13 +204,17 @@ def test_another_dataset_or_order_is_an_error(other, message):
 
 
 def test_a_batch_larger_than_the_dataset_is_an_error():
-    with pytest.raises(DataError, match=r"A batch of 16 prompts does not fit a dataset of 10\. Lower .* at most 10"):
+    with pytest.raises(
+        DataError, match=r"A batch of 16 prompts does not fit a dataset of 10\. Lower .* at most 10"
+    ):
         RLDataLoader(Numbers(10), 16, shuffle=True, seed=1)
     with pytest.raises(DataError, match="no rows"):
         RLDataLoader(Numbers(0), 1, shuffle=False, seed=1, drop_last=False)
     with pytest.raises(DataError, match="at least 1 prompt"):
         RLDataLoader(Numbers(3), 0, shuffle=False, seed=1)
-    assert stream(RLDataLoader(Numbers(3), 16, shuffle=False, seed=1, drop_last=False), 1) == [[0, 1, 2]]
+    assert stream(RLDataLoader(Numbers(3), 16, shuffle=False, seed=1, drop_last=False), 1) == [
+        [0, 1, 2]
+    ]
 
 
 @pytest.mark.parametrize("kind", [EasyFirst, Stateful])
@@ -255,7 +282,10 @@ def test_a_batch_of_the_real_dataset(parquet, tokenizer):
     assert batch.batch is None
     assert len(batch) == 4
     assert batch.non_tensor_batch["reward_model"][3] == {"style": "rule", "ground_truth": "4"}
-    assert all(column.dtype == object and column.shape == (4,) for column in batch.non_tensor_batch.values())
+    assert all(
+        column.dtype == object and column.shape == (4,)
+        for column in batch.non_tensor_batch.values()
+    )
 
 
 def test_a_curriculum_sampler_is_shown_what_was_trained():
@@ -277,5 +307,8 @@ def test_a_curriculum_sampler_is_shown_what_was_trained():
     for batch in loader:
         loader.tell_sampler(batch)
     assert len(sampler.seen) == 2
-    assert next(iter(loader)).non_tensor_batch["index"].tolist() == [3, 2], "the next epoch knows of the first"
-    RLDataLoader(Numbers(4), 2, shuffle=False, seed=1).tell_sampler(batch)  # one that does not want to know
+    assert next(iter(loader)).non_tensor_batch["index"].tolist() == [3, 2], (
+        "the next epoch knows of the first"
+    )
+    # one that does not want to know
+    RLDataLoader(Numbers(4), 2, shuffle=False, seed=1).tell_sampler(batch)

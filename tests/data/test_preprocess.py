@@ -19,16 +19,23 @@ from verl.utils.errors import DataError
 
 
 def load_rows(folder: Path, split: str, tokenizer) -> list[dict]:
-    dataset = RLDataset(str(folder / f"{split}.parquet"), tokenizer, DataConfig(max_prompt_length=9999))
+    dataset = RLDataset(
+        str(folder / f"{split}.parquet"), tokenizer, DataConfig(max_prompt_length=9999)
+    )
     return [dataset[i] for i in range(len(dataset))]
 
 
 @needs_shared("data/gsm8k")
 def test_gsm8k_has_all_rows(tmp_path):
     main = load_script("data_preprocess/gsm8k.py").main
-    main(["--local_dataset_path", str(SHARED / "data" / "gsm8k"), "--local_save_dir", str(tmp_path)])
+    main(
+        ["--local_dataset_path", str(SHARED / "data" / "gsm8k"), "--local_save_dir", str(tmp_path)]
+    )
     tables = {split: pq.read_table(tmp_path / f"{split}.parquet") for split in ("train", "test")}
-    assert {split: table.num_rows for split, table in tables.items()} == {"train": 7473, "test": 1319}
+    assert {split: table.num_rows for split, table in tables.items()} == {
+        "train": 7473,
+        "test": 1319,
+    }
     truths = [row["ground_truth"] for row in tables["train"].column("reward_model").to_pylist()]
     assert all(float(truth.replace(",", "")) is not None for truth in truths)
 
@@ -36,21 +43,33 @@ def test_gsm8k_has_all_rows(tmp_path):
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("gsm8k", []), ("math_dataset", []), ("hh_rlhf", []), ("code_problems", ["--dataset", "mbpp"]),
+        ("gsm8k", []),
+        ("math_dataset", []),
+        ("hh_rlhf", []),
+        ("code_problems", ["--dataset", "mbpp"]),
     ],
-)  # fmt: skip
+)
 def test_a_hub_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, script, arguments):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach it on the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(DataError, match="cannot be had from the hub: Couldn't reach .* --local_dataset_path"):
-        load_script(f"data_preprocess/{script}.py").main([*arguments, "--local_save_dir", str(tmp_path)])
+    with pytest.raises(
+        DataError, match="cannot be had from the hub: Couldn't reach .* --local_dataset_path"
+    ):
+        load_script(f"data_preprocess/{script}.py").main(
+            [*arguments, "--local_save_dir", str(tmp_path)]
+        )
 
 
 def test_a_target_that_is_no_folder_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    command = [sys.executable, EXAMPLES / "data_preprocess/countdown.py", "--local_save_dir", tmp_path / "file" / "x"]
+    command = [
+        sys.executable,
+        EXAMPLES / "data_preprocess/countdown.py",
+        "--local_save_dir",
+        tmp_path / "file" / "x",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("NotADirectoryError: ")
@@ -64,7 +83,10 @@ def test_gsm8k_rows(tmp_path, tokenizer):
     main = load_script("data_preprocess/gsm8k.py").main
     main(["--local_dataset_path", str(tmp_path), "--local_dir", str(tmp_path / "out")])
     (row,) = load_rows(tmp_path / "out", "test", tokenizer)
-    expected = 'How many are 1,000 and 200? Let\'s think step by step and output the final answer after "####".'
+    expected = (
+        "How many are 1,000 and 200? Let's think step by step and output the final answer after "
+        '"####".'
+    )
     assert row["raw_prompt"] == [{"role": "user", "content": expected}]
     assert row["reward_model"] == {"style": "rule", "ground_truth": "1200"}
     assert row["extra_info"] == {"split": "test", "index": 0, **raw}
@@ -74,13 +96,17 @@ def test_gsm8k_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize("script", ["gsm8k", "gsm8k_multiturn_w_tool"])
 def test_a_folder_without_raw_gsm8k_is_told(tmp_path, script):
     main = load_script(f"data_preprocess/{script}.py").main
-    with pytest.raises(SystemExit, match=r"none' must hold train\.jsonl for the split train, found none"):
+    with pytest.raises(
+        SystemExit, match=r"none' must hold train\.jsonl for the split train, found none"
+    ):
         main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
 
 
 def test_a_gsm8k_answer_without_number_is_named():
     with pytest.raises(DataError, match="train row 4: the answer must end in '#### number'"):
-        load_script("data_preprocess/gsm8k.py").make_row({"question": "?", "answer": "none"}, "train", 4)
+        load_script("data_preprocess/gsm8k.py").make_row(
+            {"question": "?", "answer": "none"}, "train", 4
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +117,9 @@ def test_a_gsm8k_answer_without_number_is_named():
     ],
 )
 def test_a_raw_gsm8k_line_that_is_not_whole_is_named(tmp_path, line, message):
-    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 1"}) + "\n" + line)
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"question": "?", "answer": "#### 1"}) + "\n" + line
+    )
     main = load_script("data_preprocess/gsm8k.py").main
     with pytest.raises(DataError, match=message):
         main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
@@ -107,7 +135,13 @@ def test_a_raw_gsm8k_line_that_is_not_whole_is_named(tmp_path, line, message):
 )
 def test_raw_lines_that_are_not_whole_are_named(tmp_path, script, name, arguments):
     main = load_script(f"data_preprocess/{script}.py").main
-    command = [*arguments, "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")]
+    command = [
+        *arguments,
+        "--local_dataset_path",
+        str(tmp_path),
+        "--local_save_dir",
+        str(tmp_path / "out"),
+    ]
     line = b'{"problem": "?", "ans'
     (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
     with pytest.raises(DataError, match=rf"{name}', line 1, must be one JSON object a line"):
@@ -150,11 +184,16 @@ def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
     main = load_script("data_preprocess/countdown.py").main
     for name in ("a", "b"):
         main(["--local_save_dir", str(tmp_path / name), "--train_size", "200", "--test_size", "20"])
-    assert (tmp_path / "a" / "train.parquet").read_bytes() == (tmp_path / "b" / "train.parquet").read_bytes()
+    assert (tmp_path / "a" / "train.parquet").read_bytes() == (
+        tmp_path / "b" / "train.parquet"
+    ).read_bytes()
     train, test = (load_rows(tmp_path / "a", split, tokenizer) for split in ("train", "test"))
     assert (len(train), len(test)) == (200, 20)
     keys = [
-        (tuple(sorted(row["reward_model"]["ground_truth"]["numbers"])), row["reward_model"]["ground_truth"]["target"])
+        (
+            tuple(sorted(row["reward_model"]["ground_truth"]["numbers"])),
+            row["reward_model"]["ground_truth"]["target"],
+        )
         for row in train + test
     ]
     assert len(set(keys)) == 220
@@ -169,5 +208,7 @@ def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
 def test_countdown_says_when_there_are_not_so_many(tmp_path, capsys):
     limits = ["--num_numbers", "2", "--max_number", "2", "--test_size", "1", "--train_size", "99"]
     with pytest.raises(SystemExit):
-        load_script("data_preprocess/countdown.py").main(["--local_save_dir", str(tmp_path), *limits])
+        load_script("data_preprocess/countdown.py").main(
+            ["--local_save_dir", str(tmp_path), *limits]
+        )
     assert "different train problems" in capsys.readouterr().err

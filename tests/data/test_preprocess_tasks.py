@@ -13,7 +13,9 @@ from verl.rewards.rules import default_compute_score
 
 
 def gold_score(row: dict, text: str) -> float:
-    result = default_compute_score(row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
+    result = default_compute_score(
+        row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"]
+    )
     return result["score"] if isinstance(result, dict) else result
 
 
@@ -31,7 +33,9 @@ def test_humaneval_rows_and_their_solutions(tmp_path, tokenizer):
     assert len(rows) == 164
     for row in rows[::10]:
         assert gold_score(row, f"```python\n{row['extra_info']['solution']}```") == 1.0
-        assert row["extra_info"]["solution"].startswith(json.loads(row["reward_model"]["ground_truth"])["prompt"])
+        assert row["extra_info"]["solution"].startswith(
+            json.loads(row["reward_model"]["ground_truth"])["prompt"]
+        )
     assert "from typing import List" in rows[0]["raw_prompt"][0]["content"]
     assert [row["extra_info"]["index"] for row in rows] == list(range(164))
 
@@ -42,7 +46,11 @@ def test_mbpp_rows_have_the_papers_split(tmp_path, tokenizer):
     raw = str(SHARED / "data" / "mbpp")
     main(["--dataset", "mbpp", "--local_dataset_path", raw, "--local_save_dir", str(tmp_path)])
     splits = {split: load_rows(tmp_path, split, tokenizer) for split in ("train", "val", "test")}
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 374, "val": 90, "test": 500}
+    assert {split: len(rows) for split, rows in splits.items()} == {
+        "train": 374,
+        "val": 90,
+        "test": 500,
+    }
     for row in splits["train"][::40]:
         assert gold_score(row, row["extra_info"]["solution"]) == 1.0
         assert "assert " in row["raw_prompt"][0]["content"]
@@ -56,13 +64,24 @@ def test_code_problems_from_small_files(tmp_path, tokenizer):
         "test_list": ["assert f(1) == 2"],
         "test_setup_code": "",
     }
-    write_lines(tmp_path / "mbpp.jsonl.gz", [{**problem, "task_id": number} for number in (3, 11, 700)])
+    write_lines(
+        tmp_path / "mbpp.jsonl.gz", [{**problem, "task_id": number} for number in (3, 11, 700)]
+    )
     main(["--dataset", "mbpp", "--local_dataset_path", str(tmp_path), "--local_dir", str(tmp_path)])
     assert [len(load_rows(tmp_path, split, tokenizer)) for split in ("test", "train")] == [1, 1], (
         "3 is a few-shot example"
     )
     with pytest.raises(SystemExit, match="must hold HumanEval.jsonl"):
-        main(["--dataset", "humaneval", "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)])
+        main(
+            [
+                "--dataset",
+                "humaneval",
+                "--local_dataset_path",
+                str(tmp_path),
+                "--local_save_dir",
+                str(tmp_path),
+            ]
+        )
 
 
 def test_gsm8k_with_a_tool(tmp_path, tokenizer):
@@ -76,8 +95,14 @@ def test_gsm8k_with_a_tool(tmp_path, tokenizer):
     assert "calc_gsm8k_reward" in row["raw_prompt"][0]["content"]
     extra = row["extra_info"]
     assert extra["need_tools_kwargs"] is True
-    assert extra["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1200"}}}
-    assert extra["interaction_kwargs"] == {"name": "gsm8k", "query": raw["question"], "ground_truth": "1200"}
+    assert extra["tools_kwargs"] == {
+        "calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1200"}}
+    }
+    assert extra["interaction_kwargs"] == {
+        "name": "gsm8k",
+        "query": raw["question"],
+        "ground_truth": "1200",
+    }
     assert row["agent_name"] == "tool_agent"
     assert gold_score(row, raw["answer"]) == 1.0
 
@@ -85,7 +110,14 @@ def test_gsm8k_with_a_tool(tmp_path, tokenizer):
 @needs_shared("data/hh-rlhf")
 def test_hh_rlhf_rows_of_the_real_file(tmp_path, tokenizer, capsys):
     main = load_script("data_preprocess/hh_rlhf.py").main
-    main(["--local_dataset_path", str(SHARED / "data" / "hh-rlhf"), "--local_save_dir", str(tmp_path)])
+    main(
+        [
+            "--local_dataset_path",
+            str(SHARED / "data" / "hh-rlhf"),
+            "--local_save_dir",
+            str(tmp_path),
+        ]
+    )
     rows = load_rows(tmp_path, "test", tokenizer)
     assert len(rows) > 2000
     assert f"wrote {len(rows):,} rows" in capsys.readouterr().out
@@ -113,14 +145,21 @@ def test_hh_rlhf_pairs(tmp_path, tokenizer, capsys):
     assert row["reward_model"] == {"style": "model", "ground_truth": "Good."}
     assert row["extra_info"]["rejected"] == "Bad."
     with pytest.raises(SystemExit):
-        script.main(["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)])
+        script.main(
+            ["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)]
+        )
     assert "no pairs in" in capsys.readouterr().err
 
 
 @needs_shared("data/gsm8k")
 def test_gold_answers_of_plain_gsm8k_and_countdown_score_as_gold(tmp_path, tokenizer):
     load_script("data_preprocess/gsm8k.py").main(
-        ["--local_dataset_path", str(SHARED / "data" / "gsm8k"), "--local_save_dir", str(tmp_path / "gsm8k")]
+        [
+            "--local_dataset_path",
+            str(SHARED / "data" / "gsm8k"),
+            "--local_save_dir",
+            str(tmp_path / "gsm8k"),
+        ]
     )
     load_script("data_preprocess/countdown.py").main(
         ["--local_save_dir", str(tmp_path / "countdown"), "--train_size", "50", "--test_size", "20"]

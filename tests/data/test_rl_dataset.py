@@ -25,12 +25,20 @@ def write_lines(path: Path, rows: list[dict]) -> str:
 
 
 def test_an_item_has_ids_messages_and_every_other_column(parquet, tokenizer):
-    dataset = RLDataset(parquet([{**row, "level": 3} for row in make_rows(3)]), tokenizer, make_config())
+    dataset = RLDataset(
+        parquet([{**row, "level": 3} for row in make_rows(3)]), tokenizer, make_config()
+    )
     item = dataset[2]
     assert tokenizer.decode(item["raw_prompt_ids"]) == "<|user|>2 + 1 = ?<|end|><|assistant|>"
     row = make_row(2)
     messages = row.pop("prompt")
-    assert item == {"raw_prompt_ids": item["raw_prompt_ids"], "raw_prompt": messages, "index": 2, "level": 3, **row}
+    assert item == {
+        "raw_prompt_ids": item["raw_prompt_ids"],
+        "raw_prompt": messages,
+        "index": 2,
+        "level": 3,
+        **row,
+    }
 
 
 def test_several_files_follow_each_other_and_count_their_own_rows(parquet, tokenizer, tmp_path):
@@ -43,23 +51,38 @@ def test_several_files_follow_each_other_and_count_their_own_rows(parquet, token
 
 
 def test_only_a_prompt_is_enough(parquet, tokenizer):
-    item = RLDataset(parquet([{"question": "Hi"}]), tokenizer, make_config(prompt_key="question"))[0]
+    item = RLDataset(parquet([{"question": "Hi"}]), tokenizer, make_config(prompt_key="question"))[
+        0
+    ]
     assert item.keys() == {"raw_prompt_ids", "raw_prompt", "index"}
 
 
 def test_a_column_that_training_writes_is_left_out(parquet, tokenizer):
-    item = RLDataset(parquet([{"prompt": "Hi", "responses": ["x"], "uid": 1}]), tokenizer, make_config())[0]
+    item = RLDataset(
+        parquet([{"prompt": "Hi", "responses": ["x"], "uid": 1}]), tokenizer, make_config()
+    )[0]
     assert item.keys() == {"raw_prompt_ids", "raw_prompt", "index"}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": [{"role": "user"}]}, r"rows\.jsonl, row 1, column 'prompt': message 0 lacks its content"),
-        ({"prompt": [{"content": "x"}]}, r"row 1, column 'prompt': message 0 lacks its role"),
-        ({"prompt": " "}, r"row 1, column 'prompt': ends with an empty message, so there is nothing to answer"),
         (
-            {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}]},
+            {"prompt": [{"role": "user"}]},
+            r"rows\.jsonl, row 1, column 'prompt': message 0 lacks its content",
+        ),
+        ({"prompt": [{"content": "x"}]}, r"row 1, column 'prompt': message 0 lacks its role"),
+        (
+            {"prompt": " "},
+            r"row 1, column 'prompt': ends with an empty message, so there is nothing to answer",
+        ),
+        (
+            {
+                "prompt": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": ""},
+                ]
+            },
             r"row 1, column 'prompt': ends with an empty message.*'role': 'user'",
         ),
         ({"prompt": 3}, r"row 1, column 'prompt': must be a list of messages .* got int"),
@@ -78,7 +101,9 @@ def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change
 
 def test_a_row_that_the_chat_template_refuses_is_named(parquet, tokenizer):
     strict = copy.deepcopy(tokenizer)
-    strict.chat_template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}Hi"
+    strict.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}Hi"
+    )
     rows = make_rows(4)
     rows[3]["prompt"] *= 2
     message = r"rows\.parquet, row 3: the tokenizer's chat template refuses these messages \(roles must alternate\)"
@@ -94,18 +119,31 @@ def test_a_row_that_the_chat_template_refuses_is_named(parquet, tokenizer):
     [
         ("extra_info", "extro_info", "unknown column 'extro_info'; did you mean 'extra_info'"),
         ("reward_model", "reward_modle", "did you mean 'reward_model'"),
-        ("prompt", "promt", "did you mean 'prompt', which is missing. Rename it, or set data.prompt_key=promt"),
-        ("prompt", "question", "the column 'prompt' is missing; columns found: data_source, .*question"),
+        (
+            "prompt",
+            "promt",
+            "did you mean 'prompt', which is missing. Rename it, or set data.prompt_key=promt",
+        ),
+        (
+            "prompt",
+            "question",
+            "the column 'prompt' is missing; columns found: data_source, .*question",
+        ),
     ],
 )
 def test_a_missing_or_misspelt_column_is_named(parquet, tokenizer, renamed, to, message):
-    rows = [{to if name == renamed else name: value for name, value in row.items()} for row in make_rows(2)]
+    rows = [
+        {to if name == renamed else name: value for name, value in row.items()}
+        for row in make_rows(2)
+    ]
     with pytest.raises(DataError, match=message):
         RLDataset(parquet(rows), tokenizer, make_config())
 
 
 def test_a_column_like_a_known_one_may_stand_beside_it(parquet, tokenizer):
-    dataset = RLDataset(parquet([{**make_row(0), "prompts": "x", "extra_infos": 1}]), tokenizer, make_config())
+    dataset = RLDataset(
+        parquet([{**make_row(0), "prompts": "x", "extra_infos": 1}]), tokenizer, make_config()
+    )
     assert dataset[0]["extra_infos"] == 1
 
 
@@ -130,7 +168,9 @@ def test_long_prompts_are_dropped_when_asked(parquet, tokenizer, caplog):
 
 def test_nothing_left_is_an_error(parquet, tokenizer):
     with pytest.raises(DataError, match=r"All prompts of .*rows\.parquet are longer than .*=5"):
-        RLDataset(parquet(LONG), tokenizer, make_config(filter_overlong_prompts=True, max_prompt_length=5))
+        RLDataset(
+            parquet(LONG), tokenizer, make_config(filter_overlong_prompts=True, max_prompt_length=5)
+        )
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
@@ -164,8 +204,15 @@ def test_the_fingerprint_tells_rows_and_places_apart(parquet, tokenizer):
     same = parquet(LONG, "b.parquet")
     other = parquet(LONG[::-1], "c.parquet")
     prints = [
-        RLDataset(file, tokenizer, make_config(filter_overlong_prompts=True, **settings)).fingerprint
-        for file, settings in ((first, {}), (same, {}), (other, {}), (first, {"max_prompt_length": 150}))
+        RLDataset(
+            file, tokenizer, make_config(filter_overlong_prompts=True, **settings)
+        ).fingerprint
+        for file, settings in (
+            (first, {}),
+            (same, {}),
+            (other, {}),
+            (first, {"max_prompt_length": 150}),
+        )
     ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3

@@ -16,7 +16,11 @@ from verl.protocol import DataProto
 from verl.utils.errors import ConfigError, DataError
 
 SETTINGS = {"max_prompt_length": 16, "truncation": "left", "custom_cls": {"path": None}}
-CONFIGS = [SETTINGS, OmegaConf.create(SETTINGS), DataConfig(max_prompt_length=16, truncation="left")]
+CONFIGS = [
+    SETTINGS,
+    OmegaConf.create(SETTINGS),
+    DataConfig(max_prompt_length=16, truncation="left"),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["dict", "omegaconf", "ours"])
@@ -44,7 +48,9 @@ def test_a_data_loader_makes_columns_of_the_items(parquet, tokenizer):
     assert columns["raw_prompt"].shape == (4,)
     batch = DataProto.from_single_dict(columns)
     assert torch.equal(batch.batch["input_ids"][2], dataset[2]["input_ids"])
-    assert collate([dataset[2]]).non_tensor_batch["raw_prompt_ids"].tolist() == [dataset[2]["raw_prompt_ids"]]
+    assert collate([dataset[2]]).non_tensor_batch["raw_prompt_ids"].tolist() == [
+        dataset[2]["raw_prompt_ids"]
+    ]
 
 
 def test_a_users_subclass_is_what_training_reads(parquet, tokenizer, tmp_path):
@@ -55,7 +61,11 @@ def test_a_users_subclass_is_what_training_reads(parquet, tokenizer, tmp_path):
         "        return {**super().__getitem__(item), 'half': self.config.max_prompt_length // 2}\n"
     )
     files = parquet(make_rows(2))
-    data = {**SETTINGS, "train_files": files, "custom_cls": {"path": str(tmp_path / "own.py"), "name": "Own"}}
+    data = {
+        **SETTINGS,
+        "train_files": files,
+        "custom_cls": {"path": str(tmp_path / "own.py"), "name": "Own"},
+    }
     config = config_from_dict({"data": data, "actor_rollout_ref": {"model": {"path": "toy"}}})
     with pytest.warns(DeprecationWarning, match=r"RLHFDataset is now verl\.data\.rlhf_dataset"):
         dataset = build_dataset(config, tokenizer, split="train")
@@ -66,7 +76,9 @@ def test_a_users_subclass_is_what_training_reads(parquet, tokenizer, tmp_path):
 
 def test_what_it_does_not_take_is_told(parquet, tokenizer):
     files = parquet(make_rows(1))
-    with pytest.raises(ConfigError, match="Unknown key 'max_prompt_lenght'. Nearest known: max_prompt_length"):
+    with pytest.raises(
+        ConfigError, match="Unknown key 'max_prompt_lenght'. Nearest known: max_prompt_length"
+    ):
         RLHFDataset(files, tokenizer, {"max_prompt_lenght": 3})
     with pytest.raises(DataError, match="images and videos"):
         RLHFDataset(files, tokenizer, SETTINGS, processor=object())

@@ -1,4 +1,5 @@
-"""What is learnt of a conversation is what the assistant says, whatever the template; every bad row is named."""
+"""What is learnt of a conversation is what the assistant says, whatever the template; every bad row
+is named."""
 
 import copy
 import functools
@@ -22,7 +23,10 @@ from verl.utils.errors import DataError
 MADE_UP = "made-up"
 TOKENIZERS = [
     MADE_UP,
-    *(pytest.param(name, marks=needs_shared(f"models/{name}")) for name in ("qwen2-tokenizer", "minimind-tokenizer")),
+    *(
+        pytest.param(name, marks=needs_shared(f"models/{name}"))
+        for name in ("qwen2-tokenizer", "minimind-tokenizer")
+    ),
 ]
 DIALOGUE = [
     {"role": "system", "content": "Be short."},
@@ -32,21 +36,26 @@ DIALOGUE = [
     {"role": "assistant", "content": "Yes.\nIndeed"},
 ]
 MARKED = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
-    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}{% if message['role'] == "
+    "'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else "
+    "%}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Shows a thought in the last turn alone, as Qwen3 does.
 FORGETFUL = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
-    "{% if loop.last and message['role'] == 'assistant' %}<thought>{% endif %}"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}{% if loop.last and "
+    "message['role'] == 'assistant' %}<thought>{% endif %}{{ message['content'] }}<|im_end|>\n{% "
+    "endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 @functools.cache
 def load(name: str) -> Any:
-    return tiny_tokenizer() if name == MADE_UP else AutoTokenizer.from_pretrained(SHARED / "models" / name)
+    return (
+        tiny_tokenizer()
+        if name == MADE_UP
+        else AutoTokenizer.from_pretrained(SHARED / "models" / name)
+    )
 
 
 def with_template(template: str | None) -> Any:
@@ -61,7 +70,9 @@ def learnt_texts(tokenizer: Any, example: Example) -> list[str]:
     return [tokenizer.decode(example.ids[start:end]) for start, end in zip(edges[::2], edges[1::2])]
 
 
-def encode_one(tokenizer: Any, messages: list[dict[str, Any]], first_learnt: int = 0, **arguments: Any) -> Example:
+def encode_one(
+    tokenizer: Any, messages: list[dict[str, Any]], first_learnt: int = 0, **arguments: Any
+) -> Example:
     [example] = encode(tokenizer, [Conversation(messages, first_learnt, arguments)])
     return example
 
@@ -92,7 +103,9 @@ def test_of_a_prompt_with_its_answer_the_answer_is_learnt(name):
     tokenizer = load(name)
     example = encode_one(tokenizer, DIALOGUE, first_learnt=4)
     assert learnt_texts(tokenizer, example) == ["Yes.\nIndeed<|im_end|>"]
-    opened = tokenizer.apply_chat_template(DIALOGUE[:4], add_generation_prompt=True, return_dict=False)
+    opened = tokenizer.apply_chat_template(
+        DIALOGUE[:4], add_generation_prompt=True, return_dict=False
+    )
     assert example.ids[: len(opened)].tolist() == opened, "what a rollout would be given"
     assert example.learnt.argmax() == len(opened)
 
@@ -100,8 +113,13 @@ def test_of_a_prompt_with_its_answer_the_answer_is_learnt(name):
 @needs_shared("models/minimind-tokenizer")
 def test_an_answer_that_parts_from_its_opening_is_learnt_from_there():
     tokenizer = load("minimind-tokenizer")  # opens answers with an empty chain of thought
-    thinking = [DIALOGUE[1], {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}]
-    assert learnt_texts(tokenizer, encode_one(tokenizer, thinking)) == ["A greeting.\n</think>\n\nHello<|im_end|>"]
+    thinking = [
+        DIALOGUE[1],
+        {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."},
+    ]
+    assert learnt_texts(tokenizer, encode_one(tokenizer, thinking)) == [
+        "A greeting.\n</think>\n\nHello<|im_end|>"
+    ]
 
 
 @needs_shared("models/qwen2-tokenizer")
@@ -123,7 +141,9 @@ def test_a_template_that_rewrites_history_is_an_error_unless_it_is_the_last_answ
     tokenizer = with_template(FORGETFUL)
     with pytest.raises(DataError, match="rewrites history: message 2 alone ends in '<thought>"):
         encode_one(tokenizer, DIALOGUE)
-    assert learnt_texts(tokenizer, encode_one(tokenizer, DIALOGUE, 4)) == ["<thought>Yes.\nIndeed<|im_end|>"]
+    assert learnt_texts(tokenizer, encode_one(tokenizer, DIALOGUE, 4)) == [
+        "<thought>Yes.\nIndeed<|im_end|>"
+    ]
 
 
 def test_what_a_template_refuses_is_told():
@@ -139,7 +159,10 @@ def test_a_template_whose_turns_end_in_white_space_alone_has_it_learnt():
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    assert learnt_texts(tokenizer, encode_one(tokenizer, DIALOGUE)) == ["Hello there\n", "Yes.\nIndeed\n"]
+    assert learnt_texts(tokenizer, encode_one(tokenizer, DIALOGUE)) == [
+        "Hello there\n",
+        "Yes.\nIndeed\n",
+    ]
 
 
 def test_without_template_an_answer_follows_its_prompt_and_ends():
@@ -152,11 +175,15 @@ def test_without_template_an_answer_follows_its_prompt_and_ends():
 
 
 def test_what_a_row_brings_for_the_template_reaches_it(dataset):
-    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if enable_thinking %}!{% endif %}" + str(
-        tiny_tokenizer().chat_template
+    template = (
+        "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if enable_thinking %}!{% endif %}"
+        + str(tiny_tokenizer().chat_template)
     )
     tokenizer = with_template(template)
-    rows = [{"messages": DIALOGUE, "tools": [{"name": "add"}], "enable_thinking": True}, {"messages": DIALOGUE}]
+    rows = [
+        {"messages": DIALOGUE, "tools": [{"name": "add"}], "enable_thinking": True},
+        {"messages": DIALOGUE},
+    ]
     made = dataset(rows, tokenizer, multiturn=SFTMultiTurnConfig(enable=True))
     texts = [tokenizer.decode(made[row]["raw_prompt_ids"]) for row in (0, 1)]
     assert texts[0] == "add!" + texts[1]
@@ -167,7 +194,10 @@ def test_an_item_parts_where_learning_begins(dataset):
     tokenizer = made.tokenizer
     assert len(made) == 2
     item = made[1]
-    assert tokenizer.decode(item["raw_prompt_ids"]) == "<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(item["raw_prompt_ids"])
+        == "<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(item["response_ids"]) == "blue<|im_end|>\n"
     assert item["learnt"] == [True] * 5 + [False]
     assert item["uid"].endswith("rows.jsonl, row 1")
@@ -200,7 +230,9 @@ def test_a_longer_row_is_cut_where_that_is_asked_for(dataset):
     assert right["raw_prompt_ids"] == whole["raw_prompt_ids"]
     assert tiny_tokenizer().decode(right["response_ids"]) == "fou"
     inside = dataset(rows, max_length=6, truncation="left")[0]
-    assert tiny_tokenizer().decode(inside["raw_prompt_ids"]) == "t", "what has nothing before it is not learnt"
+    assert tiny_tokenizer().decode(inside["raw_prompt_ids"]) == "t", (
+        "what has nothing before it is not learnt"
+    )
 
 
 GOOD = {"question": "2+2?", "answer": "4"}
@@ -210,21 +242,65 @@ TURNS: dict[str, Any] = {"multiturn": SFTMultiTurnConfig(enable=True)}
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [
-        ([GOOD], {"prompt_key": "prompt"}, "column 'prompt' is missing; columns found: question.*data.prompt_key"),
+        (
+            [GOOD],
+            {"prompt_key": "prompt"},
+            "column 'prompt' is missing; columns found: question.*data.prompt_key",
+        ),
         ([GOOD], {"response_key": "a"}, "column 'a' is missing.*data.response_key"),
         ([GOOD], TURNS, "column 'messages' is missing.*data.multiturn.messages_key"),
-        ([GOOD, {"question": "x"}], {}, "row 1, column 'answer': must be a text that is not empty, got 'None'"),
-        ([{"question": "x", "answer": ""}], {}, "row 0, column 'answer': must be a text that is not empty"),
-        ([{"question": 3, "answer": "x"}], {}, "row 0, column 'question': must be a list of messages"),
-        ([GOOD, {"question": "x", "answer": "\ud83d"}], {}, "row 1, column 'answer': must be text .* half a character"),
-        ([GOOD], {"response_dict_keys": ["text"]}, "row 0, column 'answer': must be a dict with the key 'text'"),
-        ([GOOD, {"question": "x" * 90, "answer": "y"}], {"max_length": 60}, r"row 1: \d+ tokens, .* allows 60"),
-        ([GOOD], {"max_length": 9, "truncation": "right"}, "row 0: no token to learn .within data.max_length=9"),
-        ([{"messages": DIALOGUE}, {"messages": DIALOGUE[:2]}], TURNS, "row 1: no token to learn .the assistant says"),
-        ([{"messages": DIALOGUE}, {"messages": "Hi"}], TURNS, "row 1, column 'messages': must be a list of messages"),
-        ([{"messages": DIALOGUE}, {"messages": DIALOGUE[2:]}], TURNS, "row 1: the conversation begins with"),
+        (
+            [GOOD, {"question": "x"}],
+            {},
+            "row 1, column 'answer': must be a text that is not empty, got 'None'",
+        ),
+        (
+            [{"question": "x", "answer": ""}],
+            {},
+            "row 0, column 'answer': must be a text that is not empty",
+        ),
+        (
+            [{"question": 3, "answer": "x"}],
+            {},
+            "row 0, column 'question': must be a list of messages",
+        ),
+        (
+            [GOOD, {"question": "x", "answer": "\ud83d"}],
+            {},
+            "row 1, column 'answer': must be text .* half a character",
+        ),
+        (
+            [GOOD],
+            {"response_dict_keys": ["text"]},
+            "row 0, column 'answer': must be a dict with the key 'text'",
+        ),
+        (
+            [GOOD, {"question": "x" * 90, "answer": "y"}],
+            {"max_length": 60},
+            r"row 1: \d+ tokens, .* allows 60",
+        ),
+        (
+            [GOOD],
+            {"max_length": 9, "truncation": "right"},
+            "row 0: no token to learn .within data.max_length=9",
+        ),
+        (
+            [{"messages": DIALOGUE}, {"messages": DIALOGUE[:2]}],
+            TURNS,
+            "row 1: no token to learn .the assistant says",
+        ),
+        (
+            [{"messages": DIALOGUE}, {"messages": "Hi"}],
+            TURNS,
+            "row 1, column 'messages': must be a list of messages",
+        ),
+        (
+            [{"messages": DIALOGUE}, {"messages": DIALOGUE[2:]}],
+            TURNS,
+            "row 1: the conversation begins with",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_learnt_is_told_with_its_row(dataset, rows, keys, message):
     with pytest.raises(DataError, match=message):
         dataset(rows, **keys)
@@ -243,4 +319,6 @@ def test_padded_columns_hold_the_rows(dataset):
         assert response[learnt[row].bool()].tolist() == [
             token for token, counts in zip(item["response_ids"], item["learnt"]) if counts
         ]
-    assert real[:, 0].sum() == 1 == real[:, -1].sum(), "prompts end, and responses begin, in one column"
+    assert real[:, 0].sum() == 1 == real[:, -1].sum(), (
+        "prompts end, and responses begin, in one column"
+    )

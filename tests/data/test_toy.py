@@ -29,14 +29,18 @@ def test_ten_prompts_in_the_format_of_every_data_set(tokenizer):
 
 
 def test_the_package_stays_small():
-    assert sum(path.stat().st_size for path in [*TOY_MODEL.iterdir(), *map(Path, toy_files())]) < 4e6
+    assert (
+        sum(path.stat().st_size for path in [*TOY_MODEL.iterdir(), *map(Path, toy_files())]) < 4e6
+    )
 
 
 @torch.no_grad()
 def probability(model, prompt: list[int], answer: list[int]) -> float:
     """That a sample at temperature 1 is exactly this answer."""
     log_probs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
-    return log_probs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).sum().exp().item()
+    return (
+        log_probs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).sum().exp().item()
+    )
 
 
 def test_a_third_of_the_samples_is_right_on_every_prompt(tokenizer, model):
@@ -44,7 +48,9 @@ def test_a_third_of_the_samples_is_right_on_every_prompt(tokenizer, model):
     shares = []
     for number in range(len(dataset)):
         item = dataset[number]
-        answer = tokenizer(item["reward_model"]["ground_truth"])["input_ids"] + [tokenizer.eos_token_id]
+        answer = tokenizer(item["reward_model"]["ground_truth"])["input_ids"] + [
+            tokenizer.eos_token_id
+        ]
         shares.append(probability(model, item["raw_prompt_ids"], answer))
     assert all(0.28 <= share <= 0.40 for share in shares), shares
 
@@ -66,7 +72,10 @@ def test_samples_are_short_and_end(tokenizer, model):
 def test_any_text_survives_the_tokenizer(tokenizer):
     text = "Zwölf + 3 = 15?\n\t你好 🙂  \\boxed{7}"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert max(tokenizer.get_vocab().values()) < json.loads((TOY_MODEL / "config.json").read_text())["vocab_size"]
+    assert (
+        max(tokenizer.get_vocab().values())
+        < json.loads((TOY_MODEL / "config.json").read_text())["vocab_size"]
+    )
 
 
 def test_the_script_makes_the_packaged_tokenizer_and_rows(tokenizer):

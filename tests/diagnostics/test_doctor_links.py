@@ -11,7 +11,10 @@ from verl.diagnostics.connectivity import judge
 from verl.single_controller.ray_links import Link
 
 GOOD = [
-    Link(f"n{i} (10.0.0.{i}, aa)", f"n{j} (10.0.0.{j}, bb)", 0.001, 1e9) for i in range(3) for j in range(3) if i != j
+    Link(f"n{i} (10.0.0.{i}, aa)", f"n{j} (10.0.0.{j}, bb)", 0.001, 1e9)
+    for i in range(3)
+    for j in range(3)
+    if i != j
 ]
 
 
@@ -21,7 +24,9 @@ def test_two_nodes():
     cluster = Cluster(initialize_head=True, head_node_args=store)
     try:
         cluster.add_node(**store)
-        found = verl.utils.test_ray_connectivity(megabytes=8, rounds=5, address=cluster.address, log_to_driver=False)
+        found = verl.utils.test_ray_connectivity(
+            megabytes=8, rounds=5, address=cluster.address, log_to_driver=False
+        )
         assert not ray.is_initialized(), "as it was before"
     finally:
         cluster.shutdown()
@@ -44,9 +49,24 @@ def test_good_links_are_one_finding():
 @pytest.mark.parametrize(
     ("link", "verdict", "evidence", "fix"),
     [
-        (Link("a", "b", error="no answer within 60 s"), "broken", "a -> b: no answer", "ray status"),
-        (Link("a", "b (10.0.0.9, cc)", 0.05, 1e9), "warn", "50.0 ms there and back", "ping -c 5 10.0.0.9"),
-        (Link("a", "b", 0.001, 2e8), "warn", "0.20 GB/s, the median link has 1.00", "--node-ip-address"),
+        (
+            Link("a", "b", error="no answer within 60 s"),
+            "broken",
+            "a -> b: no answer",
+            "ray status",
+        ),
+        (
+            Link("a", "b (10.0.0.9, cc)", 0.05, 1e9),
+            "warn",
+            "50.0 ms there and back",
+            "ping -c 5 10.0.0.9",
+        ),
+        (
+            Link("a", "b", 0.001, 2e8),
+            "warn",
+            "0.20 GB/s, the median link has 1.00",
+            "--node-ip-address",
+        ),
         (Link("a", "b", 0.001, 1e8), "warn", "0.10 GB/s", "--node-ip-address"),
     ],
     ids=["no answer", "late", "unlike the others", "slow"],

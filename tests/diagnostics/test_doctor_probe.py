@@ -29,7 +29,9 @@ def folder(tmp_path: Path, monkeypatch):
 
 
 def test_packages_that_do_not_import(folder: Path):
-    (folder / "flash_attn.py").write_text("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
+    (folder / "flash_attn.py").write_text(
+        "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')"
+    )
     (folder / "vllm.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     (folder / "sglang.py").write_text("import sys; sys.exit('no CUDA toolkit')")
     (folder / "torchao.py").write_text("import a_part_that_is_missing")
@@ -48,7 +50,9 @@ def test_packages_that_do_not_import(folder: Path):
 
 
 def test_a_torch_that_does_not_import(folder: Path):
-    (folder / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    (folder / "torch.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')"
+    )
     found = probe(["numpy"])
     assert found.torch is None
     assert found.torch_error == "ImportError: libcudart.so.13: cannot open shared object file"

@@ -1,4 +1,5 @@
-"""What an engine is said to hold beside what a real one holds, counted tensor by tensor on a CPU."""
+"""What an engine is said to hold beside what a real one holds, counted tensor by tensor on a
+CPU."""
 
 from dataclasses import replace
 
@@ -30,18 +31,31 @@ def process_group():
     close_process_group()
 
 
-def make_engine(*, optimizer: str = "AdamW", tied: bool = False, lora: int = 0, family="qwen2", **settings):
+def make_engine(
+    *, optimizer: str = "AdamW", tied: bool = False, lora: int = 0, family="qwen2", **settings
+):
     model = tiny_model(
-        family, hidden_size=64, intermediate_size=256, num_hidden_layers=3, vocab_size=512, tie_word_embeddings=tied,
+        family,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        vocab_size=512,
+        tie_word_embeddings=tied,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
     if lora:
         apply_lora(model, rank=lora, alpha=lora)
     defaults = {
-        "fsdp": FSDPConfig(), "grad_clip": 1.0, "device": torch.device("cpu"), "total_steps": 5,
-        "gradient_checkpointing": False, "share_prompts": False,
-    }  # fmt: skip
-    return TrainEngine(PackedCausalLM(model), optim=OptimConfig(optimizer=optimizer), **{**defaults, **settings})
+        "fsdp": FSDPConfig(),
+        "grad_clip": 1.0,
+        "device": torch.device("cpu"),
+        "total_steps": 5,
+        "gradient_checkpointing": False,
+        "share_prompts": False,
+    }
+    return TrainEngine(
+        PackedCausalLM(model), optim=OptimConfig(optimizer=optimizer), **{**defaults, **settings}
+    )
 
 
 def update(engine: TrainEngine) -> None:
@@ -76,7 +90,9 @@ def test_what_stays_is_predicted_to_the_byte(settings):
     assert num_bytes(engine.module.parameters()) == footprint.parameters
     update(engine)
     gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
-    assert sum(gradient.numel() * gradient.itemsize for gradient in gradients) == footprint.gradients
+    assert (
+        sum(gradient.numel() * gradient.itemsize for gradient in gradients) == footprint.gradients
+    )
     engine.step()
     assert num_bytes(moments(engine)) == footprint.moments > 0
     assert footprint.resident == footprint.parameters + footprint.moments
@@ -97,10 +113,14 @@ def test_passes_take_what_is_predicted(settings):
         for tensor in (*engine.module.parameters(), *moments(engine))
     ]
     taken = taken_by(lambda: update(engine), there)
-    assert sum(engine.footprint.update(TOKENS, PREDICTIONS).values()) == pytest.approx(taken, rel=0.05)
+    assert sum(engine.footprint.update(TOKENS, PREDICTIONS).values()) == pytest.approx(
+        taken, rel=0.05
+    )
     engine.optimizer.zero_grad()
     taken = taken_by(lambda: engine.infer(make_batch(SHAPES), BUDGET), there)
-    assert sum(engine.footprint.forward(TOKENS, PREDICTIONS).values()) == pytest.approx(taken, rel=0.1)
+    assert sum(engine.footprint.forward(TOKENS, PREDICTIONS).values()) == pytest.approx(
+        taken, rel=0.1
+    )
 
 
 def test_the_meter_counts_what_lives():
@@ -119,18 +139,32 @@ def test_the_meter_counts_what_lives():
 
 def test_more_of_anything_takes_more():
     footprint = make_engine().footprint
-    shape, setup = footprint.shape, replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
-    tokens = [sum(EngineFootprint(shape, setup).update(count, count).values()) for count in (64, 128, 4096)]
+    shape, setup = (
+        footprint.shape,
+        replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2),
+    )
+    tokens = [
+        sum(EngineFootprint(shape, setup).update(count, count).values())
+        for count in (64, 128, 4096)
+    ]
     assert tokens == sorted(set(tokens))
     deeper = replace(shape, layers=6)
     for share in (0.0, 0.5, 1.0):
         one, other = (
-            sum(EngineFootprint(each, replace(setup, checkpointing_share=share)).update(4096, 4096).values())
+            sum(
+                EngineFootprint(each, replace(setup, checkpointing_share=share))
+                .update(4096, 4096)
+                .values()
+            )
             for each in (shape, deeper)
         )
         assert one < other
     shares = [
-        sum(EngineFootprint(deeper, replace(setup, checkpointing_share=share)).update(4096, 4096).values())
+        sum(
+            EngineFootprint(deeper, replace(setup, checkpointing_share=share))
+            .update(4096, 4096)
+            .values()
+        )
         for share in (0.0, 0.5, 1.0)
     ]
     assert shares == sorted(shares, reverse=True)
@@ -143,7 +177,9 @@ def test_logits_do_not_grow_with_the_vocabulary():
     footprint = make_engine().footprint
     setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
     small, large = (
-        EngineFootprint(replace(footprint.shape, vocabulary=vocabulary), setup).forward(16_384, 16_384)
+        EngineFootprint(replace(footprint.shape, vocabulary=vocabulary), setup).forward(
+            16_384, 16_384
+        )
         for vocabulary in (32_768, 262_144)
     )
     assert sum(small.values()) == pytest.approx(sum(large.values()), rel=0.1)
@@ -154,7 +190,10 @@ def test_weights_stay_gathered_where_the_device_has_room():
     setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
     needed = footprint.shape.numel * (2 + 4 * 4)
     for device_bytes, expected in ((2 * needed, True), (2 * needed - 4, False), (None, False)):
-        assert gathers_once(footprint.shape, setup, FSDPConfig(), device_bytes).keeps_gathered is expected
+        assert (
+            gathers_once(footprint.shape, setup, FSDPConfig(), device_bytes).keeps_gathered
+            is expected
+        )
     ranks = replace(setup, shard_ranks=2)
     assert not gathers_once(footprint.shape, ranks, FSDPConfig(), 2 * needed).keeps_gathered
 

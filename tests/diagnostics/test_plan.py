@@ -1,4 +1,5 @@
-"""Plans of runs that users make: plausible for known models, quick, without a weight, and with advice that is true."""
+"""Plans of runs that users make: plausible for known models, quick, without a weight, and with
+advice that is true."""
 
 import copy
 import json
@@ -51,7 +52,9 @@ def update_gib(plan: MemoryPlan) -> float:
 )
 def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: bool):
     start = time.process_time()
-    profile = profile_memory(make_config(tmp_path, model, "trainer.save_freq=10"), device_gib=device_gib)
+    profile = profile_memory(
+        make_config(tmp_path, model, "trainer.save_freq=10"), device_gib=device_gib
+    )
     plan = profile.plan
     assert time.process_time() - start < 30
     assert not list(tmp_path.glob("*.safetensors"))
@@ -76,22 +79,49 @@ def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: 
         (LLAMA_70B, ("algorithm.adv_estimator=gae",), 48),
         (LLAMA_70B, (LORA, "actor_rollout_ref.actor.use_kl_loss=True"), 48),
         (QWEN_7B, (*ONE, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536"), "H200"),
-        (QWEN_7B, (*ONE, LORA, "actor_rollout_ref.model.enable_gradient_checkpointing=False", TOKENS), 80),
+        (
+            QWEN_7B,
+            (*ONE, LORA, "actor_rollout_ref.model.enable_gradient_checkpointing=False", TOKENS),
+            80,
+        ),
         (QWEN_7B, ("actor_rollout_ref.rollout.num_pages=200000",), 80),
-        (QWEN_7B, ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1000000", TWO_UPDATES), 48),
-        (QWEN_7B, ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=256",
-                   "actor_rollout_ref.actor.use_kl_loss=True"), 48),
+        (
+            QWEN_7B,
+            ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1000000", TWO_UPDATES),
+            48,
+        ),
+        (
+            QWEN_7B,
+            (
+                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=256",
+                "actor_rollout_ref.actor.use_kl_loss=True",
+            ),
+            48,
+        ),
         (QWEN_7B, ("actor_rollout_ref.rollout.name=hf",), 80),
     ],
-    ids=["70B", "70B, critic", "70B, LoRA", "passes too large", "not checkpointed",
-         "too many pages", "log-probs", "rows of the reference", "hf"],
-)  # fmt: skip
-def test_advice_makes_it_fit(tmp_path: Path, model: PreTrainedConfig, overrides: tuple[str, ...], device_gib):
+    ids=[
+        "70B",
+        "70B, critic",
+        "70B, LoRA",
+        "passes too large",
+        "not checkpointed",
+        "too many pages",
+        "log-probs",
+        "rows of the reference",
+        "hf",
+    ],
+)
+def test_advice_makes_it_fit(
+    tmp_path: Path, model: PreTrainedConfig, overrides: tuple[str, ...], device_gib
+):
     profile = profile_memory(make_config(tmp_path, model, *overrides), device_gib=device_gib)
     assert not profile.fits
     assert profile.advice
     for advice in profile.advice:
-        again = profile_memory(make_config(tmp_path, model, *overrides, *advice.changes), device_gib=device_gib)
+        again = profile_memory(
+            make_config(tmp_path, model, *overrides, *advice.changes), device_gib=device_gib
+        )
         assert again.fits, advice.changes
         assert again.plan.worst.device_bytes == advice.plan.worst.device_bytes
         assert " ".join(advice.changes) in str(profile)
@@ -119,7 +149,9 @@ def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
     for phase, less in (("rollout", moments), ("old log-probs", moments), ("actor update", 0)):
         if phase == "old log-probs":
             mini = ("actor_rollout_ref.actor.ppo_mini_batch_size=32",)
-            one, other = (phase_of(plan(*mini, *more), "actor", phase) for more in ((), (OFFLOADED,)))
+            one, other = (
+                phase_of(plan(*mini, *more), "actor", phase) for more in ((), (OFFLOADED,))
+            )
         else:
             one, other = (phase_of(each, "actor", phase) for each in (full, offloaded))
         if phase == "rollout":  # pages fill a share of what is free
@@ -137,34 +169,57 @@ def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
         "trainer.n_gpus_per_node=2",
     ):
         assert update_gib(plan(switch)) < update_gib(full), switch
-    for switch in ("actor_rollout_ref.model.enable_gradient_checkpointing=False",
-                   "actor_rollout_ref.rollout.free_cache_engine=False",
-                   "actor_rollout_ref.actor.use_kl_loss=True"):  # fmt: skip
+    for switch in (
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "actor_rollout_ref.rollout.free_cache_engine=False",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+    ):
         assert update_gib(plan(switch)) > update_gib(full), switch
 
 
 def test_ranks_that_hold_copies_and_ranks_that_share_tokens(tmp_path: Path):
-    hybrid = plan_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.actor.fsdp_config.fsdp_size=4"), 80)
+    hybrid = plan_memory(
+        make_config(tmp_path, QWEN_7B, "actor_rollout_ref.actor.fsdp_config.fsdp_size=4"), 80
+    )
     footprint = hybrid.roles["actor"].footprint
-    assert footprint.parameters == pytest.approx(footprint.shape.numel, rel=0.001)  # 4 bytes, 4 ranks
+    # 4 bytes, 4 ranks
+    assert footprint.parameters == pytest.approx(footprint.shape.numel, rel=0.001)
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
-    shared = plan_memory(make_config(tmp_path, QWEN_7B, ulysses, "data.max_response_length=31744"), 80)
+    shared = plan_memory(
+        make_config(tmp_path, QWEN_7B, ulysses, "data.max_response_length=31744"), 80
+    )
     assert shared.batch.data_ranks == 2
     passes = phase_of(shared, "actor", "actor update").passes
     assert passes is not None
     assert passes.tokens >= 32_768 // 4
-    with pytest.raises(ConfigError, match="Set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of 8"):
-        plan_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-                                "actor_rollout_ref.rollout.n=2"), 80)  # fmt: skip
+    with pytest.raises(
+        ConfigError, match="Set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of 8"
+    ):
+        plan_memory(
+            make_config(
+                tmp_path,
+                QWEN_7B,
+                "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+                "actor_rollout_ref.rollout.n=2",
+            ),
+            80,
+        )
 
 
 def test_the_cache_is_what_the_engine_would_take(tmp_path: Path):
-    plan = plan_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.rollout.num_pages=1280"), 80)
+    plan = plan_memory(
+        make_config(tmp_path, QWEN_7B, "actor_rollout_ref.rollout.num_pages=1280"), 80
+    )
     rollout = plan.rollout
     assert rollout.page_bytes == 28 * 2 * 4 * 128 * 16 * 2
     assert (rollout.pages_a_sample, rollout.at_once, rollout.samples) == (128, 10, 256)
     half, most = (
-        plan_memory(make_config(tmp_path, QWEN_7B, f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"), 48)
+        plan_memory(
+            make_config(
+                tmp_path, QWEN_7B, f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"
+            ),
+            48,
+        )
         for share in (0.25, 0.5)
     )
     assert half.rollout.pages == pytest.approx(most.rollout.pages / 2, rel=0.01)
@@ -190,9 +245,13 @@ def test_a_small_model_on_a_cpu(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [((), False), (("actor_rollout_ref.actor.ppo_epochs=2",), True), (("algorithm.use_kl_in_reward=True",), True),
-     (("actor_rollout_ref.actor.ppo_mini_batch_size=64",), True)],
-)  # fmt: skip
+    [
+        ((), False),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), True),
+        (("algorithm.use_kl_in_reward=True",), True),
+        (("actor_rollout_ref.actor.ppo_mini_batch_size=64",), True),
+    ],
+)
 def test_old_log_probs_are_planned_where_they_are_computed(tmp_path: Path, overrides, expected):
     config = make_config(tmp_path, QWEN_7B, *overrides)
     assert reads_old_log_probs(config) is expected
@@ -204,24 +263,34 @@ def test_a_family_apart_is_said_to_be_one(tmp_path: Path):
     save_tiny(tmp_path, "gpt2")
     config = config_from_dict(
         {
-            "data": {"train_files": "x.parquet", "train_batch_size": 4, "max_prompt_length": 20,
-                     "max_response_length": 20},
+            "data": {
+                "train_files": "x.parquet",
+                "train_batch_size": 4,
+                "max_prompt_length": 20,
+                "max_response_length": 20,
+            },
             "algorithm": {"adv_estimator": "grpo"},
             "actor_rollout_ref": {"model": {"path": str(tmp_path)}, "rollout": {"n": 2}},
         }
-    )  # fmt: skip
+    )
     assert "a bound by analogy with Llama's layer" in str(profile_memory(config, device_gib=80))
 
 
-def test_the_running_trainer_has_its_measurements_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_running_trainer_has_its_measurements_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("verl.diagnostics.profile._running", [])
     with pytest.raises(ConfigError, match="there is none"):
         profile_memory()
     config = make_config(tmp_path, QWEN_7B)
     watch(config)
     predicted = phase_of(plan_memory(config, 80), "actor", "actor update").device_bytes
-    monkeypatch.setattr(phase_peaks, "phases", {"the actor's update": Peak(predicted // 2, predicted // 2, 5)})
-    row = next(line for line in str(profile_memory(device_gib=80)).splitlines() if "actor update" in line)
+    monkeypatch.setattr(
+        phase_peaks, "phases", {"the actor's update": Peak(predicted // 2, predicted // 2, 5)}
+    )
+    row = next(
+        line for line in str(profile_memory(device_gib=80)).splitlines() if "actor update" in line
+    )
     assert f"{predicted / GIB:.1f}  " in row
     assert "+0%" in row
 
@@ -229,7 +298,11 @@ def test_the_running_trainer_has_its_measurements_beside(tmp_path: Path, monkeyp
 def test_phases_are_told_under_the_names_that_engines_use():
     """The names stand in the workers; what is misspelt here would never be measured."""
     room = Path(command.__file__).parents[1]
-    source = "".join(path.read_text() for folder in ("workers", "engine") for path in (room / folder).glob("*.py"))
+    source = "".join(
+        path.read_text()
+        for folder in ("workers", "engine")
+        for path in (room / folder).glob("*.py")
+    )
     for name in set(_TOLD_AS.values()):
         assert f'"{name}"' in source, name
 
@@ -239,8 +312,14 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         verl.utils.nothing  # noqa: B018
     QWEN_7B.save_pretrained(tmp_path)
-    words = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "data.train_files=x.parquet",
-             "data.train_batch_size=64", "trainer.n_gpus_per_node=8", "trainer.device=cuda"]  # fmt: skip
+    words = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=8",
+        "data.train_files=x.parquet",
+        "data.train_batch_size=64",
+        "trainer.n_gpus_per_node=8",
+        "trainer.device=cuda",
+    ]
     model = f"actor_rollout_ref.model.path={tmp_path}"
     assert command.main(["--device-gib", "H100", *words, model]) == 0
     assert "It fits" in capsys.readouterr().out
@@ -248,9 +327,11 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"]
     assert told["device_size"] == 12 * GIB
-    assert told["device"] == max(phase["device"] for phase in told["phases"]) == max(
-        sum(phase["parts"].values()) for phase in told["phases"]
-    )  # fmt: skip
+    assert (
+        told["device"]
+        == max(phase["device"] for phase in told["phases"])
+        == max(sum(phase["parts"].values()) for phase in told["phases"])
+    )
     assert told["ranks"] == {"actor": list(range(8))}
     assert told["advice"][0]["device"] <= 12 * GIB
     assert command.main(["--device-gib", "12", *words, model, *told["advice"][0]["changes"]]) == 0
@@ -263,4 +344,6 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
     }
     assert "It does NOT fit" in str(profile_memory(asked, device_gib=12))
     with pytest.raises(ModelError):
-        profile_memory(make_config(tmp_path, QWEN_7B, "actor_rollout_ref.model.path=./nowhere"), device_gib=80)
+        profile_memory(
+            make_config(tmp_path, QWEN_7B, "actor_rollout_ref.model.path=./nowhere"), device_gib=80
+        )

@@ -1,4 +1,5 @@
-"""What a plan says of every role: the numbers of the workers' own engines, on the ranks that the role has."""
+"""What a plan says of every role: the numbers of the workers' own engines, on the ranks that the
+role has."""
 
 from pathlib import Path
 
@@ -25,9 +26,15 @@ from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, Rewa
 
 PPO = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
 SCORER = Qwen2Config(
-    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-    num_key_value_heads=4, num_labels=1, architectures=["Qwen2ForSequenceClassification"],  # pyright: ignore[reportCallIssue]
-)  # fmt: skip
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    num_labels=1,
+    architectures=["Qwen2ForSequenceClassification"],  # pyright: ignore[reportCallIssue]
+)
 
 
 def scored_by(folder: Path, config=SCORER) -> tuple[str, str]:
@@ -47,18 +54,31 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
     save_reward_model(tmp_path / "scorer", "qwen2")
     lora = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4") if adapted else ()
     config = make_config(
-        tmp_path / "unused", QWEN_7B, *PPO, *lora, f"actor_rollout_ref.model.path={tmp_path / 'actor'}",
-        "trainer.device=cpu", "trainer.n_gpus_per_node=null", "reward_model.enable=True",
-        f"reward_model.model.path={tmp_path / 'scorer'}", "data.train_batch_size=4", "data.max_prompt_length=20",
-        "data.max_response_length=20", "critic.model.fsdp_config.param_offload=True",
-    )  # fmt: skip
+        tmp_path / "unused",
+        QWEN_7B,
+        *PPO,
+        *lora,
+        f"actor_rollout_ref.model.path={tmp_path / 'actor'}",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=null",
+        "reward_model.enable=True",
+        f"reward_model.model.path={tmp_path / 'scorer'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=20",
+        "data.max_response_length=20",
+        "critic.model.fsdp_config.param_offload=True",
+    )
     device, tokenizer = torch.device("cpu"), tiny_tokenizer()
     roles = config.actor_rollout_ref
     workers = {
         "actor": ActorRolloutWorker(roles, total_steps=5, device=device, tokenizer=tokenizer),
-        "critic": CriticWorker(config.critic, max_length=40, total_steps=5, device=device, tokenizer=tokenizer),
+        "critic": CriticWorker(
+            config.critic, max_length=40, total_steps=5, device=device, tokenizer=tokenizer
+        ),
         "reference": ReferenceWorker(roles, device=device),
-        "reward_model": RewardModelWorker(config.reward_model, input_tokenizer=tokenizer, device=device),
+        "reward_model": RewardModelWorker(
+            config.reward_model, input_tokenizer=tokenizer, device=device
+        ),
     }
     planned = plan_memory(config).roles
     assert set(planned) == set(workers) - ({"reference"} if adapted else set())
@@ -70,15 +90,28 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
 
 
 def test_scores_take_what_is_predicted():
-    """In bf16 through FSDP2: the gathered layers and their states, no logits, one row of a head for each response."""
-    model = tiny_classifier(hidden_size=64, intermediate_size=256, num_hidden_layers=3, vocab_size=512)
+    """In bf16 through FSDP2: the gathered layers and their states, no logits, one row of a head for
+    each response."""
+    model = tiny_classifier(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=3, vocab_size=512
+    )
     engine = TrainEngine(
-        PackedRewardModel(model.requires_grad_(False)), optim=None, fsdp=FSDPConfig(), grad_clip=None,
-        device=torch.device("cpu"), total_steps=0, gradient_checkpointing=False, share_prompts=False, shard=True,
+        PackedRewardModel(model.requires_grad_(False)),
+        optim=None,
+        fsdp=FSDPConfig(),
+        grad_clip=None,
+        device=torch.device("cpu"),
+        total_steps=0,
+        gradient_checkpointing=False,
+        share_prompts=False,
+        shard=True,
         compute_dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     batch = make_batch([(120, 1)] * 4)
-    there = [each.to_local() if isinstance(each, DTensor) else each for each in engine.module.parameters()]
+    there = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in engine.module.parameters()
+    ]
     taken = taken_by(lambda: engine.infer(batch, TokenBudget(max_tokens=4 * 121)), there)
     assert sum(engine.footprint.forward(4 * 121, 4).values()) == pytest.approx(taken, rel=0.1)
     assert engine.footprint.moments == engine.footprint.gradients == 0
@@ -88,10 +121,12 @@ def test_the_reward_model_is_on_the_devices(tmp_path: Path):
     config = make_config(tmp_path, QWEN_7B, *scored_by(tmp_path / "scorer"))
     plan = plan_memory(config, 80)
     scorer = plan.roles["reward_model"].footprint
-    body = QWEN_7B.vocab_size * QWEN_7B.hidden_size  # without the head over the vocabulary, and with one for a score
+    # without the head over the vocabulary, and with one for a score
+    body = QWEN_7B.vocab_size * QWEN_7B.hidden_size
     policy = plan.roles["actor"].footprint.shape.numel
     assert scorer.shape.numel == policy - body + QWEN_7B.hidden_size
-    assert scorer.parameters == pytest.approx(2 * scorer.shape.numel / 8, rel=0.001)  # bf16 over 8 ranks
+    # bf16 over 8 ranks
+    assert scorer.parameters == pytest.approx(2 * scorer.shape.numel / 8, rel=0.001)
     assert (scorer.moments, scorer.gradients, scorer.shape.vocabulary) == (0, 0, 0)
     for phase in plan.phases:
         if (phase.role, phase.phase) != ("actor", "load"):
@@ -110,32 +145,41 @@ def test_passes_of_the_reward_model_are_as_its_own_keys_say(tmp_path: Path):
 
     def tokens(*overrides: str) -> int:
         passes = phase_of(
-            plan_memory(make_config(tmp_path, QWEN_7B, *scorer, *overrides), 80), "reward_model", "scores"
-        ).passes  # fmt: skip
+            plan_memory(make_config(tmp_path, QWEN_7B, *scorer, *overrides), 80),
+            "reward_model",
+            "scores",
+        ).passes
         assert passes is not None
         return passes.tokens
 
     assert tokens("reward_model.micro_batch_size_per_gpu=3") == 3 * 2048
-    assert tokens("reward_model.micro_batch_size_per_gpu=3", "reward_model.max_length=512") == 3 * 512
+    assert (
+        tokens("reward_model.micro_batch_size_per_gpu=3", "reward_model.max_length=512") == 3 * 512
+    )
     assert tokens("reward_model.forward_max_token_len_per_gpu=10000") == 10_000
     off = "reward_model.model.fsdp_config.param_offload=True"
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *scorer, off), 80)
     assert "reward_model parameters" not in phase_of(plan, "actor", "actor update").device
     assert "reward_model parameters" in phase_of(plan, "reward_model", "scores").device
-    assert phase_of(plan, "actor", "actor update").host == pytest.approx(2 * 7.07e9, rel=0.1), "in pinned pieces"
+    assert phase_of(plan, "actor", "actor update").host == pytest.approx(2 * 7.07e9, rel=0.1), (
+        "in pinned pieces"
+    )
 
 
 def test_a_reward_model_that_is_none_is_told_before_the_run(tmp_path: Path):
     with pytest.raises(ModelError, match="a language model"):
         QWEN_7B.architectures = ["Qwen2ForCausalLM"]
         try:
-            plan_memory(make_config(tmp_path, LLAMA_8B, *scored_by(tmp_path / "scorer", QWEN_7B)), 80)
+            plan_memory(
+                make_config(tmp_path, LLAMA_8B, *scored_by(tmp_path / "scorer", QWEN_7B)), 80
+            )
         finally:
             QWEN_7B.architectures = None
 
 
 def test_roles_on_ranks_of_their_own_share_no_device(tmp_path: Path):
-    """6 ranks of the actor and 2 of the critic: shards of sixths and of halves, and neither sees the other's."""
+    """6 ranks of the actor and 2 of the critic: shards of sixths and of halves, and neither sees
+    the other's."""
     placed = (*PPO, "trainer.placement.critic=[6,7]", "data.train_batch_size=240")
     together = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, "data.train_batch_size=240"), 141)
     apart = plan_memory(make_config(tmp_path, QWEN_7B, *placed), 141)
@@ -144,7 +188,9 @@ def test_roles_on_ranks_of_their_own_share_no_device(tmp_path: Path):
     assert apart.roles["reference"].footprint.parameters == pytest.approx(2 * numel / 6, rel=0.001)
     assert apart.roles["critic"].footprint.parameters == pytest.approx(4 * 7.07e9 / 2, rel=0.001)
     for phase in apart.phases:
-        names = {part.split()[0] for part in phase.device if part.endswith(("parameters", "moments"))}
+        names = {
+            part.split()[0] for part in phase.device if part.endswith(("parameters", "moments"))
+        }
         assert names <= ({"critic"} if phase.role == "critic" else {"actor", "reference"}), phase
     assert "actor parameters" in phase_of(together, "critic", "critic update").device
     assert apart.batch.data_ranks == 6
@@ -159,9 +205,15 @@ def test_a_host_is_counted_by_the_processes_on_it(tmp_path: Path):
     """Two hosts of four: the critic's two ranks lie on the second one."""
     off = "critic.model.fsdp_config.optimizer_offload=True"
     four = ("trainer.n_gpus_per_node=4", "trainer.nnodes=2", "data.train_batch_size=240")
-    plan = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, *four, off, "trainer.placement.critic=[6,7]"), 141)
+    plan = plan_memory(
+        make_config(tmp_path, QWEN_7B, *PPO, *four, off, "trainer.placement.critic=[6,7]"), 141
+    )
     assert phase_of(plan, "actor", "load").host == 4 * plan.roles["actor"].footprint.shape.numel
-    assert phase_of(plan, "actor", "actor update").host == 2 * plan.roles["critic"].footprint.on_host > 0
+    assert (
+        phase_of(plan, "actor", "actor update").host
+        == 2 * plan.roles["critic"].footprint.on_host
+        > 0
+    )
 
 
 def test_the_hand_over_gathers_two_buckets(tmp_path: Path):
@@ -171,15 +223,21 @@ def test_the_hand_over_gathers_two_buckets(tmp_path: Path):
 
     embedding = QWEN_7B.vocab_size * QWEN_7B.hidden_size
     assert gathered() == 2 * 2 * embedding, "in bf16, and larger than a bucket"
-    assert gathered("actor_rollout_ref.rollout.update_weights_bucket_megabytes=2048") == 2 * 2048 * 2**20
+    assert (
+        gathered("actor_rollout_ref.rollout.update_weights_bucket_megabytes=2048")
+        == 2 * 2048 * 2**20
+    )
     alone = ("trainer.n_gpus_per_node=1", "data.train_batch_size=64")
     assert gathered(*alone) == 0, "this rank has all of every tensor"
     largest_of_a_layer = 3584 * 18_944
-    assert gathered(*alone, "actor_rollout_ref.model.lora_rank=8") == 4 * largest_of_a_layer, "sums are fp32"
+    assert gathered(*alone, "actor_rollout_ref.model.lora_rank=8") == 4 * largest_of_a_layer, (
+        "sums are fp32"
+    )
 
 
 def test_a_checkpoint_holds_what_it_writes(tmp_path: Path):
-    """The rollout engine has its weights again by then; copies on the host are for async_save alone."""
+    """The rollout engine has its weights again by then; copies on the host are for async_save
+    alone."""
     numel = plan_memory(make_config(tmp_path, LLAMA_8B), 80).roles["actor"].footprint.shape.numel
 
     def checkpoint(*overrides: str):
@@ -192,23 +250,36 @@ def test_a_checkpoint_holds_what_it_writes(tmp_path: Path):
     assert plain.host < 3 * GIB
     (copied,) = checkpoint("trainer.async_save=True")
     assert copied.host == pytest.approx((4 + 8) * numel, rel=0.001)
-    (weights,) = checkpoint("trainer.async_save=True", "actor_rollout_ref.actor.checkpoint.save_contents=[model]")
+    (weights,) = checkpoint(
+        "trainer.async_save=True", "actor_rollout_ref.actor.checkpoint.save_contents=[model]"
+    )
     assert weights.host == pytest.approx(4 * numel, rel=0.001)
-    (merged,) = checkpoint("actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]")
+    (merged,) = checkpoint(
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    )
     assert merged.device["one parameter"] == 4 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
     assert merged.host - plain.host == 2 * 5 * 10**9, "a file and its copy"
     actor, critic = checkpoint("trainer.async_save=True", "algorithm.adv_estimator=gae")
-    assert critic.host == pytest.approx(actor.host * 2, rel=0.1), "the actor's are still being written"
+    assert critic.host == pytest.approx(actor.host * 2, rel=0.1), (
+        "the actor's are still being written"
+    )
     (adapters,) = checkpoint("trainer.async_save=True", "actor_rollout_ref.model.lora_rank=8")
-    assert adapters.host == 8 * plan_memory(
-        make_config(tmp_path, LLAMA_8B, "actor_rollout_ref.model.lora_rank=8"), 80
-    ).roles["actor"].footprint.moments  # fmt: skip
+    assert (
+        adapters.host
+        == 8
+        * plan_memory(make_config(tmp_path, LLAMA_8B, "actor_rollout_ref.model.lora_rank=8"), 80)
+        .roles["actor"]
+        .footprint.moments
+    )
 
 
 def test_ranks_that_share_an_engine_have_their_part_of_pages_and_weights(tmp_path: Path):
     plans = {
         parts: plan_memory(
-            make_config(tmp_path, QWEN_7B, f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"), 80
+            make_config(
+                tmp_path, QWEN_7B, f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
+            ),
+            80,
         ).rollout
         for parts in (1, 2, 4)
     }
@@ -220,16 +291,24 @@ def test_ranks_that_share_an_engine_have_their_part_of_pages_and_weights(tmp_pat
         assert rollout.samples == 256 * parts
     with pytest.raises(ConfigError, match="Set it to 4"):
         plan_memory(
-            make_config(tmp_path, QWEN_7B, "actor_rollout_ref.rollout.tensor_model_parallel_size=8"), 80
-        )  # fmt: skip
+            make_config(
+                tmp_path, QWEN_7B, "actor_rollout_ref.rollout.tensor_model_parallel_size=8"
+            ),
+            80,
+        )
 
 
 def test_tied_embeddings_are_there_once(tmp_path: Path):
     tied = Qwen2Config(**{**QWEN_7B.to_dict(), "tie_word_embeddings": True})
-    one, two = (plan_memory(make_config(tmp_path / name, model), 80)
-                for name, model in (("tied", tied), ("untied", QWEN_7B)))  # fmt: skip
+    one, two = (
+        plan_memory(make_config(tmp_path / name, model), 80)
+        for name, model in (("tied", tied), ("untied", QWEN_7B))
+    )
     embedding = QWEN_7B.vocab_size * QWEN_7B.hidden_size
-    assert two.roles["actor"].footprint.shape.numel - one.roles["actor"].footprint.shape.numel == embedding
+    assert (
+        two.roles["actor"].footprint.shape.numel - one.roles["actor"].footprint.shape.numel
+        == embedding
+    )
     assert two.rollout.weights - one.rollout.weights == 2 * embedding
     assert (
         two.roles["actor"].footprint.moments - one.roles["actor"].footprint.moments == embedding + 4
@@ -239,14 +318,20 @@ def test_tied_embeddings_are_there_once(tmp_path: Path):
 def test_a_critic_of_its_own(tmp_path: Path):
     """Its model, optimizer, mini-batch and passes are not the actor's."""
     LLAMA_8B.save_pretrained(tmp_path / "critic")
-    own = (f"critic.model.path={tmp_path / 'critic'}", "critic.optim.optimizer=Muon",
-           "critic.ppo_mini_batch_size=16", "critic.ppo_max_token_len_per_gpu=65536")  # fmt: skip
+    own = (
+        f"critic.model.path={tmp_path / 'critic'}",
+        "critic.optim.optimizer=Muon",
+        "critic.ppo_mini_batch_size=16",
+        "critic.ppo_max_token_len_per_gpu=65536",
+    )
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, *own), 141)
     critic = plan.roles["critic"].footprint
     assert critic.shape.family == "llama"
     assert critic.setup.optimizer == "Muon"
     assert critic.moments < 2 * critic.parameters
-    update, values = (phase_of(plan, "critic", phase).passes for phase in ("critic update", "values"))
+    update, values = (
+        phase_of(plan, "critic", phase).passes for phase in ("critic update", "values")
+    )
     assert update is not None
     assert values is not None
     assert update.tokens == 16 * 8 // 8 * 2048, "a mini-batch has no more"
@@ -256,18 +341,29 @@ def test_a_critic_of_its_own(tmp_path: Path):
 def test_a_reference_that_is_off_loaded_comes_for_its_own_pass(tmp_path: Path):
     off = "actor_rollout_ref.ref.fsdp_config.param_offload=True"
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, off), 80)
-    holding = {(phase.role, phase.phase) for phase in plan.phases if "reference parameters" in phase.device}
+    holding = {
+        (phase.role, phase.phase) for phase in plan.phases if "reference parameters" in phase.device
+    }
     assert holding == {("reference", "load"), ("reference", "reference log-probs")}
-    assert phase_of(plan, "actor", "rollout").host == 8 * plan.roles["reference"].footprint.on_host > 0
-    assert phase_of(plan, "critic", "load").host == plan.roles["critic"].full_bytes, "it is loaded later"
+    assert (
+        phase_of(plan, "actor", "rollout").host == 8 * plan.roles["reference"].footprint.on_host > 0
+    )
+    assert phase_of(plan, "critic", "load").host == plan.roles["critic"].full_bytes, (
+        "it is loaded later"
+    )
     own_class = ("critic.model.custom_cls.path=critic.py", "critic.model.custom_cls.name=Critic")
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, *own_class), 80)
-    assert phase_of(plan, "critic", "load").host == 8 * plan.roles["critic"].full_bytes, "every process reads it"
+    assert phase_of(plan, "critic", "load").host == 8 * plan.roles["critic"].full_bytes, (
+        "every process reads it"
+    )
 
 
 def test_hf_generate_has_no_pages(tmp_path: Path):
     config = make_config(
-        tmp_path, QWEN_7B, "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.max_num_seqs=8"
+        tmp_path,
+        QWEN_7B,
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
     )
     rollout = plan_memory(config, 80).rollout
     assert rollout.page_memory == 8 * 2048 * 28 * 2 * 4 * 128 * 2
@@ -277,8 +373,13 @@ def test_hf_generate_has_no_pages(tmp_path: Path):
 
 def test_old_log_probs_with_rollout_correction(tmp_path: Path):
     def phases(*overrides: str) -> set[str]:
-        return {phase.phase for phase in plan_memory(make_config(tmp_path, QWEN_7B, *overrides), 80).phases}
+        return {
+            phase.phase
+            for phase in plan_memory(make_config(tmp_path, QWEN_7B, *overrides), 80).phases
+        }
 
     correction = "algorithm.rollout_correction"
     assert "old log-probs" in phases(f"{correction}.rollout_is=token")
-    assert "old log-probs" not in phases(f"{correction}.bypass_mode=True", "actor_rollout_ref.actor.ppo_epochs=2")
+    assert "old log-probs" not in phases(
+        f"{correction}.bypass_mode=True", "actor_rollout_ref.actor.ppo_epochs=2"
+    )

@@ -1,4 +1,5 @@
-"""What the ranks of a test do: train a tiny model on their rows of a mini-batch. One process alone does the same."""
+"""What the ranks of a test do: train a tiny model on their rows of a mini-batch. One process alone
+does the same."""
 
 import functools
 import os
@@ -53,7 +54,8 @@ class Setup:
 
 
 def new_engine(setup: Setup) -> TrainEngine:
-    """On CUDA the model is larger, so that kernels of bf16 can compute it, and tamer, so that rounding stays small."""
+    """On CUDA the model is larger, so that kernels of bf16 can compute it, and tamer, so that
+    rounding stays small."""
     on_cuda = setup.device == "cuda"
     size = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96} if on_cuda else {}
     model = tiny_model(setup.family, dtype=torch.float64 if setup.double else torch.float32, **size)
@@ -63,8 +65,11 @@ def new_engine(setup: Setup) -> TrainEngine:
     if setup.lora:
         apply_lora(model, rank=4, alpha=8)
         with torch.no_grad():
-            for number, parameter in enumerate(part for part in model.parameters() if part.requires_grad):
-                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))  # B starts at zero
+            for number, parameter in enumerate(
+                part for part in model.parameters() if part.requires_grad
+            ):
+                # B starts at zero
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
     offload = setup.param_offload
     return TrainEngine(
         PackedCausalLM(model),
@@ -97,9 +102,14 @@ def own_rows(engine: TrainEngine, batch: DataProto, deal: Deal) -> DataProto:
 
 
 def gradient(
-    setup: Setup, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, same_prompt: bool = False
+    setup: Setup,
+    shapes: Sequence[Shape],
+    deal: Deal,
+    budget: TokenBudget,
+    same_prompt: bool = False,
 ) -> dict[str, Any]:
-    """Of one mini-batch: the whole gradient, its norm, the metrics, and the log-probs of this rank's rows."""
+    """Of one mini-batch: the whole gradient, its norm, the metrics, and the log-probs of this
+    rank's rows."""
     engine = fixed_engine(setup)
     batch = make_batch(shapes)
     if same_prompt:
@@ -108,7 +118,8 @@ def gradient(
     batch = own_rows(engine, batch, deal)
     log_probs = engine.infer(batch, budget, entropy=True)
     metrics = engine.forward_backward(batch, budget, smooth_loss, COLUMNS, entropy=True)
-    metrics = {name: value for name, value in metrics.items() if name != "row"}  # numbers of rows are a rank's own
+    # numbers of rows are a rank's own
+    metrics = {name: value for name, value in metrics.items() if name != "row"}
     return {
         "gradient": gradients_of(engine),
         "norm": engine._gradient_norm().item(),
@@ -118,7 +129,9 @@ def gradient(
     }
 
 
-def train(setup: Setup, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, steps: int) -> dict[str, Any]:
+def train(
+    setup: Setup, shapes: Sequence[Shape], deal: Deal, budget: TokenBudget, steps: int
+) -> dict[str, Any]:
     """Metrics of some steps, and the parameters and moments after them."""
     engine = new_engine(setup)
     log = _steps(engine, shapes, deal, budget, range(steps))
@@ -139,9 +152,15 @@ def _steps(
 
 def state_of(engine: TrainEngine) -> dict[str, Any]:
     with engine.on_device(optimizer=True):
-        moments = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in moments_of(engine)]
+        moments = [
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+            for value in moments_of(engine)
+        ]
         moments = [value.clone() for value in moments]
-    return {"parameters": {name: value.clone() for name, value in engine.parameters_for_rollout()}, "moments": moments}
+    return {
+        "parameters": {name: value.clone() for name, value in engine.parameters_for_rollout()},
+        "moments": moments,
+    }
 
 
 def save(setup: Setup, folder: Path, shapes: Sequence[Shape], deal: Deal) -> dict[str, Any]:
@@ -165,7 +184,9 @@ def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> 
     """One step, one with a NaN in `row`, and one more."""
     engine = new_engine(setup)
     budget = TokenBudget(rows=2)
-    engine.forward_backward(own_rows(engine, make_batch(shapes), deal), budget, smooth_loss, COLUMNS)
+    engine.forward_backward(
+        own_rows(engine, make_batch(shapes), deal), budget, smooth_loss, COLUMNS
+    )
     engine.step()
     before = state_of(engine)
     batch = make_batch(shapes, seed=1)
@@ -173,9 +194,17 @@ def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> 
     engine.forward_backward(own_rows(engine, batch, deal), budget, smooth_loss, COLUMNS)
     spoilt = engine.step()
     after = state_of(engine)
-    engine.forward_backward(own_rows(engine, make_batch(shapes, seed=1), deal), budget, smooth_loss, COLUMNS)
-    unchanged = all(torch.equal(after["parameters"][name], value) for name, value in before["parameters"].items())
-    unchanged &= all(torch.equal(one, other) for one, other in zip(after["moments"], before["moments"], strict=True))
+    engine.forward_backward(
+        own_rows(engine, make_batch(shapes, seed=1), deal), budget, smooth_loss, COLUMNS
+    )
+    unchanged = all(
+        torch.equal(after["parameters"][name], value)
+        for name, value in before["parameters"].items()
+    )
+    unchanged &= all(
+        torch.equal(one, other)
+        for one, other in zip(after["moments"], before["moments"], strict=True)
+    )
     return {"spoilt": spoilt, "unchanged": unchanged, "next": engine.step()}
 
 
@@ -189,7 +218,9 @@ class Smooth(Objective):
         return smooth_loss(*args)
 
 
-def update(setup: Setup, shapes: Sequence[Shape], deal: Deal, mode: str, rows: int | None) -> dict[str, Any]:
+def update(
+    setup: Setup, shapes: Sequence[Shape], deal: Deal, mode: str, rows: int | None
+) -> dict[str, Any]:
     """`run_updates` over the rows, weighted by `loss_agg_mode` = `mode`."""
     engine = new_engine(setup)
     metrics = run_updates(
@@ -249,7 +280,8 @@ def weights_that_were_read(
     folder: Path, dtype: str, lora_rank: int = 0, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """All parameters and buffers of an engine whose model the first rank has read."""
-    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # adapters are drawn
+    # adapters are drawn
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     model = load_causal_lm(folder, dtype=dtype, weights=os.environ["RANK"] == "0")
     if lora_rank:
         apply_lora(model, rank=lora_rank, alpha=8)

@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 
-# Of one call on all ranks. A rank that waits for a collective which the others never make would wait for 30 minutes.
+# Of one call on all ranks. A rank that waits for a collective which the others never make would
+# wait for 30 minutes.
 TIMEOUT_S = 90
 
 
 class Ranks:
-    """`size` processes; `call` runs a module-level function on each of them and gives the list of what they return."""
+    """`size` processes; `call` runs a module-level function on each of them and gives the list of
+    what they return."""
 
     def __init__(self, size: int) -> None:
-        if torch.cuda.is_available():  # which no fork may use after one of the imports has looked for it
+        # which no fork may use after one of the imports has looked for it
+        if torch.cuda.is_available():
             context = multiprocessing.get_context("spawn")
         else:
-            # A server that has imported everything once and forks: a second group of ranks costs nothing.
+            # A server that has imported everything once and forks: a second group of ranks costs
+            # nothing.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["tests.distributed.jobs", "peft"])
         with socket.socket() as free:
@@ -45,7 +49,9 @@ class Ranks:
         for rank, connection in enumerate(self.connections):
             if not connection.poll(TIMEOUT_S):
                 self.close()
-                raise TimeoutError(f"Rank {rank} gave no answer to {function.__name__} within {TIMEOUT_S} s.")
+                raise TimeoutError(
+                    f"Rank {rank} gave no answer to {function.__name__} within {TIMEOUT_S} s."
+                )
             failed, answer = connection.recv()
             if failed:
                 self.close()
@@ -62,7 +68,11 @@ class Ranks:
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     while True:
         try:

@@ -14,14 +14,21 @@ SHAPES = [(5, 9), (2, 3), (12, 20), (7, 1)]
 BY_ROWS = TokenBudget(rows=2, phase="the pass for values")
 
 
-def infer(sequence: int, shapes: tuple, budgets: tuple[TokenBudget, TokenBudget], one_sees_it_reversed: bool) -> str:
+def infer(
+    sequence: int,
+    shapes: tuple,
+    budgets: tuple[TokenBudget, TokenBudget],
+    one_sees_it_reversed: bool,
+) -> str:
     """The error of a pass whose budgets, or plans, differ between the ranks."""
     engine = new_engine(Setup(sequence=sequence))
     rank = engine.mesh.world.rank
     deal = ((0, 1, 2, 3),) if sequence == 2 else ((0, 1, 2), (3,))
     with pytest.MonkeyPatch.context() as patch:
         if one_sees_it_reversed and rank == 1:
-            patch.setattr(agreement, "plan_micro_batches", lambda *args: plan_micro_batches(*args)[::-1])
+            patch.setattr(
+                agreement, "plan_micro_batches", lambda *args: plan_micro_batches(*args)[::-1]
+            )
         try:
             engine.infer(own_rows(engine, make_batch(shapes), deal), budgets[rank])
         except DataError as error:
@@ -41,13 +48,22 @@ def test_ranks_of_the_same_rows_must_plan_the_same_passes(two_ranks: Ranks):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (TokenBudget(rows=1, phase="the pass for values"), "the pass for values: 1 passes of at most 1 rows"),
-        (TokenBudget(rows=2, phase="the actor's update"), "the actor's update: 1 passes of at most 2 rows"),
+        (
+            TokenBudget(rows=1, phase="the pass for values"),
+            "the pass for values: 1 passes of at most 1 rows",
+        ),
+        (
+            TokenBudget(rows=2, phase="the actor's update"),
+            "the actor's update: 1 passes of at most 2 rows",
+        ),
     ],
     ids=["size", "phase"],
 )
-def test_ranks_with_rows_of_their_own_must_be_at_the_same_phase(two_ranks: Ranks, other: TokenBudget, told: str):
-    assert two_ranks.call(infer, 1, SHAPES, (BY_ROWS, BY_ROWS), False) == ["none"] * 2  # two passes and one
+def test_ranks_with_rows_of_their_own_must_be_at_the_same_phase(
+    two_ranks: Ranks, other: TokenBudget, told: str
+):
+    # two passes and one
+    assert two_ranks.call(infer, 1, SHAPES, (BY_ROWS, BY_ROWS), False) == ["none"] * 2
     errors = two_ranks.call(infer, 1, SHAPES, (BY_ROWS, other), False)
     assert errors[0] == errors[1]
     assert "Rank 0, the pass for values: 2 passes of at most 2 rows over 3 rows" in errors[0]

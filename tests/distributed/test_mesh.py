@@ -33,7 +33,10 @@ def test_a_mesh_of_one_needs_no_environment():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"sequence_parallel_size": 4}, "ulysses_sequence_parallel_size.* got 4 and 6. Set it to one of 1, 2, 3, 6"),
+        (
+            {"sequence_parallel_size": 4},
+            "ulysses_sequence_parallel_size.* got 4 and 6. Set it to one of 1, 2, 3, 6",
+        ),
         ({"fsdp_size": 4}, "fsdp_size must divide.* got 4 and 6. .*-1 for all"),
         ({}, "WORLD_SIZE=6 .*RANK and MASTER_ADDR and MASTER_PORT.*torchrun"),
     ],

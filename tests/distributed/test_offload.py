@@ -1,4 +1,5 @@
-"""What lies on the host between phases and passes comes back as it was, and is really away in between."""
+"""What lies on the host between phases and passes comes back as it was, and is really away in
+between."""
 
 from pathlib import Path
 
@@ -28,9 +29,17 @@ def process_group():
 
 @pytest.mark.parametrize("chunk", [2**28, 1024])
 def test_tensors_come_back_as_they_were(monkeypatch, chunk):
-    monkeypatch.setattr(offload, "CHUNK_BYTES", chunk)  # the small one cuts tensors in several places
+    # the small one cuts tensors in several places
+    monkeypatch.setattr(offload, "CHUNK_BYTES", chunk)
     tied = torch.randn(40, 7)
-    tensors = [tied, tied.t(), torch.arange(999), torch.tensor(3.0), torch.empty(0, 4), torch.randn(5).bfloat16()]
+    tensors = [
+        tied,
+        tied.t(),
+        torch.arange(999),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.randn(5).bfloat16(),
+    ]
     expected = [tensor.clone() for tensor in tensors]
     kept = Offload(lambda: tensors, CPU)
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0, 4, 0, 0]
@@ -45,7 +54,11 @@ def test_tensors_come_back_as_they_were(monkeypatch, chunk):
 
 
 def local_bytes(tensors) -> int:
-    return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors if hasattr(tensor, "to_local"))
+    return sum(
+        tensor.to_local().untyped_storage().nbytes()
+        for tensor in tensors
+        if hasattr(tensor, "to_local")
+    )
 
 
 def step(engine: TrainEngine, seed: int) -> float:
@@ -66,7 +79,9 @@ def test_an_engine_is_on_the_host_between_phases(tmp_path: Path):
     assert torch.equal(inferred, plain.infer(make_batch(SHAPES), WHOLE)["log_probs"])
     engine.save(tmp_path)
     handed_over = dict(engine.parameters_for_rollout())  # read after the last of them has come
-    assert all(torch.equal(value, handed_over[name]) for name, value in plain.parameters_for_rollout())
+    assert all(
+        torch.equal(value, handed_over[name]) for name, value in plain.parameters_for_rollout()
+    )
     other = jobs.new_engine(OFFLOADED)
     other.load(tmp_path)
     assert local_bytes([*other.module.parameters(), *moments_of(other)]) == 0
@@ -100,7 +115,9 @@ def test_activations_of_checkpointed_layers_are_on_the_host(monkeypatch):
         engine.forward_backward(make_batch(SHAPES), WHOLE, smooth_loss, COLUMNS)
         gradients.append(flat_gradient(engine))
     tokens = sum(prompt + response for prompt, response in SHAPES)
-    assert packed == [(1, tokens, 32)] * 2, "the input of each of two layers, and nothing within them"
+    assert packed == [(1, tokens, 32)] * 2, (
+        "the input of each of two layers, and nothing within them"
+    )
     assert torch.equal(*gradients)
 
 
@@ -116,5 +133,6 @@ def test_a_plain_module_on_the_cpu_stays_where_it_is():
     step(engine, 0)
     assert [parameter.data_ptr() for parameter in engine.module.parameters()] == addresses
     assert all(
-        isinstance(parameter, nn.Parameter) and parameter.abs().sum() > 0 for parameter in engine.module.parameters()
+        isinstance(parameter, nn.Parameter) and parameter.abs().sum() > 0
+        for parameter in engine.module.parameters()
     )

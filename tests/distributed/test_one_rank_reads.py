@@ -50,7 +50,9 @@ def test_adapters_are_those_of_the_first_rank(two_ranks: Ranks, tmp_path: Path):
 def test_folders_that_differ_between_machines_are_told(two_ranks: Ranks, tmp_path: Path):
     save_tiny(tmp_path / "first")
     save_tiny(tmp_path / "second", intermediate_size=64)
-    for rank, text in enumerate(two_ranks.call(jobs.mismatch_of_folders, [tmp_path / "first", tmp_path / "second"])):
+    for rank, text in enumerate(
+        two_ranks.call(jobs.mismatch_of_folders, [tmp_path / "first", tmp_path / "second"])
+    ):
         if rank > 0:
             assert "other shapes on this rank" in text
             assert "same model folder" in text

@@ -1,4 +1,5 @@
-"""Several gloo ranks compute what one process computes: gradients, norms, metrics, log-probs, updates, checkpoints."""
+"""Several gloo ranks compute what one process computes: gradients, norms, metrics, log-probs,
+updates, checkpoints."""
 
 from pathlib import Path
 
@@ -23,19 +24,27 @@ OFFLOAD = {"checkpointing": True, "activation_offload": True, "param_offload": T
 
 def worst_relative_l2(one: dict, other: dict) -> float:
     assert one.keys() == other.keys()
-    return max(((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-30)).item() for name in one)
+    return max(
+        ((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-30)).item()
+        for name in one
+    )
 
 
 def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: float) -> None:
     data, sequence = found[0]["mesh"]
-    # Row by row and all at once a BLAS sums in other orders; the entropy of scaled-up weights shows it most.
+    # Row by row and all at once a BLAS sums in other orders; the entropy of scaled-up weights shows
+    # it most.
     of_a_token = 1e-5 if tolerance < 1e-6 else 5e-5
     for rank, answer in enumerate(found):
         assert worst_relative_l2(answer["gradient"], expected["gradient"]) <= tolerance
         assert answer["norm"] == pytest.approx(expected["norm"], rel=tolerance)
-        assert answer["metrics"] == pytest.approx(expected["metrics"], rel=max(tolerance, 1e-9), abs=tolerance)
+        assert answer["metrics"] == pytest.approx(
+            expected["metrics"], rel=max(tolerance, 1e-9), abs=tolerance
+        )
         rows = list(deal[rank // sequence])
-        torch.testing.assert_close(answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=of_a_token)
+        torch.testing.assert_close(
+            answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=of_a_token
+        )
     assert data * sequence == len(found)
 
 
@@ -55,7 +64,9 @@ def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: f
 def test_two_ranks_give_the_gradient_of_one(two_ranks: Ranks, settings: dict, double: bool):
     expected = jobs.gradient(Setup(double=double), SHAPES, ALL_ROWS, WHOLE)
     deal = ALL_ROWS if "sequence" in settings else UNEVEN
-    found = two_ranks.call(jobs.gradient, Setup(double=double, **settings), SHAPES, deal, TokenBudget(rows=1))
+    found = two_ranks.call(
+        jobs.gradient, Setup(double=double, **settings), SHAPES, deal, TokenBudget(rows=1)
+    )
     assert_same(found, expected, deal, 1e-9 if double else 1e-5)
 
 
@@ -66,7 +77,9 @@ def test_two_ranks_give_the_gradient_of_one(two_ranks: Ranks, settings: dict, do
 )
 def test_four_ranks_give_the_gradient_of_one(four_ranks: Ranks, settings: dict):
     deal = {1: ((0, 2), (1,), (3,), (4,)), 2: UNEVEN, 4: ALL_ROWS}[settings.get("sequence", 1)]
-    found = four_ranks.call(jobs.gradient, Setup(**settings), SHAPES, deal, TokenBudget(max_tokens=40))
+    found = four_ranks.call(
+        jobs.gradient, Setup(**settings), SHAPES, deal, TokenBudget(max_tokens=40)
+    )
     assert_same(found, jobs.gradient(ALONE, SHAPES, ALL_ROWS, WHOLE), deal, 1e-9)
 
 
@@ -75,8 +88,11 @@ def test_ulysses_keeps_windows_caps_and_sinks(two_ranks: Ranks, family: str):
     shapes = [(20, 25), (3, 9), (11, 30)]  # longer than the window
     deal = ((0, 1, 2),)
     expected = jobs.gradient(Setup(family), shapes, deal, WHOLE)
-    found = two_ranks.call(jobs.gradient, Setup(family, sequence=2, checkpointing=True), shapes, deal, WHOLE)
-    assert_same(found, expected, deal, 1e-7)  # norms and rotations of transformers round to fp32 on the way
+    found = two_ranks.call(
+        jobs.gradient, Setup(family, sequence=2, checkpointing=True), shapes, deal, WHOLE
+    )
+    # norms and rotations of transformers round to fp32 on the way
+    assert_same(found, expected, deal, 1e-7)
 
 
 def test_ulysses_gives_the_critics_gradient(two_ranks: Ranks):
@@ -86,8 +102,12 @@ def test_ulysses_gives_the_critics_gradient(two_ranks: Ranks):
 
 
 @pytest.mark.parametrize("sequence", [1, 2])
-@pytest.mark.parametrize("settings", [{"lora": True}, {"family": "qwen3_moe"}], ids=["LoRA", "experts"])
-def test_what_is_applied_before_sharding_composes_with_it(two_ranks: Ranks, settings: dict, sequence: int):
+@pytest.mark.parametrize(
+    "settings", [{"lora": True}, {"family": "qwen3_moe"}], ids=["LoRA", "experts"]
+)
+def test_what_is_applied_before_sharding_composes_with_it(
+    two_ranks: Ranks, settings: dict, sequence: int
+):
     deal = ALL_ROWS if sequence > 1 else UNEVEN
     expected = jobs.gradient(Setup(**settings), SHAPES, ALL_ROWS, WHOLE)
     setup = Setup(sequence=sequence, **OFFLOAD, **settings)
@@ -99,10 +119,15 @@ def test_ulysses_over_prompts_that_are_computed_once(two_ranks: Ranks):
     """An odd number of tokens: the added segment must not come between prompts and responses."""
     shapes = [(21, 7), (21, 12), (21, 4), (21, 5)]
     deal = ((0, 1, 2, 3),)
-    found = two_ranks.call(jobs.gradient, Setup(sequence=2, checkpointing=True), shapes, deal, WHOLE, True)
+    found = two_ranks.call(
+        jobs.gradient, Setup(sequence=2, checkpointing=True), shapes, deal, WHOLE, True
+    )
     assert_same(found, jobs.gradient(ALONE, shapes, deal, WHOLE, True), deal, 1e-9)
-    # Norms of transformers round the gradient of a prompt to fp32 after, not before, it is added up.
-    assert_same(found, jobs.gradient(Setup(share_prompts=False), shapes, deal, WHOLE, True), deal, 1e-6)
+    # Norms of transformers round the gradient of a prompt to fp32 after, not before, it is added
+    # up.
+    assert_same(
+        found, jobs.gradient(Setup(share_prompts=False), shapes, deal, WHOLE, True), deal, 1e-6
+    )
 
 
 SETUPS = [
@@ -117,18 +142,28 @@ SETUPS = [
 @st.composite
 def dealt_rows(draw: st.DrawFn) -> tuple[list[tuple[int, int]], jobs.Deal, jobs.Deal]:
     """Row lengths, all rows in some order, and the same dealt to two ranks."""
-    shapes = draw(st.lists(st.tuples(st.integers(2, 20), st.integers(1, 20)), min_size=2, max_size=7))
+    shapes = draw(
+        st.lists(st.tuples(st.integers(2, 20), st.integers(1, 20)), min_size=2, max_size=7)
+    )
     order = draw(st.permutations(range(len(shapes))))
     cut = draw(st.integers(1, len(shapes) - 1))
     return shapes, (tuple(order),), (tuple(order[:cut]), tuple(order[cut:]))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    rows=dealt_rows(), setup=st.sampled_from(SETUPS), max_tokens=st.integers(40, 150), by_rows=st.integers(0, 3)
-)  # fmt: skip
-def test_gradient_depends_on_nothing_but_the_mini_batch(two_ranks: Ranks, rows, setup: Setup, max_tokens, by_rows):
-    """Micro-batches, packing order, rank count, sequence-parallel size, checkpointing and off-load."""
+    rows=dealt_rows(),
+    setup=st.sampled_from(SETUPS),
+    max_tokens=st.integers(40, 150),
+    by_rows=st.integers(0, 3),
+)
+def test_gradient_depends_on_nothing_but_the_mini_batch(
+    two_ranks: Ranks, rows, setup: Setup, max_tokens, by_rows
+):
+    """Micro-batches, packing order, rank count, sequence-parallel size, checkpointing and
+    off-load."""
     shapes, in_order, dealt = rows
     budget = TokenBudget(rows=by_rows) if by_rows else TokenBudget(max_tokens=max_tokens)
     expected = jobs.gradient(ALONE, shapes, (tuple(range(len(shapes))),), WHOLE)
@@ -144,13 +179,19 @@ def test_gradient_depends_on_nothing_but_the_mini_batch(two_ranks: Ranks, rows, 
 def test_two_ranks_train_like_one(two_ranks: Ranks, settings: dict):
     expected = jobs.train(ALONE, SHAPES, ALL_ROWS, WHOLE, 3)
     deal = ALL_ROWS if "sequence" in settings else UNEVEN
-    for found in two_ranks.call(jobs.train, Setup(**settings), SHAPES, deal, TokenBudget(rows=2), 3):
+    for found in two_ranks.call(
+        jobs.train, Setup(**settings), SHAPES, deal, TokenBudget(rows=2), 3
+    ):
         assert found["log"] == [pytest.approx(line, rel=1e-6) for line in expected["log"]]
         assert worst_relative_l2(found["parameters"], expected["parameters"]) <= 1e-7
 
 
-@pytest.mark.parametrize(("settings", "row", "where"), [({}, 4, (1, 1)), ({}, 0, (0, 0)), ({"sequence": 2}, 4, (0, 4))])
-def test_all_ranks_skip_a_step_alike_and_name_its_row(two_ranks: Ranks, settings: dict, row: int, where):
+@pytest.mark.parametrize(
+    ("settings", "row", "where"), [({}, 4, (1, 1)), ({}, 0, (0, 0)), ({"sequence": 2}, 4, (0, 4))]
+)
+def test_all_ranks_skip_a_step_alike_and_name_its_row(
+    two_ranks: Ranks, settings: dict, row: int, where
+):
     deal = ALL_ROWS if "sequence" in settings else ((0, 1, 2), (3, 4))
     rank, own_row = where
     place = "" if "sequence" in settings else f" of data-parallel rank {rank}"
@@ -173,7 +214,9 @@ def test_all_ranks_skip_a_step_alike_and_name_its_row(two_ranks: Ranks, settings
     ],
     ids=["2 to 1", "1 to 2", "ulysses with off-load to hsdp", "off-load policy"],
 )
-def test_a_checkpoint_does_not_know_how_many_ranks_there_were(two_ranks: Ranks, tmp_path: Path, saver, loader):
+def test_a_checkpoint_does_not_know_how_many_ranks_there_were(
+    two_ranks: Ranks, tmp_path: Path, saver, loader
+):
     def on(settings: dict | None, job) -> dict:
         if settings is None:
             return job(Setup(double=False), tmp_path, SHAPES, ALL_ROWS)
@@ -181,12 +224,20 @@ def test_a_checkpoint_does_not_know_how_many_ranks_there_were(two_ranks: Ranks, 
         return two_ranks.call(job, Setup(double=False, **settings), tmp_path, SHAPES, deal)[1]
 
     saved, loaded = on(saver, jobs.save), on(loader, jobs.load)
-    assert all(torch.equal(loaded["parameters"][name], value) for name, value in saved["parameters"].items())
-    assert all(torch.equal(one, other) for one, other in zip(loaded["moments"], saved["moments"], strict=True))
+    assert all(
+        torch.equal(loaded["parameters"][name], value)
+        for name, value in saved["parameters"].items()
+    )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(loaded["moments"], saved["moments"], strict=True)
+    )
     assert loaded["log"] == [pytest.approx(line, rel=1e-4) for line in saved["log"]]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_an_update_is_normalised_over_all_ranks(two_ranks: Ranks, mode: str):
     shapes = [*SHAPES, (4, 6)]
     expected = jobs.update(ALONE, shapes, ((0, 1, 2, 3, 4, 5),), mode, 6)
@@ -197,6 +248,11 @@ def test_an_update_is_normalised_over_all_ranks(two_ranks: Ranks, mode: str):
 
 
 def test_mini_batches_that_ranks_cannot_share_are_told_on_all_of_them(two_ranks: Ranks):
-    assert two_ranks.call(jobs.error_of_update, SHAPES, UNEVEN, None) == ["DataError: got 1 to 4"] * 2
-    assert two_ranks.call(jobs.error_of_update, SHAPES, ((0, 1), (2, 3)), 3) == ["ConfigError: got 2 and 3"] * 2
+    assert (
+        two_ranks.call(jobs.error_of_update, SHAPES, UNEVEN, None) == ["DataError: got 1 to 4"] * 2
+    )
+    assert (
+        two_ranks.call(jobs.error_of_update, SHAPES, ((0, 1), (2, 3)), 3)
+        == ["ConfigError: got 2 and 3"] * 2
+    )
     assert two_ranks.call(jobs.error_of_heads) == ["ModelError: got 2 and 3"] * 2

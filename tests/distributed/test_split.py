@@ -8,10 +8,14 @@ from verl.models.packed import PackedBatch
 
 
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), parts=st.integers(2, 5), share=st.booleans()
-)  # fmt: skip
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    parts=st.integers(2, 5),
+    share=st.booleans(),
+)
 def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
-    sequences = [[7, 7, 7, *range(10 * i + 1, 10 * i + 1 + length)] for i, length in enumerate(lengths)]
+    sequences = [
+        [7, 7, 7, *range(10 * i + 1, 10 * i + 1 + length)] for i, length in enumerate(lengths)
+    ]
     whole = PackedBatch.from_sequences(sequences)
     if share:
         whole = PackedBatch.from_rows(*_padded(sequences))
@@ -28,7 +32,9 @@ def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
         assert part.cu_seqlens.tolist()[-1] == len(whole.input_ids) + added
         assert (part.shared, part.num_predictions) == (whole.shared, len(whole.targets))
         assert torch.equal(part.targets, whole.targets[part.places])
-        assert torch.equal(part.input_ids[part.predict], whole.input_ids[whole.predict[part.places]])
+        assert torch.equal(
+            part.input_ids[part.predict], whole.input_ids[whole.predict[part.places]]
+        )
         seen[part.places] += 1
     assert bool((seen == 1).all())
 
@@ -36,7 +42,9 @@ def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
 def _padded(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
     width = max(len(sequence) for sequence in sequences)
     ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences])
-    mask = torch.tensor([[1] * len(sequence) + [0] * (width - len(sequence)) for sequence in sequences])
+    mask = torch.tensor(
+        [[1] * len(sequence) + [0] * (width - len(sequence)) for sequence in sequences]
+    )
     return ids, mask, width - 3
 
 

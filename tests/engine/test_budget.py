@@ -1,4 +1,5 @@
-"""The size of passes where the user gives none: begun by prediction, settled by a meter, the same on all ranks."""
+"""The size of passes where the user gives none: begun by prediction, settled by a meter, the same
+on all ranks."""
 
 import pytest
 import torch
@@ -81,8 +82,13 @@ def test_sizes_have_bounds():
     assert roomy.begin(AUTOMATIC, [5], lambda tokens: tokens).max_tokens == MOST_TOKENS
     tight = AutomaticBudgets(FakeMeter(1, 0, 1), ALONE)
     assert tight.begin(AUTOMATIC, [5], lambda tokens: tokens).max_tokens == TOKEN_STEP
-    assert tight.begin(AUTOMATIC, [5000], lambda tokens: tokens).max_tokens == 5000, "a row is never cut"
-    assert AutomaticBudgets(None, ALONE).begin(AUTOMATIC, [5], lambda tokens: tokens).max_tokens == DEFAULT_TOKENS
+    assert tight.begin(AUTOMATIC, [5000], lambda tokens: tokens).max_tokens == 5000, (
+        "a row is never cut"
+    )
+    assert (
+        AutomaticBudgets(None, ALONE).begin(AUTOMATIC, [5], lambda tokens: tokens).max_tokens
+        == DEFAULT_TOKENS
+    )
 
 
 def test_what_the_user_gives_is_left_alone():
@@ -96,7 +102,9 @@ def test_what_the_user_gives_is_left_alone():
 
 def test_all_ranks_get_the_least(monkeypatch: pytest.MonkeyPatch):
     """Another rank has half the room."""
-    monkeypatch.setattr(budget_module, "max_of", lambda number, world: number // 2 if number < 0 else number)
+    monkeypatch.setattr(
+        budget_module, "max_of", lambda number, world: number // 2 if number < 0 else number
+    )
     meter = FakeMeter(room=40_000_000, constant=0, a_token=1000)
     budgets = AutomaticBudgets(meter, ALONE)
     assert run(budgets, meter, lambda tokens: 1000 * tokens, 1) == [11_776]
@@ -135,7 +143,9 @@ def test_an_engine_fills_the_room_that_it_measures(monkeypatch: pytest.MonkeyPat
     expected.forward_backward(batch, TokenBudget(max_tokens=1000), smooth_loss, COLUMNS)
     engine = make_engine()
     sizes: list[int] = []
-    engine.module.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0].input_ids)))
+    engine.module.register_forward_pre_hook(
+        lambda module, args: sizes.append(len(args[0].input_ids))
+    )
     with LiveBytes(engine.module.parameters(), room=900_000) as meter:
         engine.budgets = AutomaticBudgets(meter, ALONE)
         for _ in range(MEASURED_CALLS + 1):

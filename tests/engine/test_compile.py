@@ -1,4 +1,5 @@
-"""Compiled decoder layers: the gradients of uncompiled ones, few graphs, and none more for other lengths."""
+"""Compiled decoder layers: the gradients of uncompiled ones, few graphs, and none more for other
+lengths."""
 
 import logging
 
@@ -19,7 +20,8 @@ from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
-# Not 32 tokens first: at a count equal to the hidden size both are one symbol of the graph, which is compiled again.
+# Not 32 tokens first: at a count equal to the hidden size both are one symbol of the graph, which
+# is compiled again.
 SHAPES = [(20, 11), (5, 9), (1, 3), (30, 20), (7, 1), (3, 14)]
 ONE_ROW = TokenBudget(rows=1)
 
@@ -29,7 +31,8 @@ def clean_start(monkeypatch):
     """Counters and caches of one test, and no process group after it."""
     torch._dynamo.reset()
     counters.clear()
-    # pytest would catch every line that torch writes of a graph, which takes longer than compiling it.
+    # pytest would catch every line that torch writes of a graph, which takes longer than compiling
+    # it.
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     yield
     close_process_group()
@@ -69,9 +72,14 @@ def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
     batch = make_batch(SHAPES)
     for _ in range(2):  # again after a step: the graphs must read the new weights
         expected = plain.infer(batch, ONE_ROW)["log_probs"]
-        torch.testing.assert_close(compiled.infer(batch, ONE_ROW)["log_probs"], expected, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(
+            compiled.infer(batch, ONE_ROW)["log_probs"], expected, rtol=1e-4, atol=2e-4
+        )
         for budget in (ONE_ROW, TokenBudget(rows=3)):
-            assert relative_l2(gradient(compiled, SHAPES, budget), gradient(plain, SHAPES, budget)) <= 1e-4
+            assert (
+                relative_l2(gradient(compiled, SHAPES, budget), gradient(plain, SHAPES, budget))
+                <= 1e-4
+            )
         plain.step(), compiled.step()
 
 
@@ -80,19 +88,24 @@ def test_all_layers_and_all_lengths_share_four_graphs():
     counters.clear()
     gradient(engine, SHAPES[:1], ONE_ROW)
     assert counters["stats"]["unique_graphs"] == 4
-    assert sum(counters["graph_break"].values()) <= 3  # one place, counted in each frame that it cuts
+    # one place, counted in each frame that it cuts
+    assert sum(counters["graph_break"].values()) <= 3
     for shapes in (SHAPES, [(3, 3)], [(17, 80), (2, 2)]):
         for budget in (ONE_ROW, TokenBudget(rows=4)):
             gradient(engine, shapes, budget)
     assert counters["stats"]["unique_graphs"] == 4
-    engine.infer(make_batch(SHAPES), ONE_ROW)  # without gradient; the embeddings' output differs in that from a layer's
+    # without gradient; the embeddings' output differs in that from a layer's
+    engine.infer(make_batch(SHAPES), ONE_ROW)
     assert counters["stats"]["unique_graphs"] in (8, 10)
     known = counters["stats"]["unique_graphs"]
     engine.infer(make_batch([(17, 80), (2, 2)]), TokenBudget(rows=2))
     assert counters["stats"]["unique_graphs"] == known
 
 
-@given(shapes=lists(tuples(integers(1, 20), integers(1, 20)), min_size=1, max_size=6), rows=integers(1, 6))
+@given(
+    shapes=lists(tuples(integers(1, 20), integers(1, 20)), min_size=1, max_size=6),
+    rows=integers(1, 6),
+)
 @settings(max_examples=15, deadline=None)
 def test_gradients_do_not_depend_on_compile(shapes, rows, engines):
     plain, compiled = engines
@@ -111,7 +124,9 @@ def test_checkpointing_stays_around_the_compiled_layer(checkpointing):
     engine = make_engine("aot_eager", gradient_checkpointing=checkpointing)
     kept: list[int] = []
     packed = PackedBatch.from_sequences([list(range(3, 40)), list(range(60, 100))])
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         log_probs = engine.module(packed)["log_probs"]
     wide = [numel for numel in kept if numel == 77 * 48]  # of the MLP's inner width
     assert bool(wide) != checkpointing
@@ -123,13 +138,17 @@ def test_the_log_says_once_what_is_compiled(caplog):
         engine = make_engine("aot_eager")
         for _ in range(2):
             engine.infer(make_batch(SHAPES), ONE_ROW)
-    (line,) = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "compiled" in record.getMessage()
+    ]
     assert line.startswith("2 decoder layers are compiled (aot_eager); the first took ")
 
 
 def test_without_a_compiler_the_error_names_the_key():
     with (
-        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
+        torch._inductor.config.patch(
+            {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+        ),
         pytest.raises(ConfigError, match=f"{KEY}=false"),
     ):
         apply_compile(PackedCausalLM(tiny_model("qwen2")), CPU)

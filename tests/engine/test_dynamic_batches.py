@@ -1,4 +1,5 @@
-"""Micro-batches in verl 0.5's form: no part is too large, and what was rearranged can be put back."""
+"""Micro-batches in verl 0.5's form: no part is too large, and what was rearranged can be put
+back."""
 
 import pytest
 import torch
@@ -23,25 +24,38 @@ def batch_of(lengths: list[int]) -> DataProto:
     rows = torch.arange(len(lengths))
     mask = (torch.arange(60) < torch.tensor(lengths)[:, None]).long()
     return DataProto.from_dict(
-        {"attention_mask": mask, "row": rows}, {"name": [f"row {i}" for i in rows.tolist()]}, {"step": 3}
+        {"attention_mask": mask, "row": rows},
+        {"name": [f"row {i}" for i in rows.tolist()]},
+        {"step": 3},
     )
 
 
 @given(LENGTHS, integers(60, 300), booleans(), integers(1, 6), integers(1, 4))
-def test_parts_hold_every_row_once_and_no_more_than_they_may(lengths, max_tokens, even, fewest, divisor):
-    batch, given_numbers = batch_of(lengths).batch, {"min_num_micro_batch": fewest, "num_batches_divided_by": divisor}
+def test_parts_hold_every_row_once_and_no_more_than_they_may(
+    lengths, max_tokens, even, fewest, divisor
+):
+    batch, given_numbers = (
+        batch_of(lengths).batch,
+        {"min_num_micro_batch": fewest, "num_batches_divided_by": divisor},
+    )
     plain, rows_of_plain = rearrange_micro_batches(batch, max_tokens, use_dynamic_bsz_balance=even)
     count = ceildiv(max(len(plain), fewest), divisor) * divisor
     if count > len(lengths):
         with pytest.raises(DataError, match=f"{count} micro-batches.* {len(lengths)} rows"):
-            rearrange_micro_batches(batch, max_tokens, use_dynamic_bsz_balance=even, **given_numbers)
+            rearrange_micro_batches(
+                batch, max_tokens, use_dynamic_bsz_balance=even, **given_numbers
+            )
         return
-    parts, rows = rearrange_micro_batches(batch, max_tokens, use_dynamic_bsz_balance=even, **given_numbers)
+    parts, rows = rearrange_micro_batches(
+        batch, max_tokens, use_dynamic_bsz_balance=even, **given_numbers
+    )
     assert len(parts) == len(rows) == count
     for part, numbers in [*zip(parts, rows), *zip(plain, rows_of_plain)]:
         assert part["row"].tolist() == numbers != []
         assert part["attention_mask"].sum() <= max_tokens
-    assert torch.equal(restore_dynamic_batch(torch.cat([part["row"] for part in parts]), rows), batch["row"])
+    assert torch.equal(
+        restore_dynamic_batch(torch.cat([part["row"] for part in parts]), rows), batch["row"]
+    )
     if not even:
         assert [row for numbers in rows_of_plain for row in numbers] == list(range(len(lengths)))
 
@@ -50,18 +64,29 @@ def test_parts_hold_every_row_once_and_no_more_than_they_may(lengths, max_tokens
 def test_a_batch_comes_back_with_its_objects(lengths, max_tokens):
     data = batch_of(lengths)
     parts, rows = prepare_dynamic_batch(data, max_tokens)
-    assert all(part.batch["attention_mask"].sum() <= max_tokens and part.meta_info == {"step": 3} for part in parts)
+    assert all(
+        part.batch["attention_mask"].sum() <= max_tokens and part.meta_info == {"step": 3}
+        for part in parts
+    )
     joined = DataProto.concat(parts)
-    assert joined.non_tensor_batch["name"].tolist() == [f"row {row}" for row in joined.batch["row"].tolist()]
+    assert joined.non_tensor_batch["name"].tolist() == [
+        f"row {row}" for row in joined.batch["row"].tolist()
+    ]
     values = torch.stack([joined.batch["row"], joined.batch["row"] * 2], dim=1)
-    assert restore_dynamic_batch(values, rows).tolist() == [[row, 2 * row] for row in range(len(lengths))]
+    assert restore_dynamic_batch(values, rows).tolist() == [
+        [row, 2 * row] for row in range(len(lengths))
+    ]
 
 
 def test_even_parts_are_more_even_than_parts_in_order():
     lengths, fullest = [10, 1, 1, 1, 1, 1, 1, 10, 10, 10], {}
     for even in (True, False):
-        parts, _ = rearrange_micro_batches(batch_of(lengths).batch, 60, use_dynamic_bsz_balance=even)
-        parts += rearrange_micro_batches(batch_of(lengths).batch, 30, use_dynamic_bsz_balance=even)[0]
+        parts, _ = rearrange_micro_batches(
+            batch_of(lengths).batch, 60, use_dynamic_bsz_balance=even
+        )
+        parts += rearrange_micro_batches(batch_of(lengths).batch, 30, use_dynamic_bsz_balance=even)[
+            0
+        ]
         fullest[even] = [int(part["attention_mask"].sum()) for part in parts]
     assert fullest == {True: [46, 23, 23], False: [46, 26, 20]}
 
@@ -78,5 +103,7 @@ def test_ceildiv(a, b):
 
 
 def test_a_row_that_fits_nowhere_is_named():
-    with pytest.raises(ConfigError, match="at most 20 tokens, but row 1 has 30. Raise max_token_len to at least 30"):
+    with pytest.raises(
+        ConfigError, match="at most 20 tokens, but row 1 has 30. Raise max_token_len to at least 30"
+    ):
         rearrange_micro_batches(batch_of([10, 30]).batch, max_token_len=20)

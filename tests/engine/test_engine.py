@@ -45,7 +45,10 @@ def gradients(engine: TrainEngine, batch: DataProto, budget: TokenBudget) -> tup
 
 def worst_relative_l2(one: dict, other: dict) -> float:
     assert one.keys() == other.keys()
-    return max(((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-30)).item() for name in one)
+    return max(
+        ((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-30)).item()
+        for name in one
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +65,21 @@ shapes_strategy = lists(tuples(integers(3, 20), integers(1, 20)), min_size=1, ma
 
 
 @settings(max_examples=15, deadline=None)
-@given(shapes=shapes_strategy, max_tokens=integers(40, 120), rows=integers(1, 4), padding=integers(0, 9))
+@given(
+    shapes=shapes_strategy,
+    max_tokens=integers(40, 120),
+    rows=integers(1, 4),
+    padding=integers(0, 9),
+)
 def test_gradient_depends_neither_on_micro_batches_nor_on_padding(
     engine64, engine32, shapes, max_tokens, rows, padding
 ):
     for engine, tolerance in ((engine64, 1e-9), (engine32, 1e-5)):
         whole, means = gradients(engine, make_batch(shapes), WHOLE)
         for budget in (TokenBudget(max_tokens=max_tokens), TokenBudget(rows=rows)):
-            parts, other_means = gradients(engine, make_batch(shapes, extra_padding=padding), budget)
+            parts, other_means = gradients(
+                engine, make_batch(shapes, extra_padding=padding), budget
+            )
             assert worst_relative_l2(parts, whole) <= tolerance
             assert other_means == pytest.approx(means, rel=1e-4, abs=1e-6)
 
@@ -83,16 +93,26 @@ def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
     for row, (prompt, response) in enumerate(SHAPES):
         columns = batch.batch[row]
         ids = columns["input_ids"][columns["attention_mask"].bool()][None]
-        log_probs = model(ids).logits[0, prompt - 1 : -1].log_softmax(-1).gather(1, ids[0, prompt:, None])[:, 0]
+        log_probs = (
+            model(ids)
+            .logits[0, prompt - 1 : -1]
+            .log_softmax(-1)
+            .gather(1, ids[0, prompt:, None])[:, 0]
+        )
         mask = columns["response_mask"][:response].bool()
         ratio = torch.sin(log_probs - columns["old_log_probs"][:response])
-        terms = columns["advantages"][:response] * (log_probs + 0.5 * ratio) * columns["weights"][:response]
+        terms = (
+            columns["advantages"][:response]
+            * (log_probs + 0.5 * ratio)
+            * columns["weights"][:response]
+        )
         loss = loss - terms[mask].sum()
         ratios.append(ratio[mask])
         rows += [row] * int(mask.sum())
     loss.backward()
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()}
-    # Not 1e-9: norms, rotations and eager softmax of transformers run in fp32 also in a float64 model.
+    # Not 1e-9: norms, rotations and eager softmax of transformers run in fp32 also in a float64
+    # model.
     assert worst_relative_l2(packed, expected) <= 1e-5
     assert metrics["ratio"] == pytest.approx(torch.cat(ratios).mean().item(), rel=1e-5)
     assert metrics["row"] == pytest.approx(sum(rows) / len(rows), rel=1e-9)
@@ -101,7 +121,9 @@ def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
 
 def test_gradient_checkpointing_changes_no_gradient():
     plain, _ = gradients(make_engine(), make_batch(SHAPES), TokenBudget(rows=2))
-    recomputed, _ = gradients(make_engine(gradient_checkpointing=True), make_batch(SHAPES), TokenBudget(rows=2))
+    recomputed, _ = gradients(
+        make_engine(gradient_checkpointing=True), make_batch(SHAPES), TokenBudget(rows=2)
+    )
     assert worst_relative_l2(recomputed, plain) <= 1e-6
 
 
@@ -135,7 +157,9 @@ def test_infer_gives_the_log_probs_that_training_sees(engine32):
 
 
 def test_a_step_is_adamw_on_the_clipped_gradient():
-    engine = make_engine(torch.float64, grad_clip=0.01, optim=OptimConfig(lr=0.1, weight_decay=0.02))
+    engine = make_engine(
+        torch.float64, grad_clip=0.01, optim=OptimConfig(lr=0.1, weight_decay=0.02)
+    )
     reference = tiny_model("qwen2", dtype=torch.float64)
     collected, _ = gradients(engine, make_batch(SHAPES), WHOLE)
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in collected.values()))
@@ -147,7 +171,9 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
     assert result.grad_norm == pytest.approx(norm, rel=1e-9)
     assert (result.lr, result.skipped, result.offenders) == (0.1, False, [])
     for name, parameter in engine.parameters_for_rollout():
-        torch.testing.assert_close(parameter, dict(reference.named_parameters())[name].detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            parameter, dict(reference.named_parameters())[name].detach(), rtol=1e-9, atol=1e-12
+        )
     assert all(parameter.grad is None for parameter in engine.module.parameters())
 
 
@@ -156,7 +182,9 @@ def test_without_grad_clip_the_gradient_stays_whole():
     for engine in (clipped, whole):
         engine.forward_backward(make_batch(SHAPES), WHOLE, smooth_loss, COLUMNS)
         engine.step()
-    for (_, one), (_, other) in zip(clipped.parameters_for_rollout(), whole.parameters_for_rollout()):
+    for (_, one), (_, other) in zip(
+        clipped.parameters_for_rollout(), whole.parameters_for_rollout()
+    ):
         assert torch.equal(one, other)
 
 
@@ -184,7 +212,9 @@ def spoil_loss(batch: DataProto, row: int) -> None:
 
 def overflow_gradient(outputs, columns, sequence):
     """A finite loss whose gradient is not, on the third row alone."""
-    log_probs = torch.where(sequence == 2, outputs["log_probs"] - outputs["log_probs"].detach(), outputs["log_probs"])
+    log_probs = torch.where(
+        sequence == 2, outputs["log_probs"] - outputs["log_probs"].detach(), outputs["log_probs"]
+    )
     root = torch.where(sequence == 2, log_probs.abs().sqrt(), log_probs)  # d sqrt(|x|)/dx at 0
     return LossOutput(loss=(root * columns["weights"]).sum())
 
@@ -209,7 +239,9 @@ def test_a_non_finite_loss_or_gradient_skips_the_step_and_names_the_row(budget):
         assert result.skipped
         assert result.offenders == [culprit]
         assert result.lr == pytest.approx(5e-3)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout())
+        assert all(
+            torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout()
+        )
         assert all(torch.equal(one, other) for one, other in zip(moments_of(engine), moments))
         assert all(parameter.grad is None for parameter in engine.module.parameters())
     engine.forward_backward(make_batch(SHAPES), budget, smooth_loss, COLUMNS)

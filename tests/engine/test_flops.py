@@ -19,7 +19,8 @@ def test_causal_pairs_counts_what_a_mask_shows():
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "qwen3"])
 def test_forward_flops_equal_torchs_count(family):
-    """torch counts the whole square of queries and keys, we the causal half: the rest must agree."""
+    """torch counts the whole square of queries and keys, we the causal half: the rest must
+    agree."""
     model, length = tiny_model(family), 24
     flops = FlopsModel.from_model(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -34,13 +35,16 @@ def test_forward_flops_equal_torchs_count(family):
 def test_tied_heads_count_once_and_idle_experts_do_not():
     tied = FlopsModel.from_model(tiny_model("qwen2", tie_word_embeddings=True))
     assert tied == FlopsModel.from_model(tiny_model("qwen2", tie_word_embeddings=False))
-    two, four = (FlopsModel.from_model(tiny_model("qwen3_moe", num_experts_per_tok=k)) for k in (2, 4))
-    assert four.matrix_parameters - two.matrix_parameters == 2 * 2 * 3 * 32 * 16  # layers, experts, matrices
+    two, four = (
+        FlopsModel.from_model(tiny_model("qwen3_moe", num_experts_per_tok=k)) for k in (2, 4)
+    )
+    # layers, experts, matrices
+    assert four.matrix_parameters - two.matrix_parameters == 2 * 2 * 3 * 32 * 16
 
 
 def test_frozen_matrices_get_no_gradient_of_their_own():
-    """Adapters against torch's count of a forward and backward pass; the embeddings' output needs no gradient, so the
-    first layer's base matrices give none to it."""
+    """Adapters against torch's count of a forward and backward pass; the embeddings' output needs
+    no gradient, so the first layer's base matrices give none to it."""
     model, length = tiny_model("qwen2", num_hidden_layers=16), 24
     apply_lora(model, rank=4, alpha=8)
     flops = FlopsModel.from_model(model)

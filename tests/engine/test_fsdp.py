@@ -7,7 +7,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.engine.batches import COLUMNS, flat_gradient, gradients_of, make_batch, moments_of, smooth_loss
+from tests.engine.batches import (
+    COLUMNS,
+    flat_gradient,
+    gradients_of,
+    make_batch,
+    moments_of,
+    smooth_loss,
+)
 from tests.tiny_models import tiny_model
 from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.fsdp import decoder_layers, recover
@@ -26,9 +33,13 @@ def process_group():
     close_process_group()
 
 
-def make_engine(*, shard: bool, compute_dtype: torch.dtype | None = None, **settings) -> TrainEngine:
+def make_engine(
+    *, shard: bool, compute_dtype: torch.dtype | None = None, **settings
+) -> TrainEngine:
     settings = {"gradient_checkpointing": False, "fsdp": FSDPConfig(), **settings}
-    model = tiny_model(settings.pop("family", "qwen2"), tie_word_embeddings=settings.pop("tied", False))
+    model = tiny_model(
+        settings.pop("family", "qwen2"), tie_word_embeddings=settings.pop("tied", False)
+    )
     return TrainEngine(
         PackedCausalLM(model),
         optim=OptimConfig(lr=1e-2),
@@ -69,7 +80,9 @@ def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
 )
 def test_a_mesh_of_one_trains_like_no_mesh(settings):
     plain, sharded = make_engine(shard=False, **settings), make_engine(shard=True, **settings)
-    assert train(sharded, 3) == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in train(plain, 3)]
+    assert train(sharded, 3) == [
+        pytest.approx(line, rel=1e-5, abs=1e-6) for line in train(plain, 3)
+    ]
     expected = dict(plain.parameters_for_rollout())
     named = dict(sharded.parameters_for_rollout())
     assert list(named) == list(expected)
@@ -91,7 +104,8 @@ def count_gathers(group, gathered: list[bool]) -> None:
 def test_weights_stay_gathered_for_one_mini_batch_and_gradients_add_up_in_fp32():
     """Also when a mini-batch is broken off, and when one is skipped."""
     once, always = (
-        make_engine(shard=True, compute_dtype=torch.bfloat16, fsdp=fsdp) for fsdp in (GATHERED, FSDPConfig())
+        make_engine(shard=True, compute_dtype=torch.bfloat16, fsdp=fsdp)
+        for fsdp in (GATHERED, FSDPConfig())
     )
     gathered: list[bool] = []
     for layer in once.hf_model.model.layers:
@@ -145,7 +159,8 @@ def test_bf16_compute_is_near_fp32():
 
 
 def test_accumulated_gradients_keep_small_micro_batches():
-    """Gradients of micro-batches are added in fp32: what one large one dwarfs in bf16 must survive."""
+    """Gradients of micro-batches are added in fp32: what one large one dwarfs in bf16 must
+    survive."""
     engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
     batch = make_batch(SHAPES)
     batch.batch["weights"][0] *= 4096
@@ -171,7 +186,9 @@ def test_the_guard_works_on_shards():
     engine.forward_backward(batch, BUDGET, smooth_loss, COLUMNS)
     result = engine.step()
     assert (result.skipped, result.offenders) == (True, ["row 4 (uid prompt-2)"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout()
+    )
 
 
 @pytest.mark.parametrize(("saver", "loader"), [(True, False), (False, True), (True, True)])
@@ -181,12 +198,15 @@ def test_a_checkpoint_does_not_know_the_mesh(tmp_path: Path, saver: bool, loader
     first.save(tmp_path)
     second.load(tmp_path)
     expected = dict(first.parameters_for_rollout())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in second.parameters_for_rollout())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in second.parameters_for_rollout()
+    )
     assert train(second, 2) == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in train(first, 2)]
 
 
 def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
-    """Weights gathered for one evaluation must not serve the next one, when a step or a load came in between."""
+    """Weights gathered for one evaluation must not serve the next one, when a step or a load came
+    in between."""
     engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
     engine.save(tmp_path)
     batch = make_batch(SHAPES)
@@ -206,4 +226,8 @@ def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
 
 
 def test_layers_are_found_whatever_the_family():
-    assert [len(decoder_layers(tiny_model(family))) for family in ("gpt2", "opt", "qwen3_moe")] == [2, 2, 2]
+    assert [len(decoder_layers(tiny_model(family))) for family in ("gpt2", "opt", "qwen3_moe")] == [
+        2,
+        2,
+        2,
+    ]

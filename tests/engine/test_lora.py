@@ -37,7 +37,13 @@ def process_group():
 
 
 def make_engine(
-    family: str = "qwen2", *, rank: int = 4, critic: bool = False, dtype=torch.float32, model_settings=None, **settings
+    family: str = "qwen2",
+    *,
+    rank: int = 4,
+    critic: bool = False,
+    dtype=torch.float32,
+    model_settings=None,
+    **settings,
 ) -> TrainEngine:
     model = tiny_model(family, dtype=dtype, **(model_settings or {}))
     model.name_or_path = "some/base"
@@ -73,7 +79,13 @@ def trained_tensors(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"family": "gpt2"}, {"family": "qwen3_moe"}, {"critic": True, "family": "llama"}, {"shard": True}],
+    [
+        {},
+        {"family": "gpt2"},
+        {"family": "qwen3_moe"},
+        {"critic": True, "family": "llama"},
+        {"shard": True},
+    ],
     ids=["qwen2", "gpt2", "qwen3_moe", "critic", "sharded"],
 )
 def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, settings):
@@ -90,7 +102,9 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, setti
     assert not (tmp_path / "huggingface").exists()
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"]
+)
 def test_a_mesh_of_one_trains_like_no_mesh(settings):
     plain, sharded = make_engine(**settings), make_engine(shard=True, **settings)
     batch = make_batch(SHAPES)
@@ -100,15 +114,25 @@ def test_a_mesh_of_one_trains_like_no_mesh(settings):
             engine.infer(batch, BUDGET)
     assert train(sharded, 0, 3) == pytest.approx(train(plain, 0, 3), rel=1e-5)
     named, expected = dict(sharded.parameters_for_rollout()), dict(plain.parameters_for_rollout())
-    assert list(named) == list(expected) == [name for name, _ in tiny_model("qwen2").named_parameters()]
+    assert (
+        list(named)
+        == list(expected)
+        == [name for name, _ in tiny_model("qwen2").named_parameters()]
+    )
     for name, tensor in named.items():
         assert not isinstance(tensor, DTensor)
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_bf16_weights_beside_fp32_adapters_on_a_mesh():
-    engine = make_engine(dtype=torch.bfloat16, shard=True, compute_dtype=torch.bfloat16, gradient_checkpointing=True)
-    before = {name: p.detach().clone() for name, p in engine.module.named_parameters() if not p.requires_grad}
+    engine = make_engine(
+        dtype=torch.bfloat16, shard=True, compute_dtype=torch.bfloat16, gradient_checkpointing=True
+    )
+    before = {
+        name: p.detach().clone()
+        for name, p in engine.module.named_parameters()
+        if not p.requires_grad
+    }
     train(engine, 0, 2)
     engine.forward_backward(make_batch(SHAPES), BUDGET, smooth_loss, COLUMNS)
     assert all(gradient.dtype == torch.float32 for gradient in gradients_of(engine).values())
@@ -125,7 +149,10 @@ def test_peft_alone_loads_the_adapters(tmp_path: Path):
     train(engine, 0, 4)
     engine.save(tmp_path, tokenizer=tiny_tokenizer())
     folder = tmp_path / "lora_adapter"
-    assert sorted(file.name for file in folder.glob("adapter*")) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(file.name for file in folder.glob("adapter*")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     assert (folder / "tokenizer.json").is_file()
     loaded = PeftModel.from_pretrained(tiny_model("qwen2"), folder)
     assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
@@ -133,8 +160,15 @@ def test_peft_alone_loads_the_adapters(tmp_path: Path):
     ours = engine.infer(batch, BUDGET)["log_probs"][0]
     ids = batch.batch["input_ids"]
     with torch.no_grad():
-        theirs = loaded(input_ids=ids).logits[0, 4:-1].log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
-        base = tiny_model("qwen2")(input_ids=ids).logits[0, 4:-1].log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+        theirs = (
+            loaded(input_ids=ids).logits[0, 4:-1].log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+        )
+        base = (
+            tiny_model("qwen2")(input_ids=ids)
+            .logits[0, 4:-1]
+            .log_softmax(-1)
+            .gather(1, ids[0, 5:, None])[:, 0]
+        )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert (ours - base).abs().max() > 0.1
 
@@ -169,13 +203,20 @@ def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("proved", [False, True])
 def test_a_hand_over_merges_one_weight_after_the_other(proved: bool):
-    """Of 5,898,240 adapted weights no more than the largest matrix is there in fp32, and again where it is proved."""
+    """Of 5,898,240 adapted weights no more than the largest matrix is there in fp32, and again
+    where it is proved."""
     size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
     engine = make_engine(dtype=torch.bfloat16, model_settings=size)
     model: Any = engine.hf_model
     twin = ModelTwin(model, attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"))
-    there = [part for module in (model, twin.module) for part in (*module.parameters(), *module.buffers())]
+    there = [
+        part
+        for module in (model, twin.module)
+        for part in (*module.parameters(), *module.buffers())
+    ]
     log = FingerprintLog() if proved else None
     fingerprints([torch.ones(1)])  # which keeps a table
-    taken = taken_by(lambda: twin.update(engine.parameters_for_rollout(dtype=torch.bfloat16, log=log)), there)
+    taken = taken_by(
+        lambda: twin.update(engine.parameters_for_rollout(dtype=torch.bfloat16, log=log)), there
+    )
     assert taken <= (8 if proved else 4) * 256 * 1024

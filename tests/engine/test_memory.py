@@ -30,12 +30,13 @@ SHAPES = [(5, 9), (1, 3), (12, 20), (7, 1), (3, 14), (6, 6), (9, 2), (4, 4)]
 KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 TOKENS = TokenBudget(max_tokens=16384, key=KEY, phase="the actor's update")
 ON_CUDA = (
-    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB of which 512.00 MiB is "
-    "free. Including non-PyTorch memory, this process has 139.30 GiB memory in use."
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB of "
+    "which 512.00 MiB is free. Including non-PyTorch memory, this process has 139.30 GiB memory in "
+    "use."
 )
 ON_HOST = (
-    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "4294967296 bytes. Error code 12 (Cannot allocate memory)"
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
 )
 
 
@@ -46,7 +47,8 @@ def process_group():
 
 
 class NarrowLM(PackedCausalLM):
-    """Runs out of memory on more than `room` tokens behind its first layer: in the forward or the backward pass."""
+    """Runs out of memory on more than `room` tokens behind its first layer: in the forward or the
+    backward pass."""
 
     room = 100_000
     in_backward = False
@@ -91,7 +93,9 @@ def update(engine: TrainEngine, budget: TokenBudget = TOKENS, **arguments):
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(shard: bool, in_backward: bool, caplog):
+def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
+    shard: bool, in_backward: bool, caplog
+):
     expected_metrics, expected = update(make_engine(shard=shard))
     engine = make_engine(shard=shard)
     engine.module.room, engine.module.in_backward = 50, in_backward
@@ -101,7 +105,9 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(shard: bo
     assert engine.module.sizes[0] == total == 106
     lowered = [record.message for record in caplog.records]
     assert len(lowered) == 2, "106 tokens, 53, 32: the longest row"
-    assert lowered[0].startswith("Out of GPU memory in the actor's update: 1.50 GiB asked, 0.50 GiB free.")
+    assert lowered[0].startswith(
+        "Out of GPU memory in the actor's update: 1.50 GiB asked, 0.50 GiB free."
+    )
     assert f"Set {KEY}=53 to start with it" in lowered[0]
     assert f"Set {KEY}=32 to start with it" in lowered[1]
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
@@ -117,7 +123,8 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(shard: bo
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "sharding", [{}, {"shard": True}, {"shard": True, "fsdp": FSDPConfig(reshard_after_forward=False)}]
+    "sharding",
+    [{}, {"shard": True}, {"shard": True, "fsdp": FSDPConfig(reshard_after_forward=False)}],
 )
 def test_passes_that_went_well_do_not_count_twice(sharding, in_backward: bool):
     _, expected = update(make_engine(**sharding))
@@ -135,7 +142,9 @@ def test_evaluation_restarts_too_and_rows_are_halved():
     expected = engine.infer(batch, TOKENS)["log_probs"]
     engine.module.room = 40
     rows = TokenBudget(rows=8, key=KEY)
-    torch.testing.assert_close(engine.infer(batch, rows)["log_probs"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        engine.infer(batch, rows)["log_probs"], expected, rtol=1e-5, atol=1e-5
+    )
     engine.module.sizes.clear()
     engine.infer(batch, rows)
     assert len(engine.module.sizes) == 4, "two rows each"
@@ -160,7 +169,12 @@ def test_a_single_row_that_does_not_fit_is_told_with_the_keys():
     text = str(raised.value)
     assert "the actor's update" in text
     assert "A single row of 32 tokens" in text
-    for key in ("enable_gradient_checkpointing=True", "param_offload", "optimizer_offload", "gpu_memory_utilization"):
+    for key in (
+        "enable_gradient_checkpointing=True",
+        "param_offload",
+        "optimizer_offload",
+        "gpu_memory_utilization",
+    ):
         assert key in text
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
@@ -200,9 +214,18 @@ def test_several_ranks_stop_and_name_the_one():
         attempts.append(plan)
         raise torch.OutOfMemoryError(ON_CUDA)
 
-    for plan, way_out in (([[0, 1], [2], []], f"Lower {KEY} to 20, or set key=value"), ([[0], [1]], "A single row")):
+    for plan, way_out in (
+        ([[0, 1], [2], []], f"Lower {KEY} to 20, or set key=value"),
+        ([[0], [1]], "A single row"),
+    ):
         with pytest.raises(OutOfMemoryError, match=f"on rank 2 of 4: 1.50 GiB asked.*{way_out}"):
-            guard.run(TOKENS, [20, 20, 5], lambda budget, plan=plan: plan, attempt, lambda: pytest.fail("a restart"))
+            guard.run(
+                TOKENS,
+                [20, 20, 5],
+                lambda budget, plan=plan: plan,
+                attempt,
+                lambda: pytest.fail("a restart"),
+            )
     assert len(attempts) == 2
 
 
@@ -221,7 +244,11 @@ def test_what_several_ranks_should_begin_with_reaches_the_driver_and_the_next_st
     again.lower(lowered)
     again.lower({KEY: 40})
     again.run(
-        TOKENS, [20, 20, 5], lambda budget: sizes.append(budget.max_tokens) or [], lambda plan: None, lambda: None
+        TOKENS,
+        [20, 20, 5],
+        lambda budget: sizes.append(budget.max_tokens) or [],
+        lambda plan: None,
+        lambda: None,
     )
     assert sizes == [20]
 
@@ -230,7 +257,10 @@ def test_what_several_ranks_should_begin_with_reaches_the_driver_and_the_next_st
     ("error", "asked"),
     [
         (torch.OutOfMemoryError(ON_CUDA), 1.5 * 2**30),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), None),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            None,
+        ),
         (RuntimeError(ON_HOST), 2**32),
         (MemoryError(), None),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), None),
@@ -247,7 +277,11 @@ def test_shortages_are_recognised(error: BaseException, asked: int | None):
 
 
 def test_other_errors_are_not_shortages():
-    for error in (RuntimeError("no"), OSError(errno.ENOSPC, "No space left"), OutOfMemoryError("told already")):
+    for error in (
+        RuntimeError("no"),
+        OSError(errno.ENOSPC, "No space left"),
+        OutOfMemoryError("told already"),
+    ):
         assert shortage_of(error, CPU) is None
 
 

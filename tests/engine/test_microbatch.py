@@ -24,29 +24,43 @@ def test_token_plan_places_every_row_once_within_the_budget(lengths, max_tokens)
 @given(lengths=LENGTHS, max_tokens=integers(60, 400))
 def test_token_plan_uses_few_bins(lengths, max_tokens):
     plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens))
-    # Any two bins of first-fit hold more than one budget together, and the plan never needs more bins than first-fit.
+    # Any two bins of first-fit hold more than one budget together, and the plan never needs more
+    # bins than first-fit.
     assert len(plan) <= 1 or len(plan) * max_tokens < 2 * sum(lengths) + max_tokens
 
 
 @given(lengths=LENGTHS, max_tokens=integers(60, 400))
 def test_token_plan_is_balanced_or_nearly_full(lengths, max_tokens):
-    """Longest-first bins differ by at most the longest row; where they overflow, little room was left at all."""
+    """Longest-first bins differ by at most the longest row; where they overflow, little room was
+    left at all."""
     filled = [
-        sum(lengths[row] for row in rows) for rows in plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens))
+        sum(lengths[row] for row in rows)
+        for rows in plan_micro_batches(lengths, TokenBudget(max_tokens=max_tokens))
     ]
     spread = max(filled) - min(filled)
     assert spread <= max(lengths) or sum(filled) / len(filled) + max(lengths) > max_tokens
 
 
 def test_token_plan_balances_and_fills():
-    assert plan_micro_batches([5, 5, 5, 5, 1, 1], TokenBudget(max_tokens=20)) == [[0, 2, 4], [1, 3, 5]]
-    # Even filling fails here (7+5+3, 6+5+4 would need 15), first-fit decreasing finds 7+3, 6+4, 5+5.
-    assert plan_micro_batches([7, 6, 5, 5, 4, 3], TokenBudget(max_tokens=10)) == [[0, 5], [1, 4], [2, 3]]
+    assert plan_micro_batches([5, 5, 5, 5, 1, 1], TokenBudget(max_tokens=20)) == [
+        [0, 2, 4],
+        [1, 3, 5],
+    ]
+    # Even filling fails here (7+5+3, 6+5+4 would need 15), first-fit decreasing finds 7+3, 6+4,
+    # 5+5.
+    assert plan_micro_batches([7, 6, 5, 5, 4, 3], TokenBudget(max_tokens=10)) == [
+        [0, 5],
+        [1, 4],
+        [2, 3],
+    ]
 
 
 def shared(groups: list[tuple[int, list[int]]]) -> tuple[list[int], SharedPrompts]:
-    """Lengths and prompts of rows, group by group; a group is the tokens of a prompt and of each of its responses."""
-    prompts = [(number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses]
+    """Lengths and prompts of rows, group by group; a group is the tokens of a prompt and of each of
+    its responses."""
+    prompts = [
+        (number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses
+    ]
     lengths = [prompt + response for prompt, responses in groups for response in responses]
     return lengths, SharedPrompts(*(list(column) for column in zip(*prompts)))
 
@@ -59,7 +73,7 @@ def tokens_of(rows: list[int], lengths: list[int], prompts: SharedPrompts) -> in
 
 GROUPS = lists(
     tuples(integers(1, 40), lists(integers(0, 40), min_size=1, max_size=12)), min_size=1, max_size=8
-)  # fmt: skip
+)
 
 
 @settings(deadline=None)
@@ -84,7 +98,10 @@ def test_shared_prompts_count_once_and_keep_their_rows_together(groups, max_toke
 
 def test_a_prompt_too_long_for_one_micro_batch_is_dealt_evenly():
     lengths, prompts = shared([(10, [20, 20, 20, 20]), (5, [5, 5])])
-    assert plan_micro_batches(lengths, TokenBudget(max_tokens=75), prompts) == [[0, 2, 4, 5], [1, 3]]
+    assert plan_micro_batches(lengths, TokenBudget(max_tokens=75), prompts) == [
+        [0, 2, 4, 5],
+        [1, 3],
+    ]
 
 
 def test_prompts_a_little_too_long_fill_their_micro_batches():
@@ -110,7 +127,9 @@ def test_row_plan_is_consecutive_chunks(count, rows):
 
 def test_a_row_longer_than_the_budget_names_the_key_and_the_length():
     budget = TokenBudget(max_tokens=10, key="critic.ppo_max_token_len_per_gpu")
-    with pytest.raises(ConfigError, match=r"row 1 has 12.*Raise critic.ppo_max_token_len_per_gpu to at least 13"):
+    with pytest.raises(
+        ConfigError, match=r"row 1 has 12.*Raise critic.ppo_max_token_len_per_gpu to at least 13"
+    ):
         plan_micro_batches([10, 12, 13], budget)
 
 

@@ -21,8 +21,11 @@ from verl.engine.schedule import build_schedule
 from verl.models.packed import PackedCausalLM
 from verl.utils.errors import CheckpointError, ConfigError, MissingDependencyError
 
-# Not among the development packages: transformers imports it wherever it is installed, and its load warnings with it.
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+# Not among the development packages: transformers imports it wherever it is installed, and its load
+# warnings with it.
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
 EIGHT_BIT = pytest.param("AdamW8bit", marks=needs_torchao)
 EIGHT_BIT_TO_32 = pytest.param("AdamW8bit", "AdamW", marks=needs_torchao)
 
@@ -80,9 +83,16 @@ def test_unknown_schedule_is_an_error():
 def test_adamw_takes_its_settings_and_refuses_half_precision():
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    optimizer = build_optimizer(module, OptimConfig(lr=0.3, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.2))
+    optimizer = build_optimizer(
+        module, OptimConfig(lr=0.3, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.2)
+    )
     (group,) = optimizer.param_groups
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.3, (0.8, 0.95), 1e-6, 0.2)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.3,
+        (0.8, 0.95),
+        1e-6,
+        0.2,
+    )
     assert len(group["params"]) == 1
     with pytest.raises(ConfigError, match="fp32"):
         build_optimizer(module.bfloat16(), OptimConfig())
@@ -93,9 +103,13 @@ def test_adamw_step_is_the_papers():
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     module = nn.ParameterList([parameter])
     lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.99, 1e-8, 0.05
-    optimizer = build_optimizer(module, OptimConfig(lr=lr, betas=[beta1, beta2], eps=eps, weight_decay=decay))
+    optimizer = build_optimizer(
+        module, OptimConfig(lr=lr, betas=[beta1, beta2], eps=eps, weight_decay=decay)
+    )
     theta, m, v = parameter.detach().clone(), torch.zeros(2).double(), torch.zeros(2).double()
-    for step, gradient in enumerate((torch.tensor([0.3, -1.0]).double(), torch.tensor([-0.7, 0.2]).double()), 1):
+    for step, gradient in enumerate(
+        (torch.tensor([0.3, -1.0]).double(), torch.tensor([-0.7, 0.2]).double()), 1
+    ):
         parameter.grad = gradient.clone()
         optimizer.step()
         m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient**2
@@ -104,7 +118,7 @@ def test_adamw_step_is_the_papers():
         torch.testing.assert_close(parameter.detach(), theta, rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------- other optimizers, through the engine
+# ---------------------------------------------------------------- other optimizers, through the eng
 
 
 @pytest.fixture
@@ -129,7 +143,9 @@ def make_engine(optimizer: str, *, shard: bool = False, lr: float = 1e-2) -> Tra
 def train(engine: TrainEngine, first: int, count: int) -> list[tuple[float, float]]:
     seen = []
     for number in range(first, first + count):
-        engine.forward_backward(make_batch([(5, 9), (12, 10)], seed=number), TokenBudget(rows=1), smooth_loss, COLUMNS)
+        engine.forward_backward(
+            make_batch([(5, 9), (12, 10)], seed=number), TokenBudget(rows=1), smooth_loss, COLUMNS
+        )
         result = engine.step()
         engine.step_schedule()
         seen.append((result.grad_norm, result.lr))
@@ -143,7 +159,9 @@ def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
     engine = make_engine("Muon")
     start = dict(tiny_model("qwen2", hidden_size=64).named_parameters())
-    engine.forward_backward(make_batch([(5, 9), (12, 10)]), TokenBudget(rows=1), smooth_loss, COLUMNS)
+    engine.forward_backward(
+        make_batch([(5, 9), (12, 10)]), TokenBudget(rows=1), smooth_loss, COLUMNS
+    )
     norm = engine._gradient_norm()
     gradients = {name: p.grad / (norm + 1e-6) for name, p in engine.hf_model.named_parameters()}
     engine.step()
@@ -152,7 +170,9 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
     assert len(hidden) == 14
     for name, gradient in gradients.items():
         start[name].grad = gradient
-    torch.optim.Muon([start[name] for name in hidden], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    torch.optim.Muon(
+        [start[name] for name in hidden], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    ).step()
     torch.optim.AdamW([start[name] for name in others], lr=1e-2, weight_decay=0.1).step()
     for name, tensor in engine.parameters_for_rollout():
         torch.testing.assert_close(tensor, start[name].detach(), rtol=1e-4, atol=1e-5)
@@ -164,7 +184,8 @@ def test_moments_of_8_bits_take_the_step_of_adamw_and_less_memory():
     before = weights_of(one)
     train(one, 0, 3)
     train(other, 0, 3)
-    name = "model.layers.0.self_attn.q_proj.weight"  # 4,096 elements: torchao leaves smaller ones in fp32
+    # 4,096 elements: torchao leaves smaller ones in fp32
+    name = "model.layers.0.self_attn.q_proj.weight"
     moment = other.optimizer.state[other.hf_model.get_parameter(name)]["exp_avg"]
     assert moment.codes.nbytes + moment.scale.nbytes < 4096 * 1.02
     steps = [(weights_of(engine)[name] - before[name]).flatten() for engine in (one, other)]
@@ -193,7 +214,9 @@ def test_a_reload_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str, sha
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(second).items())
 
 
-@pytest.mark.parametrize(("saver", "loader"), [("AdamW", "Muon"), ("Muon", "AdamW"), EIGHT_BIT_TO_32])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("AdamW", "Muon"), ("Muon", "AdamW"), EIGHT_BIT_TO_32]
+)
 def test_moments_of_another_optimizer_are_refused(tmp_path: Path, saver: str, loader: str):
     engine = make_engine(saver)
     train(engine, 0, 1)
@@ -205,13 +228,16 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path, saver: str, lo
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
-    with pytest.raises(MissingDependencyError, match="AdamW8bit needs the package 'torchao.*pip install torchao"):
+    with pytest.raises(
+        MissingDependencyError, match="AdamW8bit needs the package 'torchao.*pip install torchao"
+    ):
         make_engine("AdamW8bit")
 
 
 @pytest.mark.usefixtures("process_group")
 def test_64_micro_batches_in_bf16_accumulate_in_fp32():
-    """Against the sum in float64 of the 64 gradients, each of which is the same bf16 computation."""
+    """Against the sum in float64 of the 64 gradients, each of which is the same bf16
+    computation."""
     engine = TrainEngine(
         PackedCausalLM(tiny_model("qwen2")),
         optim=OptimConfig(),
@@ -233,4 +259,6 @@ def test_64_micro_batches_in_bf16_accumulate_in_fp32():
         total += gradient.double()
         rounded += gradient.bfloat16()
     assert ((together - total).norm() / total.norm()).item() < 1e-6
-    assert ((rounded.double() - total).norm() / total.norm()).item() > 1e-3, "adding up in bf16 would be seen"
+    assert ((rounded.double() - total).norm() / total.norm()).item() > 1e-3, (
+        "adding up in bf16 would be seen"
+    )

@@ -22,8 +22,13 @@ GROUPS: list[Group] = [(12, [9, 3, 14, 1]), (5, [2, 20]), (7, [4]), (20, [1, 2, 
 
 
 def grouped_batch(groups: list[Group], *, interleave: bool = False) -> DataProto:
-    """Rows of a group have one prompt, group by group or the groups' rows in turn. Every prompt begins one text."""
-    placed = [(place, number) for number, (_, responses) in enumerate(groups) for place in range(len(responses))]
+    """Rows of a group have one prompt, group by group or the groups' rows in turn. Every prompt
+    begins one text."""
+    placed = [
+        (place, number)
+        for number, (_, responses) in enumerate(groups)
+        for place in range(len(responses))
+    ]
     if interleave:
         placed.sort()
     batch = make_batch([(groups[number][0], groups[number][1][place]) for place, number in placed])
@@ -118,12 +123,16 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
 
 groups_strategy = lists(
     tuples(integers(1, 20), lists(integers(1, 15), min_size=1, max_size=6)), min_size=1, max_size=4
-)  # fmt: skip
+)
 
 
 @settings(max_examples=12, deadline=None)
-@given(groups=groups_strategy, interleave=booleans(), max_tokens=integers(35, 90), rows=integers(1, 5))
-def test_gradients_and_log_probs_do_not_depend_on_sharing(engine, groups, interleave, max_tokens, rows):
+@given(
+    groups=groups_strategy, interleave=booleans(), max_tokens=integers(35, 90), rows=integers(1, 5)
+)
+def test_gradients_and_log_probs_do_not_depend_on_sharing(
+    engine, groups, interleave, max_tokens, rows
+):
     batch = grouped_batch(groups, interleave=interleave)
     engine.share_prompts = False
     expected = gradient(engine, batch, WHOLE)
@@ -138,7 +147,9 @@ def test_gradients_and_log_probs_do_not_depend_on_sharing(engine, groups, interl
 def test_the_budget_counts_a_shared_prompt_once(engine):
     batch = grouped_batch([(20, [5, 5, 5, 5])])
     passes = []
-    handle = engine.module.register_forward_pre_hook(lambda module, arguments: passes.append(arguments[0].lengths))
+    handle = engine.module.register_forward_pre_hook(
+        lambda module, arguments: passes.append(arguments[0].lengths)
+    )
     for engine.share_prompts in (False, True):
         engine.infer(batch, TokenBudget(max_tokens=40))
     handle.remove()
@@ -147,9 +158,12 @@ def test_the_budget_counts_a_shared_prompt_once(engine):
 
 def test_checkpointing_with_shared_prompts_changes_no_gradient():
     gradients = []
-    for gradient_checkpointing in (False, True):  # without KeepFloat64, which a recomputed forward does not see
+    # without KeepFloat64, which a recomputed forward does not see
+    for gradient_checkpointing in (False, True):
         engine = make_engine(gradient_checkpointing=gradient_checkpointing)
-        engine.forward_backward(grouped_batch(GROUPS), TokenBudget(max_tokens=50), smooth_loss, COLUMNS)
+        engine.forward_backward(
+            grouped_batch(GROUPS), TokenBudget(max_tokens=50), smooth_loss, COLUMNS
+        )
         gradients.append(flat_gradient(engine))
     assert relative_l2(*gradients) <= 1e-12
 

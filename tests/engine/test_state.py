@@ -87,7 +87,9 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make)
     expected = dict(whole.parameters_for_rollout())
     for name, tensor in second.parameters_for_rollout():
         assert torch.equal(tensor, expected[name]), name
-    for (name, one), (_, other) in zip(whole.hf_model.named_parameters(), second.hf_model.named_parameters()):
+    for (name, one), (_, other) in zip(
+        whole.hf_model.named_parameters(), second.hf_model.named_parameters()
+    ):
         state, other_state = whole.optimizer.state[one], second.optimizer.state[other]
         assert state.keys() == other_state.keys()
         assert all(torch.equal(state[key], other_state[key]) for key in state), name
@@ -104,7 +106,9 @@ def test_load_writes_in_place(tmp_path: Path):
     assert all(torch.equal(aliases[name], saved[name]) for name in saved)
 
 
-def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_path: Path, monkeypatch):
+def test_what_is_written_in_the_background_is_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch
+):
     """Weights and moments change between `save` and the first byte that is written."""
     begin = threading.Event()
     write = sharded.write_sharded
@@ -193,7 +197,9 @@ def test_what_is_missing_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match="progress.json"):
         engine.load(tmp_path)
     engine.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'model\..*' of shape \(64, 32\) in .* has it in shape \(128, 32\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'model\..*' of shape \(64, 32\) in .* has it in shape \(128, 32\)"
+    ):
         policy_engine(vocab_size=64).load(tmp_path)
     (tmp_path / "sharded" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"no \.metadata"):

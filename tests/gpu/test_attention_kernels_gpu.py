@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from verl.models import attention_kernels
-from verl.models.attention_kernels import choose_kernel, cudnn_attention, flash4_attention, torch_attention
+from verl.models.attention_kernels import (
+    choose_kernel,
+    cudnn_attention,
+    flash4_attention,
+    torch_attention,
+)
 from verl.utils.imports import is_installed
 
 pytestmark = pytest.mark.gpu

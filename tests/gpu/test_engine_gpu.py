@@ -22,7 +22,8 @@ BUDGET = TokenBudget(max_tokens=100)
 def make_engine(device: str, **settings) -> TrainEngine:
     model = tiny_model("qwen2", head_dim=16, hidden_size=64, intermediate_size=96)
     with torch.no_grad():
-        # Fierce weights make bf16 rounding as large as the signal; halved, the model is still far from flat.
+        # Fierce weights make bf16 rounding as large as the signal; halved, the model is still far
+        # from flat.
         for parameter in model.parameters():
             parameter.mul_(0.5)
     return TrainEngine(
@@ -49,7 +50,8 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_fp32_on_cuda_equals_fp32_on_cpu():
-    """Without rounding to bf16 the two must agree closely: sharding, packing and kernels change nothing."""
+    """Without rounding to bf16 the two must agree closely: sharding, packing and kernels change
+    nothing."""
     cpu, cuda = make_engine("cpu"), make_engine("cuda", compute_dtype=torch.float32)
     assert relative_l2(gradient(cuda), gradient(cpu)) < 1e-4
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
@@ -67,7 +69,8 @@ def test_a_bf16_step_is_near_the_fp32_step(checkpointing):
     after = dict(cpu.parameters_for_rollout())
     for name, tensor in cuda.parameters_for_rollout():
         assert tensor.dtype == torch.float32
-        # The first step of Adam moves every weight by at most lr; where the gradient is noise its sign may differ.
+        # The first step of Adam moves every weight by at most lr; where the gradient is noise its
+        # sign may differ.
         assert (tensor.cpu() - after[name]).abs().max().item() <= 2.2e-3
     assert {value.dtype for value in moments_of(cuda)} == {torch.float32}
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
@@ -92,7 +95,9 @@ def test_the_host_waits_once_per_mini_batch():
                 engine.forward_backward(make_batch(SHAPES), budget, smooth_loss, COLUMNS)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        waits.append([str(warning.message) for warning in caught if "synchroniz" in str(warning.message)])
+        waits.append(
+            [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+        )
     assert len(waits[0]) == len(waits[1]) == 1, waits
 
 
@@ -106,7 +111,9 @@ def test_the_guard_and_the_checkpoint_on_cuda(tmp_path: Path):
     engine.forward_backward(spoilt, BUDGET, smooth_loss, COLUMNS)
     result = engine.step()
     assert (result.skipped, result.offenders) == (True, ["row 3 (uid prompt-1)"])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout()
+    )
     engine.save(tmp_path)
     for other in (make_engine("cuda"), make_engine("cpu")):
         other.load(tmp_path)

@@ -1,4 +1,5 @@
-"""Batch-invariant computation on CUDA, bit for bit: products at the sizes of real models, attention, whole families."""
+"""Batch-invariant computation on CUDA, bit for bit: products at the sizes of real models,
+attention, whole families."""
 
 import importlib
 from types import ModuleType
@@ -15,11 +16,20 @@ from verl.models.logprobs import Head
 from verl.rollout.embedded import invariant
 
 pytestmark = pytest.mark.gpu
-# (N, K) of Qwen2.5 1.5B (q/k/v, output, gate and up, down), 0.5B (output, head) and 7B (q/k/v, down); tiny; odd.
+# (N, K) of Qwen2.5 1.5B (q/k/v, output, gate and up, down), 0.5B (output, head) and 7B (q/k/v,
+# down); tiny; odd.
 WEIGHTS = [
-    (2048, 1536), (1536, 1536), (17920, 1536), (1536, 8960), (896, 896), (151936, 896), (4608, 3584), (3584, 18944),
-    (48, 32), (301, 777),
-]  # fmt: skip
+    (2048, 1536),
+    (1536, 1536),
+    (17920, 1536),
+    (1536, 8960),
+    (896, 896),
+    (151936, 896),
+    (4608, 3584),
+    (3584, 18944),
+    (48, 32),
+    (301, 777),
+]
 ROWS = (1, 2, 3, 16, 63, 64, 65, 128, 200, 256, 1000, 2047)
 
 
@@ -36,17 +46,24 @@ def _no_gradients():
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
+    ).to(dtype)
 
 
 def product(kernels, columns: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight = random(2048, inner, dtype=dtype), random(columns, inner, dtype=dtype, seed=1) / inner**0.5
+    x, weight = (
+        random(2048, inner, dtype=dtype),
+        random(columns, inner, dtype=dtype, seed=1) / inner**0.5,
+    )
     return x, weight, random(columns, dtype=dtype, seed=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("columns", "inner"), WEIGHTS)
-def test_a_row_of_a_product_has_the_same_bits_in_every_number_of_rows(kernels, columns, inner, dtype):
+def test_a_row_of_a_product_has_the_same_bits_in_every_number_of_rows(
+    kernels, columns, inner, dtype
+):
     x, weight, bias = product(kernels, columns, inner, dtype)
     whole = kernels.linear(x, weight, bias)
     exact = F.linear(x[:64].double(), weight.double(), bias.double())
@@ -63,7 +80,8 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_number_of_rows(kernels, c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("columns", "inner"), WEIGHTS)
 def test_no_tile_and_no_place_of_the_splits_changes_a_bit(kernels, columns, inner, dtype):
-    """If this fails, SMALL has to serve every number of rows: what `plan` chooses may then only be `in_grid`."""
+    """If this fails, SMALL has to serve every number of rows: what `plan` chooses may then only be
+    `in_grid`."""
     x, weight, _ = product(kernels, columns, inner, dtype)
     plan = kernels.plan(1, columns, inner, dtype)
     reference = None
@@ -71,16 +89,25 @@ def test_no_tile_and_no_place_of_the_splits_changes_a_bit(kernels, columns, inne
         for tile in (kernels.SMALL, kernels.LARGE, *([kernels.WIDE] if plan.splits == 1 else [])):
             for in_grid in (False, True) if plan.splits > 1 else (False,):
                 out = torch.empty(rows, columns, dtype=torch.float32, device="cuda")
-                kernels._launch(x[:rows], weight, None, out, plan._replace(tile=tile, in_grid=in_grid))
+                kernels._launch(
+                    x[:rows], weight, None, out, plan._replace(tile=tile, in_grid=in_grid)
+                )
                 reference = out if reference is None else reference
                 assert torch.equal(out[:300], reference), (tile, in_grid)
 
 
 def test_every_layout_of_a_product_is_among_those_tested(kernels):
     plans = {
-        kernels.plan(rows, columns, inner, torch.bfloat16)[0::3] for rows in (*ROWS, 2048) for columns, inner in WEIGHTS
+        kernels.plan(rows, columns, inner, torch.bfloat16)[0::3]
+        for rows in (*ROWS, 2048)
+        for columns, inner in WEIGHTS
     }
-    assert plans >= {(kernels.SMALL, True), (kernels.SMALL, False), (kernels.LARGE, False), (kernels.WIDE, False)}
+    assert plans >= {
+        (kernels.SMALL, True),
+        (kernels.SMALL, False),
+        (kernels.LARGE, False),
+        (kernels.WIDE, False),
+    }
 
 
 def test_a_product_by_a_transposed_weight_from_and_into_parts_of_rows(kernels):
@@ -130,7 +157,9 @@ def test_operations_of_torch_that_are_trusted_with_a_row(dtype):
         "log_softmax": lambda start, stop: x[start:stop].float().log_softmax(-1),
         "layer norm": lambda start, stop: F.layer_norm(x[start:stop], (896,), weight, weight),
         "rms norm": lambda start, stop: F.rms_norm(x[start:stop], (896,), weight, 1e-6),
-        "rms norm of heads": lambda start, stop: F.rms_norm(heads[start:stop], (64,), weight[:64], 1e-6),
+        "rms norm of heads": lambda start, stop: F.rms_norm(
+            heads[start:stop], (64,), weight[:64], 1e-6
+        ),
     }
     for name, operation in operations.items():
         whole = operation(0, 2048)
@@ -140,11 +169,15 @@ def test_operations_of_torch_that_are_trusted_with_a_row(dtype):
 
 
 @pytest.mark.parametrize("window", [None, 16, 500])
-@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(12, 2, 128), (14, 2, 64), (8, 8, 64), (8, 1, 256)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "dim"), [(12, 2, 128), (14, 2, 64), (8, 8, 64), (8, 1, 256)]
+)
 def test_the_variable_length_kernel_computes_a_sequence_by_itself(heads, key_heads, dim, window):
     lengths = (37, 1, 130, 64, 5, 700, 1, 256, 2, 129)
     ends = offsets(lengths).cuda()
-    q, k, v = (random(sum(lengths), count, dim, seed=count) for count in (heads, key_heads, key_heads))
+    q, k, v = (
+        random(sum(lengths), count, dim, seed=count) for count in (heads, key_heads, key_heads)
+    )
     facts = Facts(scale=dim**-0.5, window=window, cap=None, sinks=None)
     assert varlen_can(q, v, facts)
     layout = Layout(lengths, ends)
@@ -165,7 +198,9 @@ def test_logits_do_not_depend_on_the_rows_beside(dtype):
         logits = invariant.head_logits(hidden, weight, None, head)
         assert logits.dtype == torch.float32
         for rows in (1, 7, 64, 150):
-            assert torch.equal(invariant.head_logits(hidden[:rows], weight, None, head), logits[:rows])
+            assert torch.equal(
+                invariant.head_logits(hidden[:rows], weight, None, head), logits[:rows]
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

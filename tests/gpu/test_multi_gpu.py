@@ -1,4 +1,5 @@
-"""Two GPUs over NCCL compute what one GPU computes. Starts its own two ranks: run it with plain pytest.
+"""Two GPUs over NCCL compute what one GPU computes. Starts its own two ranks: run it with plain
+pytest.
 
 `pytest -m multi_gpu tests/gpu/test_multi_gpu.py` on a machine with two devices.
 """
@@ -44,11 +45,17 @@ def relative_l2(one: dict, other: dict) -> float:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
-@pytest.mark.parametrize(("setup", "tolerance"), [(EXACT, 1e-4), (ROUNDED, 0.03)], ids=["fp32", "bf16"])
-def test_two_gpus_give_the_gradient_of_one(two_gpus: Ranks, settings: dict, setup: Setup, tolerance: float):
+@pytest.mark.parametrize(
+    ("setup", "tolerance"), [(EXACT, 1e-4), (ROUNDED, 0.03)], ids=["fp32", "bf16"]
+)
+def test_two_gpus_give_the_gradient_of_one(
+    two_gpus: Ranks, settings: dict, setup: Setup, tolerance: float
+):
     deal = ALL_ROWS if "sequence" in settings else UNEVEN
     expected = jobs.gradient(setup, SHAPES, ALL_ROWS, WHOLE)
-    for found in two_gpus.call(jobs.gradient, with_(setup, settings), SHAPES, deal, TokenBudget(rows=2)):
+    for found in two_gpus.call(
+        jobs.gradient, with_(setup, settings), SHAPES, deal, TokenBudget(rows=2)
+    ):
         assert relative_l2(found["gradient"], expected["gradient"]) <= tolerance
         assert found["norm"] == pytest.approx(expected["norm"], rel=tolerance)
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=tolerance, abs=tolerance)
@@ -63,9 +70,13 @@ def test_two_gpus_train_like_one(two_gpus: Ranks, settings: dict):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_second_gpu_has_the_weights_that_the_first_rank_read(two_gpus: Ranks, tmp_path: Path, lora_rank: int):
+def test_the_second_gpu_has_the_weights_that_the_first_rank_read(
+    two_gpus: Ranks, tmp_path: Path, lora_rank: int
+):
     save_tiny(tmp_path, tie_word_embeddings=True)
-    first, second = two_gpus.call(jobs.weights_that_were_read, tmp_path, "bfloat16", lora_rank, "cuda")
+    first, second = two_gpus.call(
+        jobs.weights_that_were_read, tmp_path, "bfloat16", lora_rank, "cuda"
+    )
     expected = dict(load_causal_lm(tmp_path, dtype="bfloat16").named_parameters())
     assert first.keys() == second.keys()
     for name, value in second.items():
@@ -86,8 +97,10 @@ def test_a_checkpoint_of_two_gpus_is_one_of_one(two_gpus: Ranks, tmp_path):
     saved = two_gpus.call(jobs.save, EXACT, tmp_path, SHAPES, UNEVEN)[1]
     loaded = jobs.load(EXACT, tmp_path, SHAPES, ALL_ROWS)
     assert all(
-        torch.equal(loaded["parameters"][name].cpu(), value.cpu()) for name, value in saved["parameters"].items()
+        torch.equal(loaded["parameters"][name].cpu(), value.cpu())
+        for name, value in saved["parameters"].items()
     )
     assert all(
-        torch.equal(one.cpu(), other.cpu()) for one, other in zip(loaded["moments"], saved["moments"], strict=True)
+        torch.equal(one.cpu(), other.cpu())
+        for one, other in zip(loaded["moments"], saved["moments"], strict=True)
     )

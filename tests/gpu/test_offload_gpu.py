@@ -18,7 +18,9 @@ BUDGET = TokenBudget(max_tokens=100)
 
 def make_engine(layers: int = 4, **settings) -> TrainEngine:
     fsdp = {name: settings.pop(name) for name in list(settings) if name in FSDPConfig.__slots__}
-    model = tiny_model("qwen2", head_dim=16, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers)
+    model = tiny_model(
+        "qwen2", head_dim=16, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers
+    )
     return TrainEngine(
         PackedCausalLM(model),
         optim=OptimConfig(lr=settings.pop("lr", 1e-3)),
@@ -39,7 +41,11 @@ def steps(engine: TrainEngine, count: int = 3) -> list[float]:
 
 
 def local_bytes(tensors) -> int:
-    return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors if hasattr(tensor, "to_local"))
+    return sum(
+        tensor.to_local().untyped_storage().nbytes()
+        for tensor in tensors
+        if hasattr(tensor, "to_local")
+    )
 
 
 def test_parameters_and_moments_leave_the_device_between_phases():
@@ -67,18 +73,21 @@ def test_offload_policy_steps_on_the_host():
     assert steps(engine) == pytest.approx(steps(plain), rel=1e-2)
     handed_over = dict(engine.parameters_for_rollout())
     for name, tensor in plain.parameters_for_rollout():
-        # AdamW of the host and of the device round differently, and tell a gradient of nearly 0 by its sign.
+        # AdamW of the host and of the device round differently, and tell a gradient of nearly 0 by
+        # its sign.
         moved = (tensor - start[name]).norm()
         assert (handed_over[name].to(tensor.device) - tensor).norm() < 0.1 * moved, name
     assert {parameter.device.type for parameter in engine.module.parameters()} == {"cpu"}
 
 
 def test_activations_on_the_host_change_no_gradient_and_free_memory():
-    """Long rows, so that activations are most of what a pass allocates; the copies race with the computation."""
+    """Long rows, so that activations are most of what a pass allocates; the copies race with the
+    computation."""
     shapes = [(2000, 2000)] * 3
     peaks, gradients = [], []
     for offload in (False, True):
-        # The other way to save memory, sharing prompts, has nothing to do here: every prompt is another one.
+        # The other way to save memory, sharing prompts, has nothing to do here: every prompt is
+        # another one.
         engine = make_engine(layers=16, gradient_checkpointing=True, activation_offload=offload)
         batch = make_batch(shapes)
         for _ in range(2):
@@ -90,6 +99,7 @@ def test_activations_on_the_host_change_no_gradient_and_free_memory():
         peaks.append(phase_peaks.take(engine.device)[0] - before)
         gradients.append(flat_gradient(engine))
         del engine
-    assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-3  # varlen's backward is not exact
+    # varlen's backward is not exact
+    assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-3
     kept = 16 * 12_000 * 256 * 2  # bytes of the inputs of 16 layers
     assert peaks[1] < peaks[0] - 0.35 * kept  # a few layers are on their way

@@ -10,7 +10,16 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 PAGE_SIZE = 16
-SHAPES = [(14, 2, 64), (32, 32, 80), (16, 4, 96), (12, 2, 128), (28, 4, 128), (8, 4, 256), (71, 1, 64), (4, 4, 16)]
+SHAPES = [
+    (14, 2, 64),
+    (32, 32, 80),
+    (16, 4, 96),
+    (12, 2, 128),
+    (28, 4, 128),
+    (8, 4, 256),
+    (71, 1, 64),
+    (4, 4, 16),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,8 @@ def make_batch(
     longest: int = 700,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Batch:
-    """Pages lie between those of another layer, slots are in disorder, and q is a view of a projection of q, k and v.
+    """Pages lie between those of another layer, slots are in disorder, and q is a view of a
+    projection of q, k and v.
 
     Memory that holds no token is NaN.
     """
@@ -64,11 +74,16 @@ def make_batch(
     return Batch(q, keys, values, table, slots, positions)
 
 
-def expected(batch: Batch, window: int | None = None, cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+def expected(
+    batch: Batch, window: int | None = None, cap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """(b, Hq, Dv) fp32."""
     q, slots = batch.q.float(), batch.slots.long()
     pages, position = batch.table[slots].long(), batch.positions[slots][:, None]
-    k, v = (c[pages].transpose(2, 3).flatten(1, 2).float().nan_to_num() for c in (batch.keys, batch.values))
+    k, v = (
+        c[pages].transpose(2, 3).flatten(1, 2).float().nan_to_num()
+        for c in (batch.keys, batch.values)
+    )
     k, v = (c.repeat_interleave(q.shape[1] // c.shape[2], dim=2) for c in (k, v))
     scores = torch.einsum("bhd,blhd->bhl", q, k) * q.shape[2] ** -0.5
     if cap is not None:
@@ -132,7 +147,10 @@ def test_fp32_is_not_rounded_to_tf32(kernels, dim: int):
     batch = make_batch(7, 12, 4, dim, dtype=torch.float32)
     features = features_of("all", 12)
     for splits in ({}, {"num_splits": 5}):
-        assert relative_l2(attend(kernels, batch, **features, **splits), expected(batch, **features)) < 1e-5
+        assert (
+            relative_l2(attend(kernels, batch, **features, **splits), expected(batch, **features))
+            < 1e-5
+        )
 
 
 def test_fp16_and_a_value_size_of_its_own(kernels):
@@ -142,7 +160,9 @@ def test_fp16_and_a_value_size_of_its_own(kernels):
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (12, 2, 128), (8, 4, 256)])
-def test_fixed_splits_give_a_row_the_same_bits_in_every_company(kernels, heads, kv_heads, dim, window):
+def test_fixed_splits_give_a_row_the_same_bits_in_every_company(
+    kernels, heads, kv_heads, dim, window
+):
     batch = make_batch(300, heads, kv_heads, dim)
     fixed = {"window": window, "split_tokens": 128}
     crowd = attend(kernels, batch, **fixed)
@@ -152,13 +172,18 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_company(kernels, heads, 
     wider = batch._replace(table=torch.cat([batch.table, batch.table], dim=1))
     assert torch.equal(attend(kernels, wider, **fixed), crowd)
     for row in (0, 7, 299):
-        alone = batch._replace(q=batch.q[row : row + 1].clone(), slots=batch.slots[row : row + 1].clone())
+        alone = batch._replace(
+            q=batch.q[row : row + 1].clone(), slots=batch.slots[row : row + 1].clone()
+        )
         assert torch.equal(attend(kernels, alone, **fixed)[0], crowd[row])
-    assert not torch.equal(attend(kernels, batch, window=window, num_splits=3), crowd), "any splits would do"
+    assert not torch.equal(attend(kernels, batch, window=window, num_splits=3), crowd), (
+        "any splits would do"
+    )
 
 
 @pytest.mark.parametrize(
-    ("shape", "normed"), [((14, 2, 64), False), ((16, 4, 96), False), ((12, 2, 128), True), ((8, 4, 256), True)]
+    ("shape", "normed"),
+    [((14, 2, 64), False), ((16, 4, 96), False), ((12, 2, 128), True), ((8, 4, 256), True)],
 )
 def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
     kernels, shape: tuple[int, int, int], normed: bool
@@ -176,9 +201,18 @@ def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
     truth = batch._replace(keys=batch.keys.clone(), values=batch.values.clone())
     turned = qkv.clone()
     layers.rope_store(
-        turned, cos, sin, positions, pages, offsets, truth.keys, truth.values,
-        query_norm=norms[0], key_norm=norms[1], eps=1e-6,
-    )  # fmt: skip
+        turned,
+        cos,
+        sin,
+        positions,
+        pages,
+        offsets,
+        truth.keys,
+        truth.values,
+        query_norm=norms[0],
+        key_norm=norms[1],
+        eps=1e-6,
+    )
     truth, (q, k, v) = (
         truth._replace(q=turned.unflatten(1, (-1, dim))[:, :heads]),
         qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1),
@@ -187,13 +221,19 @@ def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
         for cache in (batch.keys, batch.values):
             cache[pages, :, offsets] = float("nan")
         fresh = kernels.Fresh(k, v, cos, sin, *norms, 1e-6)
-        assert relative_l2(attend(kernels, batch._replace(q=q), fresh=fresh, **splits), expected(truth)) < 5e-3, splits
+        assert (
+            relative_l2(
+                attend(kernels, batch._replace(q=q), fresh=fresh, **splits), expected(truth)
+            )
+            < 5e-3
+        ), splits
         assert relative_l2(batch.keys.nan_to_num(), truth.keys.float().nan_to_num()) < 1e-3
         assert torch.equal(batch.values.nan_to_num(), truth.values.nan_to_num())
 
 
 def test_a_graph_follows_its_tensors(kernels):
-    """Captured at one state of the batch, replayed at another: nothing was read or allocated on the host."""
+    """Captured at one state of the batch, replayed at another: nothing was read or allocated on the
+    host."""
     batch = make_batch(48, 12, 2, 128)
     for cache in (batch.keys, batch.values):
         cache.nan_to_num_(nan=0.5)  # pages change hands
@@ -201,7 +241,9 @@ def test_a_graph_follows_its_tensors(kernels):
     out = torch.zeros(48, 12, 128, dtype=torch.bfloat16, device="cuda")
 
     def step() -> None:
-        kernels.decode_attention(*batch, out, scale=128**-0.5, num_splits=3, workspace=workspace, window=400)
+        kernels.decode_attention(
+            *batch, out, scale=128**-0.5, num_splits=3, workspace=workspace, window=400
+        )
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,5 @@
-"""Reserved memory on CUDA: a captured graph is valid again once the memory is back, and the device truly gets it."""
+"""Reserved memory on CUDA: a captured graph is valid again once the memory is back, and the device
+truly gets it."""
 
 import gc
 import threading
@@ -129,7 +130,8 @@ def test_torch_needs_nothing_of_a_view_while_its_memory_is_away(reserve):
 
 
 def test_close_and_the_last_view_give_everything_back(reserve):
-    torch.ones(8, device="cuda").fill_(2).sum().item()  # loads the kernels, which take memory themselves
+    # loads the kernels, which take memory themselves
+    torch.ones(8, device="cuda").fill_(2).sum().item()
     before = free_bytes()
     memory = reserve(GIB)
     memory.grow(GIB)

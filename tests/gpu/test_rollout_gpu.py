@@ -1,4 +1,5 @@
-"""The rollout engines on CUDA: the parity of the CPU tests in fp32, bf16 as close as transformers' own, and memory."""
+"""The rollout engines on CUDA: the parity of the CPU tests in fp32, bf16 as close as transformers'
+own, and memory."""
 
 import gc
 from typing import Any
@@ -40,7 +41,9 @@ def test_fp32_is_transformers(family):
     assert tokens_of(greedy) == [transformers_greedy(model, prompt, 40) for prompt in PROMPTS]
     sampled = run(engine, PROMPTS, n=3, temperature=1.3)
     for completion in sampled:
-        expected = forward_log_probs(model, PROMPTS[completion.sample_id // 3], completion.token_ids, 1.3)
+        expected = forward_log_probs(
+            model, PROMPTS[completion.sample_id // 3], completion.token_ids, 1.3
+        )
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-4)
     assert tokens_of(sampled) == tokens_of(
         run(cuda_engine(model, "hf", dtype="float32"), PROMPTS, n=3, temperature=1.3)
@@ -59,7 +62,8 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(family):
         truth = forward_log_probs(exact, prompt, completion.token_ids)
         ours.append((torch.tensor(completion.log_probs) - truth).abs().mean())
         theirs.append((forward_log_probs(model, prompt, completion.token_ids) - truth).abs().mean())
-    # The median: where bf16 tips a router of experts the other way, one sample is off by much, in theirs as in ours.
+    # The median: where bf16 tips a router of experts the other way, one sample is off by much, in
+    # theirs as in ours.
     assert torch.stack(ours).median() <= 1.3 * torch.stack(theirs).median() + 0.01
 
 
@@ -74,13 +78,17 @@ def test_preemption_changes_nothing():
 def test_the_noise_is_that_of_the_cpu():
     keys = torch.from_numpy(row_keys(sample_keys(3, 5, np.arange(64)), np.arange(64)))
     assert torch.equal(noise_integers(keys.cuda(), 5000).cpu(), noise_integers(keys, 5000))
-    torch.testing.assert_close(gumbel_noise(keys.cuda(), 5000).cpu(), gumbel_noise(keys, 5000), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gumbel_noise(keys.cuda(), 5000).cpu(), gumbel_noise(keys, 5000), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_graphs_draw_what_eager_steps_draw(family):
     model = on_cuda(talkative_model(family))
-    graphs, eager = (cuda_engine(model, dtype="float32", enforce_eager=flag) for flag in (False, True))
+    graphs, eager = (
+        cuda_engine(model, dtype="float32", enforce_eager=flag) for flag in (False, True)
+    )
     for params in ({"temperature": 0}, {}, {"top_p": 0.8, "top_k": 20, "temperature": 1.4}):
         drawn = run(graphs, PROMPTS, n=5, **params)
         assert tokens_of(drawn) == tokens_of(run(eager, PROMPTS, n=5, **params))
@@ -89,10 +97,16 @@ def test_graphs_draw_what_eager_steps_draw(family):
 def test_many_samples_of_long_prompts_see_all_of_them():
     model = on_cuda(talkative_model("qwen2"))
     engine = cuda_engine(model, dtype="float32", prompt_length=128)
-    prompts = [[5 + (7 * i) % 90 for i in range(100)], [9 + (11 * i) % 80 for i in range(49)], [7, 11, 13]]
+    prompts = [
+        [5 + (7 * i) % 90 for i in range(100)],
+        [9 + (11 * i) % 80 for i in range(49)],
+        [7, 11, 13],
+    ]
     sampled = run(engine, prompts, n=18)
     for completion in sampled:
-        expected = forward_log_probs(model, prompts[completion.sample_id // 18], completion.token_ids)
+        expected = forward_log_probs(
+            model, prompts[completion.sample_id // 18], completion.token_ids
+        )
         torch.testing.assert_close(torch.tensor(completion.log_probs), expected, rtol=0, atol=1e-4)
 
 
@@ -120,7 +134,9 @@ def test_a_second_turn_finds_the_keys_of_the_first(family):
     turns = [[*PROMPTS[c.sample_id // 2], *c.token_ids, 7, 9] for c in first]
     again = run(engine, turns, max_new_tokens=8)
     assert engine.statistics()["cached_tokens"] >= 16 * len(turns)
-    assert tokens_of(again) == tokens_of(run(cuda_engine(model, dtype="float32"), turns, max_new_tokens=8))
+    assert tokens_of(again) == tokens_of(
+        run(cuda_engine(model, dtype="float32"), turns, max_new_tokens=8)
+    )
 
 
 def test_late_stops_and_refills_lose_no_token():
@@ -149,7 +165,9 @@ def test_deterministic_gives_the_same_bits_among_a_thousand(dtype):
 
 
 def test_what_stays_asleep_is_listed():
-    model = on_cuda(talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8))
+    model = on_cuda(
+        talkative_model("qwen2", dtype=torch.bfloat16, hidden_size=512, num_attention_heads=8)
+    )
     before = torch.cuda.memory_reserved()
     engine = cuda_engine(model, gpu_memory_utilization=0.02)
     run(engine, PROMPTS, n=100)
@@ -160,12 +178,15 @@ def test_what_stays_asleep_is_listed():
     kept, left = engine.kept_asleep(), torch.cuda.memory_reserved() - before
     assert kept == awake
     assert kept["graphs"] > 0
-    # A segment of torch's is 2 MiB at least; cuBLAS keeps a workspace of 32 MiB for each of two streams.
+    # A segment of torch's is 2 MiB at least; cuBLAS keeps a workspace of 32 MiB for each of two
+    # streams.
     assert left - 96 * 2**20 <= sum(kept.values()) <= left
     assert left <= 0.02 * torch.cuda.get_device_properties(0).total_memory
 
 
-@pytest.mark.parametrize(("given", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (RuntimeError, RolloutError)])
+@pytest.mark.parametrize(
+    ("given", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (RuntimeError, RolloutError)]
+)
 def test_what_ends_a_capture_does_not_end_the_engine(given, raised, monkeypatch):
     model = on_cuda(talkative_model("qwen2"))
     whole = tokens_of(run(cuda_engine(model, dtype="float32"), PROMPTS, n=2))
@@ -198,7 +219,9 @@ def test_sleep_gives_the_memory_back():
     gc.collect()
     torch.cuda.empty_cache()
     kept = free - torch.cuda.mem_get_info()[0]
-    held = engine.runner.page_bytes * engine.statistics()["num_pages"] + sum(p.nbytes for p in parameters.values())
+    held = engine.runner.page_bytes * engine.statistics()["num_pages"] + sum(
+        p.nbytes for p in parameters.values()
+    )
     assert awake >= held
     assert kept <= awake - held, "graphs and kernels stay, pages and weights do not"
     with pytest.raises(EngineAsleepError):

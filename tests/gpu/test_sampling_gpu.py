@@ -1,4 +1,5 @@
-"""The compiled draw at the size of a real vocabulary, against fp64 and against `verl.rollout.sampling.sample`."""
+"""The compiled draw at the size of a real vocabulary, against fp64 and against
+`verl.rollout.sampling.sample`."""
 
 from typing import Any
 
@@ -15,10 +16,15 @@ VOCABULARY = 151_936
 ROWS = 48
 
 
-def make_logits(dtype: torch.dtype, *, rows: int = ROWS, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    """A third of the rows nearly flat, a third like a language model's, a third sharp; a view with a larger stride."""
+def make_logits(
+    dtype: torch.dtype, *, rows: int = ROWS, vocabulary: int = VOCABULARY
+) -> torch.Tensor:
+    """A third of the rows nearly flat, a third like a language model's, a third sharp; a view with
+    a larger stride."""
     generator = torch.Generator("cuda").manual_seed(0)
-    spread = torch.tensor([0.5, 2.5, 6.0], device="cuda").repeat_interleave((rows + 2) // 3)[:rows, None]
+    spread = torch.tensor([0.5, 2.5, 6.0], device="cuda").repeat_interleave((rows + 2) // 3)[
+        :rows, None
+    ]
     wide = torch.randn(rows, vocabulary + 64, device="cuda", generator=generator) * spread
     return wide.to(dtype)[:, :vocabulary]
 
@@ -60,7 +66,9 @@ class Draw:
 
 
 def settings_of(params: SamplingParams) -> torch.Tensor:
-    return torch.tensor([params.temperature, params.top_p, params.min_p, float(params.top_k)], device="cuda")
+    return torch.tensor(
+        [params.temperature, params.top_p, params.min_p, float(params.top_k)], device="cuda"
+    )
 
 
 def params_of(**settings: Any) -> SamplingParams:
@@ -70,9 +78,19 @@ def params_of(**settings: Any) -> SamplingParams:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.6}, {"temperature": 2.0}, {"temperature": 0}, {"top_k": 1}, {"top_k": 50}, {"top_p": 0.95},
-     {"top_p": 0.3}, {"min_p": 0.05}, {"top_k": 1000, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8}],
-)  # fmt: skip
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 2.0},
+        {"temperature": 0},
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_p": 0.95},
+        {"top_p": 0.3},
+        {"min_p": 0.05},
+        {"top_k": 1000, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
+    ],
+)
 def test_the_draw_is_the_best_score_among_the_tokens_kept(dtype, settings):
     params = params_of(**settings)
     logits = make_logits(dtype)
@@ -94,13 +112,15 @@ def test_the_draw_is_the_best_score_among_the_tokens_kept(dtype, settings):
     lost = scores.amax(-1) - scores.gather(1, tokens[:, None])[:, 0]
     assert (lost <= 2e-6 * (1 + scaled.amax(-1).abs())).all()
     expected, _ = sample(logits, params, one.noise_keys)
-    assert (tokens == expected).float().mean() > 0.95  # fp32 sums in another order move the edge of top-p
+    # fp32 sums in another order move the edge of top-p
+    assert (tokens == expected).float().mean() > 0.95
 
 
 def check_threshold(
     logits: torch.Tensor, weights: torch.Tensor, threshold: torch.Tensor, params: SamplingParams
 ) -> None:
-    """The tokens kept are enough, and without the lightest they are not, for the narrower of top-k and top-p."""
+    """The tokens kept are enough, and without the lightest they are not, for the narrower of top-k
+    and top-p."""
     at_least = logits >= threshold
     above = logits > logits.masked_fill(~at_least, torch.inf).amin(-1, keepdim=True)
     if params.top_k > 0:
@@ -108,8 +128,11 @@ def check_threshold(
         if params.top_p == 1:
             assert (at_least.sum(-1) >= params.top_k).all()
     if params.top_p < 1:
-        total = weights.topk(params.top_k, -1).values.sum(-1) if params.top_k > 0 else weights.sum(-1)
-        # A sum in fp32 that stops just short of the share keeps one token more, which weighs less than a thousandth.
+        total = (
+            weights.topk(params.top_k, -1).values.sum(-1) if params.top_k > 0 else weights.sum(-1)
+        )
+        # A sum in fp32 that stops just short of the share keeps one token more, which weighs less
+        # than a thousandth.
         assert ((weights * above).sum(-1) < params.top_p * total * (1 + 2e-4)).all()
         assert ((weights * at_least).sum(-1) >= params.top_p * total * (1 - 1e-5)).all()
 
@@ -136,7 +159,9 @@ def test_any_vocabulary(vocabulary, settings):
     torch.testing.assert_close(log_probs[same], expected_log_probs[same], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
+)
 def test_bad_logits_give_a_log_prob_that_is_not_finite(settings):
     logits = make_logits(torch.bfloat16, rows=6)
     logits[0, VOCABULARY - 1] = torch.nan
@@ -161,7 +186,9 @@ def test_one_captured_graph_serves_every_setting_and_position(settings):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one(logits)
-    assert torch.cuda.memory_allocated() - before < 4096, "a graph keeps the state of the random generator, no more"
+    assert torch.cuda.memory_allocated() - before < 4096, (
+        "a graph keeps the state of the random generator, no more"
+    )
     for position, temperature in enumerate((0.7, 1.3)):
         params = params_of(**{**settings, "temperature": temperature})
         other = Draw(ROWS, VOCABULARY, params)

@@ -23,5 +23,7 @@ def test_an_engine_with_it():
     plain = make_engine("cuda", compile_backend="inductor")
     fused = make_engine("cuda", compile_backend="inductor", fused_kernels=True)
     assert relative_l2(gradient(fused), gradient(plain)) < 1e-3
-    one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (fused, plain))
+    one, other = (
+        engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (fused, plain)
+    )
     assert 1e-5 < (one - other).abs().mean() < 0.03

@@ -1,4 +1,5 @@
-"""Two GPUs that share one engine over NCCL draw what one GPU draws. Starts its own ranks: run it with plain pytest.
+"""Two GPUs that share one engine over NCCL draw what one GPU draws. Starts its own ranks: run it
+with plain pytest.
 
 `pytest -m multi_gpu tests/gpu/test_tensor_parallel_gpu.py` on a machine with two devices.
 """
@@ -11,7 +12,14 @@ import pytest
 import torch
 
 from tests.distributed.ranks import Ranks
-from tests.rollout.engines import PROMPTS, forward_log_probs, make_engine, run, talkative_model, tokens_of
+from tests.rollout.engines import (
+    PROMPTS,
+    forward_log_probs,
+    make_engine,
+    run,
+    talkative_model,
+    tokens_of,
+)
 from tests.rollout.test_tensor_parallel import completions, shared_engine, worst_difference
 from tests.trainer.runs import command_line, step_lines
 from tests.trainer.test_ranks import TORCHRUN
@@ -22,7 +30,10 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 FUSED = ["llama", "mistral", "qwen2", "qwen3"]
 THROUGH_THE_MODULE = ["gemma2", "gpt_neox", "qwen3_moe"]
 EXACT: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
-DRAWS: list[tuple[int, dict[str, Any]]] = [(1, {"temperature": 0, "max_new_tokens": 40}), (5, {"temperature": 1.3})]
+DRAWS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"temperature": 0, "max_new_tokens": 40}),
+    (5, {"temperature": 1.3}),
+]
 ROUNDED: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
 
 
@@ -30,8 +41,12 @@ def on_cuda(model: Any) -> Any:
     return model.cuda()
 
 
-def on_one(family: str, settings: dict[str, Any], n: int = 1, *, seed: int = 0, **params: Any) -> list[Completion]:
-    return run(make_engine(on_cuda(talkative_model(family, seed=seed)), **settings), PROMPTS, n, **params)
+def on_one(
+    family: str, settings: dict[str, Any], n: int = 1, *, seed: int = 0, **params: Any
+) -> list[Completion]:
+    return run(
+        make_engine(on_cuda(talkative_model(family, seed=seed)), **settings), PROMPTS, n, **params
+    )
 
 
 @pytest.mark.parametrize("family", [*FUSED, *THROUGH_THE_MODULE])
@@ -49,7 +64,9 @@ def test_bf16_is_as_close_to_fp32_as_on_one_gpu(two_gpus: Ranks, family: str):
 
     def error(sampled: list[Completion]) -> float:
         truths = (forward_log_probs(exact, PROMPTS[c.sample_id // 4], c.token_ids) for c in sampled)
-        errors = [(torch.tensor(c.log_probs) - truth).abs().mean() for c, truth in zip(sampled, truths)]
+        errors = [
+            (torch.tensor(c.log_probs) - truth).abs().mean() for c, truth in zip(sampled, truths)
+        ]
         return torch.stack(errors).median().item()
 
     params: dict[str, Any] = {"ignore_eos": True}
@@ -68,7 +85,8 @@ def test_graphs_draw_what_eager_steps_draw(two_gpus: Ranks):
 
 
 def across_an_update(family: str) -> tuple[list[list[list[int]]], bool]:
-    """Tokens with the first weights, the second, the first again; and whether the first graphs were used for all."""
+    """Tokens with the first weights, the second, the first again; and whether the first graphs were
+    used for all."""
     model, other = (on_cuda(talkative_model(family, seed=seed)) for seed in (0, 1))
     engine = shared_engine(model, **EXACT)
     drawn = [tokens_of(run(engine, PROMPTS, 2))]
@@ -92,7 +110,9 @@ def test_graphs_outlive_sleep_and_new_weights(two_gpus: Ranks):
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_deterministic_gives_the_same_bits_in_every_batch(two_gpus: Ranks, family: str):
     crowd, few = (
-        two_gpus.call(completions, family, {}, {**ROUNDED, "deterministic": True, "max_num_seqs": most}, 8, {})
+        two_gpus.call(
+            completions, family, {}, {**ROUNDED, "deterministic": True, "max_num_seqs": most}, 8, {}
+        )
         for most in (24, 3)
     )
     assert crowd[0][0] == crowd[1][0] == few[0][0] == few[1][0]
@@ -106,11 +126,15 @@ def test_pages_fit_in_the_memory_of_both(two_gpus: Ranks):
 
 
 def test_a_run_with_a_shared_engine_comes_to_its_end(two_gpus: Ranks, tmp_path: Path):
-    """Communicators wait for the graphs they were captured in: without an order of ending, such a run never does."""
+    """Communicators wait for the graphs they were captured in: without an order of ending, such a
+    run never does."""
     shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     arguments = command_line(tmp_path, shared, "actor_rollout_ref.actor.use_torch_compile=False")
     done = subprocess.run(
-        [*TORCHRUN, "-m", "verl.trainer.main_ppo", *arguments], capture_output=True, text=True, timeout=280
+        [*TORCHRUN, "-m", "verl.trainer.main_ppo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = step_lines(tmp_path)

@@ -1,4 +1,5 @@
-"""Weights between processes on one GPU and on two, and the fingerprint's kernel. `pytest -m "gpu or multi_gpu"`."""
+"""Weights between processes on one GPU and on two, and the fingerprint's kernel. `pytest -m "gpu or
+multi_gpu"`."""
 
 import multiprocessing
 import os
@@ -27,7 +28,8 @@ HAND_OVERS = 2
 
 
 def take(connection: Connection, uuid: str, fault: str) -> None:
-    """Another process, to which the GPUs may have other numbers: takes the weights, and says where it has what."""
+    """Another process, to which the GPUs may have other numbers: takes the weights, and says where
+    it has what."""
     device = device_of(uuid)
     torch.cuda.set_device(device)
     receiver = SharedMemoryReceiver(connection, device)
@@ -38,11 +40,19 @@ def take(connection: Connection, uuid: str, fault: str) -> None:
         except RolloutError as error:
             connection.send((device.index, str(error)))
             return
-    connection.send((device.index, {name: tensor.cpu().float().numpy() for name, tensor in store.tensors.items()}))
+    connection.send(
+        (
+            device.index,
+            {name: tensor.cpu().float().numpy() for name, tensor in store.tensors.items()},
+        )
+    )
 
 
-def hand_over(device: torch.device, memory: torch.device, *, visible: str | None = None, fault: str = ""):
-    """Send from `device` through `memory` to another process on the same GPU: what it says, and our own error."""
+def hand_over(
+    device: torch.device, memory: torch.device, *, visible: str | None = None, fault: str = ""
+):
+    """Send from `device` through `memory` to another process on the same GPU: what it says, and our
+    own error."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=take, args=(theirs, gpu_uuid(device), fault), daemon=True)
@@ -54,12 +64,18 @@ def hand_over(device: torch.device, memory: torch.device, *, visible: str | None
     try:
         with torch.cuda.device(device):
             sender = SharedMemorySender(
-                ours, device=memory, bucket_bytes=BUCKET_BYTES, dtype=torch.bfloat16, pin=memory.type == "cpu"
+                ours,
+                device=memory,
+                bucket_bytes=BUCKET_BYTES,
+                dtype=torch.bfloat16,
+                pin=memory.type == "cpu",
             )
             for step in range(HAND_OVERS):
                 log = FingerprintLog()
                 tensors = [(name, tensor.to(device)) for name, tensor in odd_tensors(step).items()]
-                sender.send(gathered(tensors, bucket_bytes=BUCKET_BYTES, dtype=torch.bfloat16, log=log), log)
+                sender.send(
+                    gathered(tensors, bucket_bytes=BUCKET_BYTES, dtype=torch.bfloat16, log=log), log
+                )
     except RolloutError as raised:
         error = str(raised)
     answer = ours.recv()
@@ -122,7 +138,9 @@ def test_from_one_gpu_to_another(two_gpus: Ranks, tmp_path: Path, transport: str
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("settings", [{}, {"param_offload": True}, {"offload_policy": True}, {"fsdp_size": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"param_offload": True}, {"offload_policy": True}, {"fsdp_size": 1}]
+)
 def test_shards_of_two_gpus_are_gathered_whole(two_gpus: Ranks, settings: dict):
     setup = Setup(double=False, device="cuda", **settings)
     expected, log = jobs.gather_model(Setup(double=False, device="cuda"), torch.bfloat16, 1 << 20)
@@ -139,7 +157,10 @@ def test_the_kernel_computes_what_the_host_computes(gpu: torch.device, dtype: to
     tensors = [torch.randn(shape, device=gpu).to(dtype) for shape in shapes]
     tensors += [tensors[4].flatten()[1:], tensors[4].T, tensors[1]]
     parts = [Part()] * (len(tensors) - 2) + [Part(5, 100, 777), Part((1 << 33) + 3)]
-    assert fingerprints(tensors, parts).tolist() == fingerprints([tensor.cpu() for tensor in tensors], parts).tolist()
+    assert (
+        fingerprints(tensors, parts).tolist()
+        == fingerprints([tensor.cpu() for tensor in tensors], parts).tolist()
+    )
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -21,8 +21,8 @@ def new_engine(setup: jobs.Setup) -> TrainEngine:
 
 
 def train_and_save(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
-    """Two steps, and a checkpoint in the background, during which all weights change. Gives the state that was to be
-    saved, and how many tensors were gathered for it."""
+    """Two steps, and a checkpoint in the background, during which all weights change. Gives the
+    state that was to be saved, and how many tensors were gathered for it."""
     engine = new_engine(setup)
     share = len(SHAPES) // engine.mesh.data.size
     for seed in range(2):
@@ -34,7 +34,11 @@ def train_and_save(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
     gathered = []
     with pytest.MonkeyPatch.context() as patch:
         whole = DTensor.full_tensor
-        patch.setattr(DTensor, "full_tensor", lambda tensor, **kwargs: gathered.append(1) or whole(tensor, **kwargs))
+        patch.setattr(
+            DTensor,
+            "full_tensor",
+            lambda tensor, **kwargs: gathered.append(1) or whole(tensor, **kwargs),
+        )
         engine.save(folder, tokenizer=tiny_tokenizer(), in_background=True)
     with torch.no_grad():
         for parameter in engine.module.parameters():

@@ -1,4 +1,5 @@
-"""A damaged checkpoint is not exported, and what cannot be read or written is one line with a way out."""
+"""A damaged checkpoint is not exported, and what cannot be read or written is one line with a way
+out."""
 
 import os
 import re
@@ -24,7 +25,8 @@ ADAPTERS = "lora_adapter/adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with the whole weights of one role and the adapters of another, and what these go into."""
+    """A checkpoint with the whole weights of one role and the adapters of another, and what these
+    go into."""
     folder = tmp_path_factory.mktemp("run")
     policy_engine().save(folder / "global_step_4" / "actor")
     jobs.train_and_save(Setup(lora=True), folder / "global_step_4" / "lora")
@@ -45,7 +47,16 @@ def refused(run: Path, checkpoint: Path, capfd) -> Callable[..., str]:
 
     def line(role: str, *options: str | Path, command: str = "merge") -> str:
         before = sorted(checkpoint.parent.iterdir())
-        given = [command, "--backend", "fsdp", "--local_dir", checkpoint / role, "--base_model", run / "base", *options]
+        given = [
+            command,
+            "--backend",
+            "fsdp",
+            "--local_dir",
+            checkpoint / role,
+            "--base_model",
+            run / "base",
+            *options,
+        ]
         if command == "merge":
             given += ["--target_dir", checkpoint.parent / "merged"]
         capfd.readouterr()
@@ -75,7 +86,9 @@ def test_a_bit_that_flipped_is_neither_merged_nor_compared_nor_exported(checkpoi
     shards = checkpoint / "actor" / SHARDS
     flip_a_bit(shards, shards.read_bytes().index(weight.numpy().tobytes()))
     flip_a_bit(checkpoint / "lora" / ADAPTERS, -1)
-    told = f"global_step_4 is damaged: actor/{SHARDS} has another checksum than when it was written."
+    told = (
+        f"global_step_4 is damaged: actor/{SHARDS} has another checksum than when it was written."
+    )
     assert told in refused("actor")
     assert told in refused("actor", "--test_hf_dir", checkpoint.parent / "sound", command="test")
     told = f"lora/{ADAPTERS} has another checksum"
@@ -83,7 +96,9 @@ def test_a_bit_that_flipped_is_neither_merged_nor_compared_nor_exported(checkpoi
     assert told in refused("lora", "--no-merge-adapters")
 
 
-def test_other_roles_may_be_missing_and_the_folder_may_be_the_working_one(checkpoint: Path, monkeypatch, refused):
+def test_other_roles_may_be_missing_and_the_folder_may_be_the_working_one(
+    checkpoint: Path, monkeypatch, refused
+):
     shutil.rmtree(checkpoint / "lora")
     monkeypatch.chdir(checkpoint / "actor")
     merge(Path("."), checkpoint.parent / "sound")
@@ -94,14 +109,32 @@ def test_other_roles_may_be_missing_and_the_folder_may_be_the_working_one(checkp
 @pytest.mark.parametrize(
     ("role", "file", "told"),
     [
-        ("actor", "sharded/.metadata", r"sharded/\.metadata cannot be read \(UnpicklingError: .*\)\. .*copy it again"),
-        ("actor", SHARDS, r"While reading .*/actor/sharded: EOFError\. If it is damaged .*copy it again"),
-        ("actor", "huggingface/config.json", r"config\.json cannot be read \(JSONDecodeError: .*\)\. .*copy it again"),
+        (
+            "actor",
+            "sharded/.metadata",
+            r"sharded/\.metadata cannot be read \(UnpicklingError: .*\)\. .*copy it again",
+        ),
+        (
+            "actor",
+            SHARDS,
+            r"While reading .*/actor/sharded: EOFError\. If it is damaged .*copy it again",
+        ),
+        (
+            "actor",
+            "huggingface/config.json",
+            r"config\.json cannot be read \(JSONDecodeError: .*\)\. .*copy it again",
+        ),
         ("lora", ADAPTERS, r"Expected the adapters .*\(SafetensorError: .*\)\. .*copy them again"),
-        ("lora", "lora_adapter/adapter_config.json", r"Expected the adapters .*\(JSONDecodeError: .*copy them again"),
+        (
+            "lora",
+            "lora_adapter/adapter_config.json",
+            r"Expected the adapters .*\(JSONDecodeError: .*copy them again",
+        ),
     ],
 )
-def test_a_file_cut_short_is_told_without_a_manifest(checkpoint: Path, refused, role: str, file: str, told: str):
+def test_a_file_cut_short_is_told_without_a_manifest(
+    checkpoint: Path, refused, role: str, file: str, told: str
+):
     (checkpoint / MANIFEST).unlink()
     truncate(checkpoint / role / file)
     assert re.search(told, refused(role))
@@ -111,8 +144,12 @@ def test_a_base_of_another_size_is_told_before_anything_is_written(checkpoint: P
     base = checkpoint.parent / "larger"
     tiny_model("qwen2", intermediate_size=64).save_pretrained(base)
     told = refused("lora", "--base_model", base)
-    assert re.search(r"Expected 'model\.layers\.0\.mlp\.\w+\.weight' of shape \((48, 32|32, 48)\), ", told)
-    assert re.search(rf"'{base}' has shape \((64, 32|32, 64)\)\. Set --base_model to the model that", told)
+    assert re.search(
+        r"Expected 'model\.layers\.0\.mlp\.\w+\.weight' of shape \((48, 32|32, 48)\), ", told
+    )
+    assert re.search(
+        rf"'{base}' has shape \((64, 32|32, 64)\)\. Set --base_model to the model that", told
+    )
 
 
 @pytest.mark.parametrize("role", ["actor", "lora"])
@@ -123,7 +160,9 @@ def test_a_target_that_cannot_be_written_is_told(refused, role: str):
         told = refused(role, *(["--no-merge-adapters"] if role == "lora" else []))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.search(r"merged was not written \(.*File too large.*\)\. No file may grow beyond .*ulimit -f", told)
+    assert re.search(
+        r"merged was not written \(.*File too large.*\)\. No file may grow beyond .*ulimit -f", told
+    )
 
 
 def test_a_folder_to_compare_with_that_is_damaged_is_told(checkpoint: Path, refused):

@@ -28,7 +28,17 @@ from verl.utils.errors import CheckpointError
 pytestmark = pytest.mark.timeout(150)
 
 TRAINING = [
-    *("ray", "hydra", "omegaconf", "datasets", "pyarrow", "tensordict", "math_verify", "tensorboard", "wandb"),
+    *(
+        "ray",
+        "hydra",
+        "omegaconf",
+        "datasets",
+        "pyarrow",
+        "tensordict",
+        "math_verify",
+        "tensorboard",
+        "wandb",
+    ),
     *("peft", "accelerate", "triton"),
 ]
 
@@ -64,10 +74,15 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_same_parameters(found["parameters"], expected["parameters"])
-    assert all(torch.equal(one, other) for one, other in zip(found["moments"], expected["moments"], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(found["moments"], expected["moments"], strict=True)
+    )
 
 
-def assert_same_parameters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_parameters(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
@@ -77,7 +92,9 @@ def assert_same_parameters(found: dict[str, torch.Tensor], expected: dict[str, t
     [{}, {"fsdp_size": 1}, {"family": "qwen3_moe"}, {"lora": True}],
     ids=["fsdp", "hsdp", "experts", "LoRA"],
 )
-def test_what_two_ranks_saved_one_process_resumes_and_merges(two_ranks: Ranks, base: Path, tmp_path: Path, settings):
+def test_what_two_ranks_saved_one_process_resumes_and_merges(
+    two_ranks: Ranks, base: Path, tmp_path: Path, settings
+):
     setup, folder = Setup(**settings), tmp_path / "actor"
     saved = two_ranks.call(jobs.train_and_save, setup, folder)[0]
     sizes = [file.stat().st_size for file in (folder / "sharded").glob("*.distcp")]
@@ -86,16 +103,23 @@ def test_what_two_ranks_saved_one_process_resumes_and_merges(two_ranks: Ranks, b
         assert saved["gathered"] == 0
         tensors = [*saved["parameters"].values(), *saved["moments"]]
         headers = 2500 * 2 * len(tensors)  # of each shard, which are small here
-        assert sum(sizes) < sum(tensor.nbytes for tensor in tensors) + headers, "replicas are written once"
+        assert sum(sizes) < sum(tensor.nbytes for tensor in tensors) + headers, (
+            "replicas are written once"
+        )
         assert max(sizes) < 0.7 * sum(sizes)
     assert_same(jobs.load(setup, folder), saved)
 
     merge(folder, tmp_path / "merged", base_model=str(base), max_file_bytes=20_000)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype="auto", output_loading_info=True
+    )
     assert not any(report.values()), report
     assert_same_parameters(dict(model.named_parameters()), saved["parameters"])
     assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tiny_tokenizer().chat_template
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+        == tiny_tokenizer().chat_template
+    )
 
 
 def test_what_one_process_saved_two_ranks_resume(two_ranks: Ranks, alone):
@@ -104,7 +128,8 @@ def test_what_one_process_saved_two_ranks_resume(two_ranks: Ranks, alone):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"), [("qwen3_moe", {}), ("qwen2", {"tie_word_embeddings": True}), ("gpt2", {})]
+    ("family", "settings"),
+    [("qwen3_moe", {}), ("qwen2", {"tie_word_embeddings": True}), ("gpt2", {})],
 )
 def test_files_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str, settings):
     """Experts lie in stacks in memory, and one by one on the hub; a tied head is in no file."""
@@ -112,9 +137,13 @@ def test_files_have_the_names_that_transformers_gives_them(tmp_path: Path, famil
     engine.save(tmp_path / "actor")
     engine.hf_model.save_pretrained(tmp_path / "expected")
     merge(tmp_path / "actor", tmp_path / "merged")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    ours, theirs = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected")
+    )
     assert_same_parameters(ours, theirs)
-    assert (tmp_path / "merged" / "config.json").read_text() == (tmp_path / "expected" / "config.json").read_text()
+    assert (tmp_path / "merged" / "config.json").read_text() == (
+        tmp_path / "expected" / "config.json"
+    ).read_text()
 
 
 def test_a_critic_keeps_its_value_head(tmp_path: Path):
@@ -122,10 +151,14 @@ def test_a_critic_keeps_its_value_head(tmp_path: Path):
     engine.save(tmp_path / "critic")
     merge(tmp_path / "critic", tmp_path / "merged")
     critic = CriticModel.from_pretrained(tmp_path / "merged")
-    assert_same_parameters(dict(critic.named_parameters()), dict(engine.hf_model.named_parameters()))
+    assert_same_parameters(
+        dict(critic.named_parameters()), dict(engine.hf_model.named_parameters())
+    )
 
 
-def test_on_a_machine_without_training_packages(tmp_path: Path, alone, adapters, base: Path, capsys):
+def test_on_a_machine_without_training_packages(
+    tmp_path: Path, alone, adapters, base: Path, capsys
+):
     """A process of its own, which cannot import them, merges whole weights and adapters."""
     code = f"""
         import sys
@@ -137,9 +170,17 @@ def test_on_a_machine_without_training_packages(tmp_path: Path, alone, adapters,
         assert main([*options, {str(alone[0])!r}, "--target_dir", "whole"]) == 0
         assert main([*options, {str(adapters[0])!r}, "--target_dir", "lora", "--base_model", {str(base)!r}]) == 0
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     for name, (_, saved) in (("whole", alone), ("lora", adapters)):
@@ -150,13 +191,22 @@ def test_on_a_machine_without_training_packages(tmp_path: Path, alone, adapters,
 
 
 def test_adapters_alone(tmp_path: Path, adapters, alone, base: Path, capsys):
-    options = ["merge", "--backend", "fsdp", "--no-merge-adapters", "--target_dir", str(tmp_path / "adapters")]
+    options = [
+        "merge",
+        "--backend",
+        "fsdp",
+        "--no-merge-adapters",
+        "--target_dir",
+        str(tmp_path / "adapters"),
+    ]
     assert main([*options, "--local_dir", str(adapters[0])]) == 0
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters"
     ).merge_and_unload()  # pyright: ignore
     for name, tensor in model.named_parameters():
-        torch.testing.assert_close(tensor.detach(), adapters[1]["parameters"][name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            tensor.detach(), adapters[1]["parameters"][name], rtol=1e-5, atol=1e-5
+        )
     assert main([*options, "--local_dir", str(alone[0])]) == 1
     assert "saved with lora_rank=0" in capsys.readouterr().err
     options = ["merge", "--backend", "fsdp", "--target_dir", str(tmp_path / "merged")]
@@ -170,7 +220,8 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
     target = tmp_path / "huggingface"
     before = {file.name: file.read_bytes() for file in target.iterdir()}
     with pytest.raises(CheckpointError, match="something in it"):
-        merge(tmp_path, target, dtype=torch.bfloat16)  # would change what the manifest has summed up
+        # would change what the manifest has summed up
+        merge(tmp_path, target, dtype=torch.bfloat16)
     merge(tmp_path, target)
     assert before.items() <= {file.name: file.read_bytes() for file in target.iterdir()}.items()
     assert compare(tmp_path, target) == 27
@@ -180,7 +231,15 @@ def test_merging_into_the_checkpoint_itself_completes_its_folder(tmp_path: Path)
 
 def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
     merge(alone[0], tmp_path / "merged")
-    options = ["test", "--backend", "fsdp", "--local_dir", str(alone[0]), "--test_hf_dir", str(tmp_path / "merged")]
+    options = [
+        "test",
+        "--backend",
+        "fsdp",
+        "--local_dir",
+        str(alone[0]),
+        "--test_hf_dir",
+        str(tmp_path / "merged"),
+    ]
     assert main(options) == 0
     assert "All 27 tensors" in capsys.readouterr().out
     file = tmp_path / "merged" / "model.safetensors"
@@ -190,7 +249,11 @@ def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
     save_file(tensors, file)
     assert main(options) == 1
     told = capsys.readouterr().err
-    for part in ("1 differ, first 'model.norm.weight'", "1 are missing there, first 'lm_head.weight'", "'model.added'"):
+    for part in (
+        "1 differ, first 'model.norm.weight'",
+        "1 are missing there, first 'lm_head.weight'",
+        "'model.added'",
+    ):
         assert part in told
 
 
@@ -208,11 +271,16 @@ def test_a_failed_merge_leaves_nothing(tmp_path: Path):
     [
         ("", r"got .*\. Set --local_dir .*/global_step_4/actor\."),
         ("global_step_4", r"got .*global_step_4\. Set --local_dir .*/global_step_4/actor\."),
-        ("global_step_4/actor/huggingface", r"huggingface\. Set --local_dir .*/global_step_4/actor\."),
+        (
+            "global_step_4/actor/huggingface",
+            r"huggingface\. Set --local_dir .*/global_step_4/actor\.",
+        ),
         ("global_step_9/actor", "there is no folder .*global_step_9/actor"),
     ],
 )
-def test_a_wrong_folder_is_told_with_the_right_one(tmp_path: Path, alone, capsys, folder: str, told: str):
+def test_a_wrong_folder_is_told_with_the_right_one(
+    tmp_path: Path, alone, capsys, folder: str, told: str
+):
     options = ["merge", "--backend", "fsdp", "--target_dir", str(tmp_path / "merged")]
     assert main([*options, "--local_dir", str(alone[0].parents[1] / folder)]) == 1
     lines = capsys.readouterr().err.splitlines()

@@ -11,8 +11,16 @@ from verl.models.packed import PackedBatch
 from verl.models.varlen import Sequences
 
 Group = tuple[int, Sequence[int]]  # tokens of a prompt, tokens of each of its responses
-# A prompt alone, prompts that begin another prompt, responses of no token, groups of different size.
-GROUPS: tuple[Group, ...] = ((24, (20, 1, 33, 5)), (5, (12, 0, 9)), (6, (38,)), (17, (3, 40)), (9, (0, 0)), (3, (7, 0)))
+# A prompt alone, prompts that begin another prompt, responses of no token, groups of different
+# size.
+GROUPS: tuple[Group, ...] = (
+    (24, (20, 1, 33, 5)),
+    (5, (12, 0, 9)),
+    (6, (38,)),
+    (17, (3, 40)),
+    (9, (0, 0)),
+    (3, (7, 0)),
+)
 
 
 class Rows(NamedTuple):
@@ -26,7 +34,9 @@ class Rows(NamedTuple):
 
     def pack(self, rows: Iterable[int] | None = None, *, share: bool) -> PackedBatch:
         chosen = list(range(len(self.prompts)) if rows is None else rows)
-        batch = PackedBatch.from_rows(self.input_ids[chosen], self.attention_mask[chosen], self.response_length)
+        batch = PackedBatch.from_rows(
+            self.input_ids[chosen], self.attention_mask[chosen], self.response_length
+        )
         if share:
             batch = batch.with_shared_prompts(
                 [self.prompts[row] for row in chosen], [self.prompt_lengths[row] for row in chosen]
@@ -34,12 +44,22 @@ class Rows(NamedTuple):
         return batch
 
 
-def grouped_rows(groups: Sequence[Group] = GROUPS, *, interleave: bool = False, seed: int = 0) -> Rows:
-    """Every prompt is the beginning of one text. Rows stand group by group, or the groups' rows in turn."""
+def grouped_rows(
+    groups: Sequence[Group] = GROUPS, *, interleave: bool = False, seed: int = 0
+) -> Rows:
+    """Every prompt is the beginning of one text. Rows stand group by group, or the groups' rows in
+    turn."""
     generator = torch.Generator().manual_seed(seed)
-    width, height = max(prompt for prompt, _ in groups), max(max(responses) for _, responses in groups)
+    width, height = (
+        max(prompt for prompt, _ in groups),
+        max(max(responses) for _, responses in groups),
+    )
     text = torch.randint(3, VOCABULARY, (width,), generator=generator)
-    rows = [(place, number) for number, (_, responses) in enumerate(groups) for place in range(len(responses))]
+    rows = [
+        (place, number)
+        for number, (_, responses) in enumerate(groups)
+        for place in range(len(responses))
+    ]
     if interleave:
         rows.sort()
     ids = torch.zeros(len(rows), width + height, dtype=torch.int64)
@@ -47,7 +67,9 @@ def grouped_rows(groups: Sequence[Group] = GROUPS, *, interleave: bool = False, 
     for row, (place, number) in enumerate(rows):
         prompt, response = groups[number][0], groups[number][1][place]
         ids[row, width - prompt : width] = text[:prompt]
-        ids[row, width : width + response] = torch.randint(3, VOCABULARY, (response,), generator=generator)
+        ids[row, width : width + response] = torch.randint(
+            3, VOCABULARY, (response,), generator=generator
+        )
         mask[row, width - prompt : width + response] = 1
     numbers = [number for _, number in rows]
     return Rows(ids, mask, numbers, [groups[number][0] for number in numbers], height)
@@ -68,7 +90,9 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     return scores
 
 
-def kernel_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+def kernel_forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
+) -> tuple[Tensor, Tensor]:
     """`varlen.forward` in any precision."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
     for of_q, of_k in _pairs(sequences):
@@ -82,13 +106,23 @@ def kernel_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale:
 
 
 def kernel_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`varlen.backward` as FlashAttention-2 has it (Dao 2023, algorithm 2): from `out` and `lse` as given."""
+    """`varlen.backward` as FlashAttention-2 has it (Dao 2023, algorithm 2): from `out` and `lse` as
+    given."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     shared_by = q.shape[1] // k.shape[1]
     for of_q, of_k in _pairs(sequences):
-        probabilities = (_scores(q[of_q], k[of_k], sequences.causal, scale) - lse[:, of_q, None]).exp()
+        probabilities = (
+            _scores(q[of_q], k[of_k], sequences.causal, scale) - lse[:, of_q, None]
+        ).exp()
         keys, values = (tensor[of_k].repeat_interleave(shared_by, dim=1) for tensor in (k, v))
         means = (grad_out[of_q] * out[of_q]).sum(-1).t()[..., None]
         grad_scores = probabilities * (torch.einsum("qhd,khd->hqk", grad_out[of_q], values) - means)

@@ -1,4 +1,5 @@
-"""Padded rows for the tests of this room, and what transformers' eager attention says about them."""
+"""Padded rows for the tests of this room, and what transformers' eager attention says about
+them."""
 
 from functools import cache
 from typing import Any
@@ -18,7 +19,8 @@ RESPONSE_LENGTH = 40
 def padded_rows(
     prompts: tuple[int, ...] = PROMPT_LENGTHS, responses: tuple[int, ...] = RESPONSE_LENGTHS
 ) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask (B, T): prompts padded left, responses padded right to RESPONSE_LENGTH."""
+    """input_ids and attention_mask (B, T): prompts padded left, responses padded right to
+    RESPONSE_LENGTH."""
     generator = torch.Generator().manual_seed(7)
     width = max(prompts)
     ids = torch.zeros(len(prompts), width + RESPONSE_LENGTH, dtype=torch.int64)
@@ -31,8 +33,11 @@ def padded_rows(
 
 
 @cache
-def eager_log_probs(family: str, dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(M,) log-probs and entropies of the response tokens, by a dense softmax over a padded eager forward."""
+def eager_log_probs(
+    family: str, dtype: torch.dtype = torch.float32, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(M,) log-probs and entropies of the response tokens, by a dense softmax over a padded eager
+    forward."""
     ids, mask = padded_rows()
     model = tiny_model(family, dtype=dtype)
     with torch.no_grad(), KeepFloat64():
@@ -46,16 +51,24 @@ def eager_log_probs(family: str, dtype: torch.dtype = torch.float32, temperature
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Keeps float64 where transformers casts to fp32 (norms, softmax, routers), so that float64 tolerances hold."""
+    """Keeps float64 where transformers casts to fp32 (norms, softmax, routers), so that float64
+    tolerances hold."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dtype != args[1].dtype:
+        if (
+            func in (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+            and args[0].dtype != args[1].dtype
+        ):
             return args[0].double() @ args[1].double()
         if func in (Tensor.float, Tensor.to) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        if kwargs.get("dtype") is torch.float32 and args and getattr(args[0], "dtype", None) == torch.float64:
+        if (
+            kwargs.get("dtype") is torch.float32
+            and args
+            and getattr(args[0], "dtype", None) == torch.float64
+        ):
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""Long sequences by dense attention, short ones by another kernel, on the CPU; tests/gpu has the kernels themselves."""
+"""Long sequences by dense attention, short ones by another kernel, on the CPU; tests/gpu has the
+kernels themselves."""
 
 from collections.abc import Sequence
 
@@ -16,13 +17,17 @@ from verl.models.attention_kernels import cudnn_attention
 SCALE = 0.3
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], offsets: Tensor, scale: float) -> Tensor:
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], offsets: Tensor, scale: float
+) -> Tensor:
     assert offsets.tolist()[-1] == sum(lengths) == len(q)
     outputs = []
     for rows in zip(*(tensor.split(list(lengths)) for tensor in (q, k, v))):
         heads = (tensor.transpose(0, 1) for tensor in rows)
         outputs.append(
-            F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1)
+            F.scaled_dot_product_attention(
+                *heads, is_causal=True, scale=scale, enable_gqa=True
+            ).transpose(0, 1)
         )
     return torch.cat(outputs)
 
@@ -35,13 +40,18 @@ def test_long_and_short_sequences_side_by_side(lengths: list[int]):
         patch.setattr(attention_kernels, "CUDNN_SHORTEST", 8)
         generator = torch.Generator().manual_seed(0)
         shapes = [(sum(lengths), heads, 6) for heads in (4, 2, 2)]
-        q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+        q, k, v = (
+            torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+            for shape in shapes
+        )
         offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
         grad = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
         results = []
         for out in (
             one_by_one(q, k, v, lengths, offsets, SCALE),
-            cudnn_attention(q, k, v, lengths, offsets, SCALE, short=one_by_one, backend=SDPBackend.MATH),
+            cudnn_attention(
+                q, k, v, lengths, offsets, SCALE, short=one_by_one, backend=SDPBackend.MATH
+            ),
         ):
             results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
         for expected, got in zip(*results):

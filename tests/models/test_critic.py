@@ -21,9 +21,13 @@ def test_values_are_the_head_on_the_state_before_each_response_token(family: str
     torch.nn.init.normal_(critic.value_head.weight)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        states = reference.base_model(input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
+        states = reference.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions
+        ).last_hidden_state
         expected = critic.value_head(states).squeeze(-1)[:, -RESPONSE_LENGTH - 1 : -1]
-        values = PackedValueModel(critic)(PackedBatch.from_rows(ids, mask, RESPONSE_LENGTH))["values"]
+        values = PackedValueModel(critic)(PackedBatch.from_rows(ids, mask, RESPONSE_LENGTH))[
+            "values"
+        ]
     assert values.dtype == torch.float32
     expected = expected[mask[:, -RESPONSE_LENGTH:].bool()]
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
@@ -45,7 +49,9 @@ def test_initial_values_are_near_zero_alike_on_every_rank_and_trainable() -> Non
 
 def test_the_head_can_be_replaced() -> None:
     critic = CriticModel.from_causal_lm(tiny_model("qwen2"))
-    critic.value_head = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    critic.value_head = torch.nn.Sequential(
+        torch.nn.Linear(32, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    )
     values = PackedValueModel(critic)(PackedBatch.from_sequences([[5, 6, 7]]))["values"]
     assert values.shape == (2,)
 

@@ -1,4 +1,5 @@
-"""The kernel of a head without logits, interpreted on the CPU, beside the plain operations that it stands for."""
+"""The kernel of a head without logits, interpreted on the CPU, beside the plain operations that it
+stands for."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def test_statistics(words: int, bound: float | None):
         assert one is not None
         assert other is not None
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
-    without = kernels.head_statistics(hidden, weight, targets, slope=0.7, bound=bound, entropy=False)
+    without = kernels.head_statistics(
+        hidden, weight, targets, slope=0.7, bound=bound, entropy=False
+    )
     assert without[2] is None
     assert torch.equal(without[0], got[0])
 
@@ -36,5 +39,11 @@ def test_statistics(words: int, bound: float | None):
 def test_what_bulk_copies_cannot_read():
     good = torch.zeros(4, 16, dtype=torch.bfloat16)
     assert kernels.can_read(good, good)
-    for bad in (good.float(), good.half(), good[:, 1:9], good.t(), torch.zeros(4, 12, dtype=torch.bfloat16)):
+    for bad in (
+        good.float(),
+        good.half(),
+        good[:, 1:9],
+        good.t(),
+        torch.zeros(4, 12, dtype=torch.bfloat16),
+    ):
         assert not kernels.can_read(good, bad)

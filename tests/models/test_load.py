@@ -47,7 +47,10 @@ def test_every_family_loads_and_passes_the_check(family: str, tmp_path: Path) ->
 
 
 def described(model: torch.nn.Module) -> dict[str, tuple]:
-    return {name: (value.shape, value.dtype, value.requires_grad) for name, value in model.named_parameters()}
+    return {
+        name: (value.shape, value.dtype, value.requires_grad)
+        for name, value in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
@@ -58,7 +61,10 @@ def test_half_precision_passes_the_check(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_all_dropout_is_zeroed(family: str, tmp_path: Path) -> None:
-    rates = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.2}, "opt": {"dropout": 0.1, "attention_dropout": 0.3}}
+    rates = {
+        "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.2},
+        "opt": {"dropout": 0.1, "attention_dropout": 0.3},
+    }
     save_tiny(tmp_path, family, **rates[family])
     module = PackedCausalLM(load_causal_lm(tmp_path, dtype="float32")).train()
     batch = PackedBatch.from_sequences([[5, 6, 7, 8, 9], [10, 11, 12]])
@@ -72,9 +78,12 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
     assert model.config.rope_parameters["rope_theta"] == 50.0
     assert model.config.rope_parameters["rope_type"] == "default"
     assert model.config.max_position_embeddings == 64
-    with pytest.raises(ModelError, match="weights have other shapes than its configuration and override_config say"):
+    with pytest.raises(
+        ModelError, match="weights have other shapes than its configuration and override_config say"
+    ):
         load_causal_lm(folder, dtype="float32", override_config={"hidden_size": 7})
-    with pytest.raises(ModelError, match="hidden size .7. is not a multiple"):  # in a second line of the error
+    # in a second line of the error
+    with pytest.raises(ModelError, match="hidden size .7. is not a multiple"):
         load_causal_lm("toy", dtype="float32", override_config={"hidden_size": 7})
     with pytest.raises(ModelError, match=r"override_config\.rope_thetas.*no such key"):
         load_causal_lm(folder, dtype="float32", override_config={"rope_thetas": 1})
@@ -82,14 +91,22 @@ def test_override_config_changes_keys_and_names_unknown_ones(folder: Path) -> No
 
 def test_missing_weights_are_an_error_not_random(folder: Path) -> None:
     with pytest.raises(ModelError, match="would be random"):
-        load_causal_lm(folder, dtype="float32", override_config={"num_hidden_layers": 3, "layer_types": None})
+        load_causal_lm(
+            folder, dtype="float32", override_config={"num_hidden_layers": 3, "layer_types": None}
+        )
 
 
 @pytest.mark.parametrize(
     ("removed", "message"),
-    [("tokenizer", "no tokenizer"), ("model.safetensors", "no weights"), ("config.json", "no configuration")],
+    [
+        ("tokenizer", "no tokenizer"),
+        ("model.safetensors", "no weights"),
+        ("config.json", "no configuration"),
+    ],
 )
-def test_a_folder_that_lacks_something_is_named(removed: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_lacks_something_is_named(
+    removed: str, message: str, folder: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     for file in copy.glob(f"{removed}*"):
@@ -114,7 +131,8 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def hub_answer(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub answers as it does for a gated or missing repository; transformers wraps that in an OSError."""
+    """The hub answers as it does for a gated or missing repository; transformers wraps that in an
+    OSError."""
 
     def refuse(*_: object, **__: object) -> None:
         request = httpx.Request("GET", "https://huggingface.co")
@@ -166,14 +184,20 @@ def config_folder(folder: Path, family: str, **settings: object) -> Path:
         ("qwen3_next", {}, "linear_attention"),
         ("t5", {}, "encoder-decoder"),
         ("bart", {}, "encoder-decoder"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "dynamic",
+        ),
     ],
 )
 def test_families_that_cannot_be_packed_are_refused_by_name(
     family: str, settings: dict, reason: str, tmp_path: Path
 ) -> None:
     config_folder(tmp_path, family, **settings)
-    with pytest.raises(ModelError, match=f"'{family}' cannot be trained on packed sequences.*{reason}"):
+    with pytest.raises(
+        ModelError, match=f"'{family}' cannot be trained on packed sequences.*{reason}"
+    ):
         load_causal_lm(tmp_path, dtype="float32")
 
 
@@ -193,21 +217,34 @@ def test_long_rope_is_allowed_up_to_its_original_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "gptj", "codegen"])
-def test_families_outside_the_attention_interface_fail_the_check(family: str, tmp_path: Path) -> None:
+def test_families_outside_the_attention_interface_fail_the_check(
+    family: str, tmp_path: Path
+) -> None:
     sizes = {
-        "gpt_neo": {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+        "gpt_neo": {
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "attention_types": [[["global", "local"], 1]],
+        },
         "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
         "codegen": {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 2},
     }
-    config = AutoConfig.for_model(family, vocab_size=64, bos_token_id=0, eos_token_id=1, **sizes[family])
+    config = AutoConfig.for_model(
+        family, vocab_size=64, bos_token_id=0, eos_token_id=1, **sizes[family]
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=family):
         load_causal_lm(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("dropped", [{"window": None}, {"cap": None}, {"sinks": None}, {"scale": 0.3}])
-def test_the_check_notices_wrong_attention(family: str, dropped: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dropped", [{"window": None}, {"cap": None}, {"sinks": None}, {"scale": 0.3}]
+)
+def test_the_check_notices_wrong_attention(
+    family: str, dropped: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(family)
     has = {
         "mistral": {"window", "scale"},
@@ -265,7 +302,10 @@ def test_a_chat_template_comes_from_a_string_or_a_file(folder: Path, tmp_path: P
     file.write_text(template)
     for given in (template, str(file)):
         tokenizer = load_tokenizer(folder, custom_chat_template=given)
-        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+        assert (
+            tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+            == "hi!"
+        )
     with pytest.raises(ModelError, match="neither"):
         load_tokenizer(folder, custom_chat_template=str(tmp_path / "none.jinja"))
 
@@ -280,7 +320,10 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error() -> None:
 def test_a_real_pretrained_model_loads() -> None:
     found = SHARED / "models" / "stories260K"
     if not (found / "config.json").exists():
-        pytest.skip(f"{found.name} is not in Hugging Face format: {sorted(file.name for file in found.iterdir())}")
+        pytest.skip(
+            f"{found.name} is not in Hugging Face format: "
+            f"{sorted(file.name for file in found.iterdir())}"
+        )
     model = load_causal_lm(found, dtype="float32")
     assert model.config.vocab_size == json.loads((found / "config.json").read_text())["vocab_size"]
 

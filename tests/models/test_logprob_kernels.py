@@ -1,4 +1,5 @@
-"""The kernels of log-probs, interpreted on the CPU, beside the plain operations that they stand for."""
+"""The kernels of log-probs, interpreted on the CPU, beside the plain operations that they stand
+for."""
 
 import pytest
 import torch
@@ -46,10 +47,24 @@ def test_gradient(bound: float | None, given: str):
     )
     given_grads = (grad_log_probs, grad_entropies)
     want = plain.grad_linear(
-        precise, targets, normalizers, entropies, *given_grads, slope=0.7, bound=bound, dtype=torch.float64
+        precise,
+        targets,
+        normalizers,
+        entropies,
+        *given_grads,
+        slope=0.7,
+        bound=bound,
+        dtype=torch.float64,
     )
     fp32 = (None if grad is None else grad.float() for grad in given_grads)
     got = kernels.grad_linear(
-        y, targets, normalizers.float(), entropies.float(), *fp32, slope=0.7, bound=bound, dtype=torch.float32
+        y,
+        targets,
+        normalizers.float(),
+        entropies.float(),
+        *fp32,
+        slope=0.7,
+        bound=bound,
+        dtype=torch.float32,
     )
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,9 @@ from verl.models.logprobs import Head, head_of, token_log_probs
 from verl.utils.errors import ModelError
 
 
-def problem(tokens: int, vocabulary: int = 11, width: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def problem(
+    tokens: int, vocabulary: int = 11, width: int = 5, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     draw = {
         "hidden": torch.randn(tokens, width, generator=generator, dtype=torch.float64),
@@ -23,7 +25,12 @@ def problem(tokens: int, vocabulary: int = 11, width: int = 5, dtype: torch.dtyp
 
 
 def dense(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: Head, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.t() * 1.0
     logits = (logits if bias is None else logits + bias) * head.scale
@@ -44,7 +51,13 @@ def dense(
     temperature=floats(0.3, 2.0),
 )
 def test_values_and_gradients_equal_a_dense_softmax_for_any_chunk(
-    tokens: int, rows: int, has_bias: bool, wants_entropy: bool, scale: float, cap: float | None, temperature: float
+    tokens: int,
+    rows: int,
+    has_bias: bool,
+    wants_entropy: bool,
+    scale: float,
+    cap: float | None,
+    temperature: float,
 ) -> None:
     head = Head(scale, cap)
     results = []
@@ -68,8 +81,14 @@ def test_values_and_gradients_equal_a_dense_softmax_for_any_chunk(
         if wants_entropy:
             loss = loss + (entropy * weights.flip(0)).sum()
         loss.backward()
-        leaves = [given_tensors["hidden"], given_tensors["weight"], *([bias] if bias is not None else [])]
-        results.append([log_probs, *([entropy] if wants_entropy else []), *(leaf.grad for leaf in leaves)])
+        leaves = [
+            given_tensors["hidden"],
+            given_tensors["weight"],
+            *([bias] if bias is not None else []),
+        ]
+        results.append(
+            [log_probs, *([entropy] if wants_entropy else []), *(leaf.grad for leaf in leaves)]
+        )
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
@@ -90,18 +109,27 @@ def test_gradcheck(chunk_elements: int) -> None:
             chunk_elements=chunk_elements,
         )
 
-    assert torch.autograd.gradcheck(function, (tensors["hidden"], tensors["weight"], tensors["bias"]))
+    assert torch.autograd.gradcheck(
+        function, (tensors["hidden"], tensors["weight"], tensors["bias"])
+    )
 
 
 def test_only_the_entropy_may_be_differentiated() -> None:
     tensors = problem(6)
     _, entropy = token_log_probs(
-        tensors["hidden"], tensors["weight"], tensors["targets"], bias=tensors["bias"], entropy=True, chunk_elements=22
+        tensors["hidden"],
+        tensors["weight"],
+        tensors["targets"],
+        bias=tensors["bias"],
+        entropy=True,
+        chunk_elements=22,
     )
     entropy.sum().backward()
     ours = tensors["hidden"].grad
     again = problem(6)
-    dense(again["hidden"], again["weight"], again["targets"], again["bias"], Head(), 1.0)[1].sum().backward()
+    dense(again["hidden"], again["weight"], again["targets"], again["bias"], Head(), 1.0)[
+        1
+    ].sum().backward()
     torch.testing.assert_close(ours, again["hidden"].grad)
 
 
@@ -120,11 +148,16 @@ def test_bf16_is_summed_and_normalised_in_fp32() -> None:
     log_probs, entropy = token_log_probs(*arguments, entropy=True, chunk_elements=64)
     assert log_probs.dtype == entropy.dtype == torch.float32
     logits = (tensors["hidden"] @ tensors["weight"].t()).float().log_softmax(-1)
-    torch.testing.assert_close(log_probs, logits.gather(1, tensors["targets"][:, None]).squeeze(1), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        log_probs, logits.gather(1, tensors["targets"][:, None]).squeeze(1), rtol=0, atol=0.1
+    )
     log_probs.sum().backward()
     many_chunks = tensors["weight"].grad
     exact = problem(200, vocabulary=64, width=16)
-    exact_logits = exact["hidden"].to(torch.bfloat16).double() @ exact["weight"].to(torch.bfloat16).double().t()
+    exact_logits = (
+        exact["hidden"].to(torch.bfloat16).double()
+        @ exact["weight"].to(torch.bfloat16).double().t()
+    )
     probabilities = exact_logits.softmax(-1)
     onehot = torch.nn.functional.one_hot(exact["targets"], 64)
     expected = (onehot - probabilities).t() @ exact["hidden"].to(torch.bfloat16).double()

@@ -6,7 +6,13 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny_models import FAMILIES, tiny_model
 from verl.models.load import TOY, load_causal_lm
-from verl.models.lora import adapted_layers, adapters_off, apply_lora, merged_parameters, plain_modules
+from verl.models.lora import (
+    adapted_layers,
+    adapters_off,
+    apply_lora,
+    merged_parameters,
+    plain_modules,
+)
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ModelError
 
@@ -18,12 +24,16 @@ IDS = torch.arange(3, 40)[None]
 def adapted(family: str, *, trained: bool = True, **settings):
     """A tiny model with adapters, whose B is drawn as if it had been trained."""
     model = tiny_model(family, **settings)
-    apply_lora(model, rank=4, alpha=8, target_modules=ATTENTION if family in EXPERTS else "all-linear")
+    apply_lora(
+        model, rank=4, alpha=8, target_modules=ATTENTION if family in EXPERTS else "all-linear"
+    )
     if trained:
         draw = torch.Generator().manual_seed(1)
         for layer in adapted_layers(model).values():
             weight = layer.lora_B["default"].weight
-            weight.data = torch.randn(weight.shape, generator=draw, dtype=torch.float64).to(weight.dtype)
+            weight.data = torch.randn(weight.shape, generator=draw, dtype=torch.float64).to(
+                weight.dtype
+            )
     return model
 
 
@@ -78,13 +88,20 @@ def test_only_adapters_are_trained_and_they_are_fp32():
 
 
 def test_gradients_are_those_of_peft():
-    """Packed, through our attention and head, against peft's own model on one sequence after the other."""
+    """Packed, through our attention and head, against peft's own model on one sequence after the
+    other."""
     ours = adapted("qwen2", dtype=torch.float64)
     theirs = get_peft_model(
-        tiny_model("qwen2", dtype=torch.float64), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        tiny_model("qwen2", dtype=torch.float64),
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
     )
-    theirs.load_state_dict({f"base_model.model.{name}": value for name, value in ours.state_dict().items()})
-    sequences = [[3 + (7 * i + row) % 120 for i in range(length)] for row, length in enumerate((5, 19, 2, 33))]
+    theirs.load_state_dict(
+        {f"base_model.model.{name}": value for name, value in ours.state_dict().items()}
+    )
+    sequences = [
+        [3 + (7 * i + row) % 120 for i in range(length)]
+        for row, length in enumerate((5, 19, 2, 33))
+    ]
     loss = PackedCausalLM(ours)(PackedBatch.from_sequences(sequences))["log_probs"].sum()
     loss.backward()
     expected = torch.zeros((), dtype=torch.float64)
@@ -96,7 +113,9 @@ def test_gradients_are_those_of_peft():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
     reference = {
-        name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters() if p.requires_grad
+        name.removeprefix("base_model.model."): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
     }
     assert gradients.keys() == reference.keys()
     for name, gradient in gradients.items():
@@ -112,7 +131,11 @@ def test_gradients_are_those_of_peft():
         ("qwen2", ["lm_head"], "'lm_head' of 'qwen2' is the head"),
         ("qwen2", ["embed_tokens"], "is Embedding. Adapters go beside linear layers"),
         ("qwen2", ["self_attn"], "is Qwen2Attention"),
-        ("qwen3_moe", "all-linear", r"stacks of matrices.*Set section.target_modules=\[k_proj,o_proj,q_proj,v_proj\]"),
+        (
+            "qwen3_moe",
+            "all-linear",
+            r"stacks of matrices.*Set section.target_modules=\[k_proj,o_proj,q_proj,v_proj\]",
+        ),
         ("gpt_oss", ["experts"], "a stack of experts"),
         ("qwen3_moe", ["gate_up_proj"], "no module named 'gate_up_proj'"),
     ],

@@ -14,7 +14,9 @@ from verl.utils.errors import DataError
 ROWS = lists(tuples(integers(1, 6), integers(0, 5)), min_size=1, max_size=8)
 
 
-def padded(rows: list[tuple[int, int]], prompt_width: int = 7, response_width: int = 5) -> tuple[Tensor, Tensor]:
+def padded(
+    rows: list[tuple[int, int]], prompt_width: int = 7, response_width: int = 5
+) -> tuple[Tensor, Tensor]:
     ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, (prompt, response) in enumerate(rows):
@@ -77,7 +79,8 @@ def test_no_response_at_all_gives_no_log_probs() -> None:
     module = PackedCausalLM(tiny_model("qwen2"))
     outputs = module(PackedBatch.from_rows(ids % 128, mask, 5), entropy=True)
     assert outputs["log_probs"].shape == outputs["entropy"].shape == (0,)
-    outputs["log_probs"].sum().backward()  # a rank without response tokens still takes part in the backward pass
+    # a rank without response tokens still takes part in the backward pass
+    outputs["log_probs"].sum().backward()
     without_columns = PackedBatch.from_rows(ids % 128, mask, 0)
     assert without_columns.targets.numel() == 0
 

@@ -1,4 +1,5 @@
-"""Packed log-probs are those of transformers' padded eager attention, and would not be if we dropped anything."""
+"""Packed log-probs are those of transformers' padded eager attention, and would not be if we
+dropped anything."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +30,9 @@ def packed_log_probs(
     family: str, batch: PackedBatch, temperature: float = 1.0, **overrides: object
 ) -> dict[str, Tensor]:
     with torch.no_grad():
-        return PackedCausalLM(tiny_model(family, **overrides))(batch, temperature=temperature, entropy=True)
+        return PackedCausalLM(tiny_model(family, **overrides))(
+            batch, temperature=temperature, entropy=True
+        )
 
 
 def distance(family: str, batch: PackedBatch) -> float:
@@ -38,7 +41,9 @@ def distance(family: str, batch: PackedBatch) -> float:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_packed_log_probs_and_entropy_equal_padded_eager_ones(family: str, batch: PackedBatch) -> None:
+def test_packed_log_probs_and_entropy_equal_padded_eager_ones(
+    family: str, batch: PackedBatch
+) -> None:
     expected, entropy = eager_log_probs(family)
     outputs = packed_log_probs(family, batch)
     assert outputs["log_probs"].dtype == torch.float32
@@ -78,13 +83,17 @@ attention_facts = attention.layer_facts
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_dropping_the_window_is_noticed(family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_the_window_is_noticed(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "layer_facts", without(window=None))
     assert distance(family, batch) > 1e-2
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_a_window_one_key_too_wide_is_noticed(family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_one_key_too_wide_is_noticed(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wider(*arguments: object) -> attention.Facts:
         facts = attention_facts(*arguments)
         return facts._replace(window=facts.window + 1 if facts.window else None)
@@ -93,7 +102,9 @@ def test_a_window_one_key_too_wide_is_noticed(family: str, batch: PackedBatch, m
     assert distance(family, batch) > 1e-2
 
 
-def test_dropping_the_attention_cap_is_noticed(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_the_attention_cap_is_noticed(
+    batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "layer_facts", without(cap=None))
     assert distance("gemma2", batch) > 1e-2
 
@@ -104,7 +115,9 @@ def test_dropping_the_sinks_is_noticed(batch: PackedBatch, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_dropping_the_scaling_is_noticed(family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_the_scaling_is_noticed(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "layer_facts", without_scaling)
     assert distance(family, batch) > 1e-2
 
@@ -129,7 +142,9 @@ def test_dropping_the_position_reset_is_noticed(family: str, batch: PackedBatch)
 
 @pytest.mark.parametrize("family", ALL)
 def test_dropping_the_positions_is_noticed(family: str, batch: PackedBatch) -> None:
-    assert distance(family, replace(batch, position_ids=torch.zeros_like(batch.position_ids))) > 1e-2
+    assert (
+        distance(family, replace(batch, position_ids=torch.zeros_like(batch.position_ids))) > 1e-2
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])

@@ -49,7 +49,9 @@ def test_rewards_are_the_logits_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_dropping_sequence_isolation_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_sequence_isolation_is_noticed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def one_sequence(lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...]) -> Layout:
         return Layout((sum(lengths),), ends[[0, -1]])
 
@@ -83,13 +85,17 @@ def test_a_folder_is_loaded_alone_and_scores_lists_in_passes(tmp_path: Path) -> 
     expected = model(ids, mask).rewards.detach()
     sequences = [row[real.bool()].tolist() for row, real in zip(ids, mask)]
     for max_tokens in (1, 50, 1000):
-        torch.testing.assert_close(model.score(sequences, max_tokens=max_tokens), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            model.score(sequences, max_tokens=max_tokens), expected, atol=1e-5, rtol=0
+        )
     assert model.max_length == 256
     assert model.tokenizer.chat_template is not None
 
 
 def test_a_language_model_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"is a language model \(Qwen2ForCausalLM\).*num_labels=1.*judge"):
+    with pytest.raises(
+        ModelError, match=r"is a language model \(Qwen2ForCausalLM\).*num_labels=1.*judge"
+    ):
         RewardModel.from_pretrained(save_tiny(tmp_path))
 
 
@@ -109,17 +115,25 @@ def test_several_labels_are_refused_with_the_lines_that_keep_one(tmp_path: Path)
 
 def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
     config = BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=32
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=32,
+    )
     config.num_labels = 1
     BertForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="BertForSequenceClassification has none.*of a causal family"):
+    with pytest.raises(
+        ModelError, match="BertForSequenceClassification has none.*of a causal family"
+    ):
         RewardModel.from_pretrained(tmp_path)
 
 
 def test_ids_that_are_no_rows_are_told() -> None:
     model, (ids, mask) = RewardModel(tiny_classifier()), rows()
-    with pytest.raises(RewardError, match=r"shape \(B, T\).*got \(42,\) and none.*input_ids\[None\]"):
+    with pytest.raises(
+        RewardError, match=r"shape \(B, T\).*got \(42,\) and none.*input_ids\[None\]"
+    ):
         model(ids[0])
     with pytest.raises(RewardError, match=r"below \d+; they reach from \d+ to 99999"):
         model(torch.where(ids == ids.max(), 99999, ids), mask)

@@ -12,14 +12,22 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(
     ("family", "known"),
-    [("qwen2", True), ("llama", True), ("gemma2", True), ("phi", True), ("phi3", False), ("gpt2", False)],
+    [
+        ("qwen2", True),
+        ("llama", True),
+        ("gemma2", True),
+        ("phi", True),
+        ("phi3", False),
+        ("gpt2", False),
+    ],
 )
 def test_llamas_formula_is_found_by_its_text(family: str, known: bool, monkeypatch):
     model = tiny_model(family)
     name = type(model).__module__
     original = getattr(sys.modules[name], "apply_rotary_pos_emb", None)
     if original is not None:
-        monkeypatch.setattr(sys.modules[name], "apply_rotary_pos_emb", original)  # put back afterwards
+        # put back afterwards
+        monkeypatch.setattr(sys.modules[name], "apply_rotary_pos_emb", original)
     assert use_fast_rope(model) == ([name] if known else [])
     if known:
         first = sys.modules[name].apply_rotary_pos_emb

@@ -24,8 +24,11 @@ from verl.models.packed import PackedBatch, PackedCausalLM, PackedValueModel
 Result = tuple[Tensor, dict[str, Tensor]]  # outputs in order of rows, gradients by parameter
 
 
-def compute(module: nn.Module, batches: Sequence[PackedBatch], exact: bool = True, **arguments: Any) -> Result:
-    """Outputs of every batch in turn, and the gradients of a loss with a weight of its own for each token."""
+def compute(
+    module: nn.Module, batches: Sequence[PackedBatch], exact: bool = True, **arguments: Any
+) -> Result:
+    """Outputs of every batch in turn, and the gradients of a loss with a weight of its own for each
+    token."""
     module.zero_grad()
     collected = []
     with KeepFloat64() if exact else nullcontext():
@@ -34,7 +37,9 @@ def compute(module: nn.Module, batches: Sequence[PackedBatch], exact: bool = Tru
             weights = (batch.targets * 5 % 7 - 3.0).to(outputs.dtype)
             (weights * outputs[0] + 0.1 * outputs[-1] ** 2).sum().backward()
             collected.append(outputs.detach())
-    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+    }
     return torch.cat(collected, dim=1), gradients
 
 
@@ -44,10 +49,14 @@ def assert_equal(ours: Result, theirs: Result, tolerance: float) -> None:
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Largest relative error of a parameter's gradient; gradients that are 0 in exact arithmetic do not count."""
+    """Largest relative error of a parameter's gradient; gradients that are 0 in exact arithmetic do
+    not count."""
     assert ours.keys() == theirs.keys()
     total = sum(value.norm() ** 2 for value in theirs.values()) ** 0.5
-    return max(float((ours[name] - value).norm() / (value.norm() + 1e-3 * total)) for name, value in theirs.items())
+    return max(
+        float((ours[name] - value).norm() / (value.norm() + 1e-3 * total))
+        for name, value in theirs.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +65,13 @@ def rows() -> Rows:
 
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
-def test_log_probs_entropy_and_gradients_are_those_of_plain_packing(family: str, rows: Rows) -> None:
+def test_log_probs_entropy_and_gradients_are_those_of_plain_packing(
+    family: str, rows: Rows
+) -> None:
     module = PackedCausalLM(tiny_model(family, dtype=torch.float64))
     plain, shared = (
-        compute(module, [rows.pack(share=share)], temperature=0.7, entropy=True) for share in (False, True)
+        compute(module, [rows.pack(share=share)], temperature=0.7, entropy=True)
+        for share in (False, True)
     )
     assert_equal(shared, plain, 1e-9)
 
@@ -67,7 +79,9 @@ def test_log_probs_entropy_and_gradients_are_those_of_plain_packing(family: str,
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma2", "gpt_oss"])
 def test_fp32_is_equal_to_rounding(family: str, rows: Rows) -> None:
     module = PackedCausalLM(tiny_model(family))
-    plain, shared = (compute(module, [rows.pack(share=share)], exact=False) for share in (False, True))
+    plain, shared = (
+        compute(module, [rows.pack(share=share)], exact=False) for share in (False, True)
+    )
     assert (shared[0] - plain[0]).abs().max() <= 1e-4
     assert distance(shared[1], plain[1]) <= 1e-5
 
@@ -75,7 +89,10 @@ def test_fp32_is_equal_to_rounding(family: str, rows: Rows) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_checkpointing_recomputes_on_the_layout_of_its_forward(family: str, rows: Rows) -> None:
     module = PackedCausalLM(tiny_model(family, dtype=torch.float64)).train()
-    first, second = rows.pack(range(7), share=True), rows.pack(range(7, len(rows.prompts)), share=True)
+    first, second = (
+        rows.pack(range(7), share=True),
+        rows.pack(range(7, len(rows.prompts)), share=True),
+    )
     assert first.shared
     assert second.shared
     expected = compute(module, [first, second], exact=False)[1]
@@ -99,7 +116,10 @@ def test_values_and_their_gradients_are_those_of_plain_packing(rows: Rows) -> No
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, PackedCausalLM]:
-    return {family: PackedCausalLM(tiny_model(family, dtype=torch.float64)) for family in ("qwen2", "mistral")}
+    return {
+        family: PackedCausalLM(tiny_model(family, dtype=torch.float64))
+        for family in ("qwen2", "mistral")
+    }
 
 
 groups_strategy = lists(
@@ -114,7 +134,9 @@ def test_any_groups_cut_anywhere_give_the_plain_gradient(modules, groups, interl
     everything = range(len(rows.prompts))
     for module in modules.values():
         plain = compute(module, [rows.pack(share=False)])
-        parts = [rows.pack(part, share=True) for part in (everything[:cut], everything[cut:]) if part]
+        parts = [
+            rows.pack(part, share=True) for part in (everything[:cut], everything[cut:]) if part
+        ]
         assert_equal(compute(module, parts), plain, 1e-9)
 
 
@@ -136,7 +158,11 @@ def test_a_shared_batch_holds_the_same_sequences(groups, interleave) -> None:
         for response in responses:
             assert shared.position_ids[layout.starts[response]] == shared.position_ids[end] + 1
             seen += 1
-    assert seen == sum(shared.shared) == sum(sum(r > 0 for r in rs) for _, rs in groups if sum(r > 0 for r in rs) > 1)
+    assert (
+        seen
+        == sum(shared.shared)
+        == sum(sum(r > 0 for r in rs) for _, rs in groups if sum(r > 0 for r in rs) > 1)
+    )
 
 
 def test_without_anything_to_share_the_batch_is_the_plain_one() -> None:
@@ -146,7 +172,7 @@ def test_without_anything_to_share_the_batch_is_the_plain_one() -> None:
     assert plain.shared == ()
 
 
-# ---------------------------------------------------------------- the kernel path, on CPU by a stand-in for the kernel
+# ---------------------------------------------------------------- the kernel path, on CPU by a stan
 
 
 @pytest.fixture
@@ -170,7 +196,11 @@ def differentiable_kernel(
         parts = (q[start:stop], k[key_start:key_stop], v[key_start:key_stop])
         heads_first = (part.transpose(0, 1)[None] for part in parts)
         seen = (gap >= 0) & (gap <= left)
-        outputs.append(attention._scores_to_values(*heads_first, seen, asked["scale"], None, None)[0].transpose(0, 1))
+        outputs.append(
+            attention._scores_to_values(*heads_first, seen, asked["scale"], None, None)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -178,7 +208,9 @@ def attend(function: Callable[..., Tensor], layout: Layout, window: int | None) 
     """Output and the gradients of queries, keys and values."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(layout.starts[-1], heads, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        torch.randn(
+            layout.starts[-1], heads, 8, generator=generator, dtype=torch.float64
+        ).requires_grad_()
         for heads in (4, 2, 2)
     )
     out = function(q, k, v, layout, Facts(0.9, window, None, None))
@@ -193,7 +225,9 @@ def shared_layout(rows: Rows) -> Layout:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize(("window", "piece"), [(None, 1024), (None, 17), (1, 17), (5, 17), (30, 17), (500, 17)])
+@pytest.mark.parametrize(
+    ("window", "piece"), [(None, 1024), (None, 17), (1, 17), (5, 17), (30, 17), (500, 17)]
+)
 def test_kernel_calls_give_what_blocks_give(
     rows: Rows, window: int | None, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +235,9 @@ def test_kernel_calls_give_what_blocks_give(
     layout = shared_layout(rows)
     assert len(layout.parts.across.query_offsets) == (4 if piece == 1024 else 13)
     for ours, theirs in zip(
-        attend(attention._varlen_attention, layout, window), attend(block_attention, layout, window), strict=True
+        attend(attention._varlen_attention, layout, window),
+        attend(block_attention, layout, window),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
@@ -239,7 +275,9 @@ def test_a_causal_part_over_the_prompt_is_noticed(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_response_that_sees_another_is_noticed(family: str, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_sees_another_is_noticed(
+    family: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def one_response(lengths: tuple[int, ...], ends: Tensor, shared: tuple[int, ...]) -> Layout:
         first = len(lengths) - sum(shared)
         bounds = [first + sum(shared[:number]) for number in range(len(shared) + 1)]
@@ -268,7 +306,9 @@ def test_first_tokens_predicted_from_a_response_are_noticed(rows: Rows) -> None:
     batch = rows.pack(share=True)
     layout = shared_layout(rows)
     firsts = [layout.starts[prompt + 1] - 1 for prompt, _ in layout.prompts]
-    wrong = torch.where(torch.isin(batch.predict, torch.tensor(firsts)), batch.predict + 1, batch.predict)
+    wrong = torch.where(
+        torch.isin(batch.predict, torch.tensor(firsts)), batch.predict + 1, batch.predict
+    )
     expected = log_probs("qwen2", rows.pack(share=False))
     assert (log_probs("qwen2", replace(batch, predict=wrong)) - expected).abs().max() > 1e-2
 

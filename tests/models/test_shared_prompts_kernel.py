@@ -1,4 +1,5 @@
-"""The kernel that averages two attentions, interpreted on the CPU, beside the same in plain operations."""
+"""The kernel that averages two attentions, interpreted on the CPU, beside the same in plain
+operations."""
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from verl.models.shared_prompts_kernels import merge_
 @interpreted
 def test_the_kernel_gives_what_plain_operations_give(heads: int, dim: int):
     generator = torch.Generator().manual_seed(0)
-    whole, whole_lse = torch.randn(7, heads, dim, generator=generator), 3 * torch.randn(heads, 7, generator=generator)
+    whole, whole_lse = (
+        torch.randn(7, heads, dim, generator=generator),
+        3 * torch.randn(heads, 7, generator=generator),
+    )
     # Parts of larger tensors, as the responses of a batch are.
     out, lse = whole[2:], whole_lse[:, 2:]
-    other, other_lse = torch.randn(5, heads, dim, generator=generator), torch.randn(heads, 5, generator=generator)
+    other, other_lse = (
+        torch.randn(5, heads, dim, generator=generator),
+        torch.randn(heads, 5, generator=generator),
+    )
     expected, expected_lse = whole.clone()[2:], whole_lse.clone()[:, 2:]
     _merge_(expected, expected_lse, other, other_lse)
     before = whole[:2].clone(), whole_lse[:, :2].clone()

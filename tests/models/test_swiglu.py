@@ -1,4 +1,5 @@
-"""The fused gated MLP: which modules get it, and when. Its kernel is stood in for by the formula."""
+"""The fused gated MLP: which modules get it, and when. Its kernel is stood in for by the
+formula."""
 
 import logging
 from typing import Any
@@ -19,7 +20,12 @@ calls: list[torch.Size] = []
 
 def formula(x: Tensor, weight: Tensor, **options: Any) -> tuple[None, Tensor]:
     """As `gemm_gated` gives it."""
-    assert options == {"activation": "swiglu", "store_preact": False, "tuned": False, "concat_layout": ("B",)}
+    assert options == {
+        "activation": "swiglu",
+        "store_preact": False,
+        "tuned": False,
+        "concat_layout": ("B",),
+    }
     calls.append(x.shape)
     gate, up = (x @ weight).chunk(2, dim=-1)
     return None, F.silu(gate) * up
@@ -35,7 +41,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("family", "compiled"), [*((family, False) for family in sorted(swiglu.FAMILIES)), ("qwen2", True)]
+    ("family", "compiled"),
+    [*((family, False) for family in sorted(swiglu.FAMILIES)), ("qwen2", True)],
 )
 def test_a_model_computes_what_it_did(family: str, compiled: bool):
     model = tiny_model(family, dtype=torch.bfloat16)
@@ -65,7 +72,9 @@ def test_what_it_leaves_alone():
     assert use_fused_swiglu(tiny_model("llama", mlp_bias=True), CUDA) == 0, "biases"
 
 
-def test_a_kernel_that_fails_or_errs_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_kernel_that_fails_or_errs_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     monkeypatch.setattr(swiglu, "is_there", lambda device: True)
     caplog.set_level(logging.INFO, logger="verl")
 

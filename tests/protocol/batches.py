@@ -1,4 +1,5 @@
-"""Batches for the tests, and the same batch as a plain list of rows, which every operation is compared with."""
+"""Batches for the tests, and the same batch as a plain list of rows, which every operation is
+compared with."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from verl.utils.column_dicts import object_column
 
 
 def make_batch(rows: int, kind: str = "both", start: int = 0) -> DataProto:
-    """`kind` is "both", "tensors" or "objects". Row i holds numbers and objects that only it has."""
+    """`kind` is "both", "tensors" or "objects". Row i holds numbers and objects that only it
+    has."""
     numbers = torch.arange(start, start + rows)
     tensors = {
         "ids": numbers[:, None] * 10 + torch.arange(4),
@@ -26,20 +28,31 @@ def make_batch(rows: int, kind: str = "both", start: int = 0) -> DataProto:
         "plain": np.arange(start, start + rows),
     }
     return DataProto.from_dict(
-        tensors if kind != "objects" else None, objects if kind != "tensors" else None, meta_info={"step": 3}
+        tensors if kind != "objects" else None,
+        objects if kind != "tensors" else None,
+        meta_info={"step": 3},
     )
 
 
 def as_rows(data: DataProto) -> list[dict[str, Any]]:
     """The batch as a list of dictionaries of plain Python values."""
-    tensors = {} if data.batch is None else {key: value.tolist() for key, value in data.batch.items()}
+    tensors = (
+        {} if data.batch is None else {key: value.tolist() for key, value in data.batch.items()}
+    )
     columns = {**tensors, **{key: list(value) for key, value in data.non_tensor_batch.items()}}
     return [{key: column[i] for key, column in columns.items()} for i in range(len(data))]
 
 
 def dtypes(data: DataProto) -> dict[str, Any]:
-    tensors = {} if data.batch is None else {key: (value.dtype, value.shape[1:]) for key, value in data.batch.items()}
-    return {**tensors, **{key: (value.dtype, value.shape[1:]) for key, value in data.non_tensor_batch.items()}}
+    tensors = (
+        {}
+        if data.batch is None
+        else {key: (value.dtype, value.shape[1:]) for key, value in data.batch.items()}
+    )
+    return {
+        **tensors,
+        **{key: (value.dtype, value.shape[1:]) for key, value in data.non_tensor_batch.items()},
+    }
 
 
 kinds = strategies.sampled_from(["both", "tensors", "objects"])

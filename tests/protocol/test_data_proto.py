@@ -36,7 +36,9 @@ def test_public_name():
 def test_concat_undoes_chunk_and_split(data, pieces):
     expected = as_rows(data)
     split = data.split(pieces)
-    assert [len(piece) for piece in split] == [len(expected[i : i + pieces]) for i in range(0, len(expected), pieces)]
+    assert [len(piece) for piece in split] == [
+        len(expected[i : i + pieces]) for i in range(0, len(expected), pieces)
+    ]
     if split:
         assert as_rows(DataProto.concat(split)) == expected
     if len(data) % pieces:
@@ -70,7 +72,10 @@ def test_concat_names_the_columns_that_differ():
     wide.batch["ids"] = torch.zeros(2, 9)
     with pytest.raises(ValueError, match=r"ids.*9"):
         DataProto.concat([data, wide])
-    moved = DataProto.from_dict({"x": torch.zeros(2)}), DataProto.from_dict(non_tensors={"x": np.zeros(2)})
+    moved = (
+        DataProto.from_dict({"x": torch.zeros(2)}),
+        DataProto.from_dict(non_tensors={"x": np.zeros(2)}),
+    )
     with pytest.raises(ValueError, match="x"):
         DataProto.concat(list(moved))
     with pytest.raises(ValueError, match="empty list"):
@@ -81,7 +86,9 @@ def test_concat_names_the_columns_that_differ():
 def test_indexing_and_slicing_follow_python(data, draw):
     expected = as_rows(data)
     bound = st.none() | st.integers(-9, 9)
-    cut = slice(draw.draw(bound), draw.draw(bound), draw.draw(st.sampled_from([None, 1, 2, 3, -1, -2])))
+    cut = slice(
+        draw.draw(bound), draw.draw(bound), draw.draw(st.sampled_from([None, 1, 2, 3, -1, -2]))
+    )
     assert as_rows(data[cut]) == expected[cut]
     assert as_rows(data.slice(cut.start, cut.stop, cut.step)) == expected[cut]
     mask = draw.draw(st.lists(st.booleans(), min_size=len(data), max_size=len(data)))
@@ -90,7 +97,11 @@ def test_indexing_and_slicing_follow_python(data, draw):
         assert as_rows(data[form]) == kept
     if expected:
         index = draw.draw(st.lists(st.integers(-len(data), len(data) - 1), max_size=9))
-        for form in (index, np.array(index, dtype=np.int64), torch.tensor(index, dtype=torch.int32)):
+        for form in (
+            index,
+            np.array(index, dtype=np.int64),
+            torch.tensor(index, dtype=torch.int32),
+        ):
             picked = data[form]
             assert as_rows(picked) == [expected[i] for i in index]
             assert dtypes(picked) == dtypes(data)
@@ -139,7 +150,12 @@ def test_repeat(data, times, interleave):
 def test_sample_level_repeat(data, draw):
     times = draw.draw(st.lists(st.integers(0, 3), min_size=len(data), max_size=len(data)))
     expected = [row for row, count in zip(as_rows(data), times) for _ in range(count)]
-    for form in (times, tuple(times), np.array(times, dtype=np.int64), torch.tensor(times, dtype=torch.int64)):
+    for form in (
+        times,
+        tuple(times),
+        np.array(times, dtype=np.int64),
+        torch.tensor(times, dtype=torch.int64),
+    ):
         assert as_rows(data.sample_level_repeat(form)) == expected
     with pytest.raises(ValueError, match="repeat_times"):
         data.sample_level_repeat([*times, 1])
@@ -198,7 +214,9 @@ def test_select_pop_and_union_undo_each_other(data):
     tensor_keys = [key for key in ("ids", "flag") if key in names]
     object_keys = [key for key in ("text",) if key in names]
     selected = data.select(tensor_keys, object_keys, ["step"])
-    assert as_rows(selected) == [{key: row[key] for key in tensor_keys + object_keys} for row in rows]
+    assert as_rows(selected) == [
+        {key: row[key] for key in tensor_keys + object_keys} for row in rows
+    ]
     assert as_rows(data.select()) == rows
     assert data.select(meta_info_keys=[]).meta_info == {}
     popped = data.pop(tensor_keys, object_keys, ["step"])
@@ -239,8 +257,12 @@ def test_select_shares_memory_unless_deepcopy():
 
 def test_union_refuses_unequal_values_and_changes_nothing():
     nan = float("nan")
-    data = DataProto.from_dict({"x": torch.tensor([1.0, nan])}, {"o": [{"a": [nan]}, "t"]}, {"m": nan})
-    same = DataProto.from_dict({"x": torch.tensor([1.0, nan])}, {"o": [{"a": [float("nan")]}, "t"]}, {"m": nan, "k": 1})
+    data = DataProto.from_dict(
+        {"x": torch.tensor([1.0, nan])}, {"o": [{"a": [nan]}, "t"]}, {"m": nan}
+    )
+    same = DataProto.from_dict(
+        {"x": torch.tensor([1.0, nan])}, {"o": [{"a": [float("nan")]}, "t"]}, {"m": nan, "k": 1}
+    )
     assert data.union(same).meta_info["k"] == 1
     before = as_rows(data.select(["x"], ["o"]))
     for other, name in (
@@ -277,15 +299,36 @@ def test_rename():
     rows = as_rows(data)
     assert data.rename("ids", "tokens") is data
     data.rename(["tokens", "scores", "text"], ["scores", "tokens", "words"])
-    expected = [{**row, "scores": row["ids"], "tokens": row["scores"], "words": row["text"]} for row in rows]
-    assert as_rows(data) == [{k: v for k, v in row.items() if k not in ("ids", "text")} for row in expected]
-    for old, new in (("nope", "x"), ("flag", "half"), (["flag", "half"], ["x", "x"]), (["flag"], ["x", "y"])):
+    expected = [
+        {**row, "scores": row["ids"], "tokens": row["scores"], "words": row["text"]} for row in rows
+    ]
+    assert as_rows(data) == [
+        {k: v for k, v in row.items() if k not in ("ids", "text")} for row in expected
+    ]
+    for old, new in (
+        ("nope", "x"),
+        ("flag", "half"),
+        (["flag", "half"], ["x", "x"]),
+        (["flag"], ["x", "y"]),
+    ):
         with pytest.raises(ValueError, match="Cannot rename"):
             data.rename(old, new)
-    assert set(dtypes(make_batch(1, "objects").rename("text", "words"))) == {"words", "ragged", "pair", "plain"}
+    assert set(dtypes(make_batch(1, "objects").rename("text", "words"))) == {
+        "words",
+        "ragged",
+        "pair",
+        "plain",
+    }
 
 
-@given(st.integers(0, 6), kinds, st.integers(1, 3), st.integers(0, 2), st.booleans(), st.integers(0, 2**31))
+@given(
+    st.integers(0, 6),
+    kinds,
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
 def test_make_iterator(mini_batches, kind, size, epochs, shuffle, seed):
     data = make_batch(mini_batches * size, kind)
     rows = as_rows(data)
@@ -306,13 +349,19 @@ def test_make_iterator(mini_batches, kind, size, epochs, shuffle, seed):
 
 def test_make_iterator_shuffles_anew_each_epoch():
     data = make_batch(30)
-    one, other = (as_rows(x) for x in data.make_iterator(30, 2, seed=1, dataloader_kwargs={"shuffle": True}))
+    one, other = (
+        as_rows(x) for x in data.make_iterator(30, 2, seed=1, dataloader_kwargs={"shuffle": True})
+    )
     assert one != other
     state = torch.get_rng_state()
     assert len(list(data.make_iterator(10, 2))) == 6
     assert len(list(data.make_iterator(10, 1, seed=0, dataloader_kwargs={"shuffle": True}))) == 3
     assert torch.equal(torch.get_rng_state(), state)
-    unseeded = [as_rows(x) for _ in range(2) for x in data.make_iterator(30, 1, dataloader_kwargs={"shuffle": True})]
+    unseeded = [
+        as_rows(x)
+        for _ in range(2)
+        for x in data.make_iterator(30, 1, dataloader_kwargs={"shuffle": True})
+    ]
     assert unseeded[0] != unseeded[1]
     with pytest.raises(ValueError, match="must divide the 30 rows"):
         data.make_iterator(7, 1)
@@ -342,10 +391,15 @@ def test_unfold_column_chunks_cuts_arrays_and_refuses_what_does_not_fit():
 
 @given(st.integers(1, 3), st.integers(0, 3), kinds)
 def test_fold_and_unfold_batch_dim(new_size, inner, kind):
-    data = make_batch(new_size * inner, kind).select(non_tensor_batch_keys=["plain"] if kind != "tensors" else [])
+    data = make_batch(new_size * inner, kind).select(
+        non_tensor_batch_keys=["plain"] if kind != "tensors" else []
+    )
     folded = fold_batch_dim(data, new_size)
     assert len(folded) == new_size
-    for shape, _ in ((value.shape, key) for key, value in {**folded.non_tensor_batch, **(folded._tensors())}.items()):
+    for shape, _ in (
+        (value.shape, key)
+        for key, value in {**folded.non_tensor_batch, **(folded._tensors())}.items()
+    ):
         assert tuple(shape[:2]) == (new_size, inner)
     assert as_rows(unfold_batch_dim(folded)) == as_rows(data)
     with pytest.raises(ValueError, match="divide"):
@@ -383,8 +437,14 @@ def test_from_dict_forms():
     lists = DataProto.from_dict(non_tensors={"pairs": [[1, 2], [3, 4]]}).non_tensor_batch["pairs"]
     assert lists.shape == (2,)
     assert lists[1] == [3, 4]
-    single = DataProto.from_single_dict({"a": torch.ones(2), "o": np.array(["x", "y"], object)}, meta_info={"m": 1})
-    assert (list(single.batch.keys()), list(single.non_tensor_batch), single.meta_info) == (["a"], ["o"], {"m": 1})
+    single = DataProto.from_single_dict(
+        {"a": torch.ones(2), "o": np.array(["x", "y"], object)}, meta_info={"m": 1}
+    )
+    assert (list(single.batch.keys()), list(single.non_tensor_batch), single.meta_info) == (
+        ["a"],
+        ["o"],
+        {"m": 1},
+    )
 
 
 @given(batches)

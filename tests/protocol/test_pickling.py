@@ -32,7 +32,9 @@ def test_pickle_round_trip(data, protocol):
 @pytest.mark.parametrize("share", [False, True])
 def test_a_slice_carries_its_own_bytes_alone(protocol, share):
     whole = torch.zeros(1000, 1000)
-    data = DataProto.from_dict({"x": whole.share_memory_() if share else whole, "y": whole[:, :500]})
+    data = DataProto.from_dict(
+        {"x": whole.share_memory_() if share else whole, "y": whole[:, :500]}
+    )
     rows = data[10:20]
     content = 10 * (1000 + 500) * 4
     assert content < len(pickle.dumps(rows, protocol=protocol)) < content + 2000
@@ -68,7 +70,9 @@ def test_gradients_stay_behind():
 
 
 def test_several_batch_dimensions_and_subclasses_survive():
-    again = pickle.loads(pickle.dumps(DataProto.from_dict({"x": torch.ones(2, 3)}, num_batch_dims=2)))
+    again = pickle.loads(
+        pickle.dumps(DataProto.from_dict({"x": torch.ones(2, 3)}, num_batch_dims=2))
+    )
     assert again.batch.batch_size == (2, 3)
     assert type(pickle.loads(pickle.dumps(Special()))) is Special
 

@@ -1,4 +1,5 @@
-"""Batches for the tests of this room: text in, a scored DataProto out; one character is one token."""
+"""Batches for the tests of this room: text in, a scored DataProto out; one character is one
+token."""
 
 from typing import Any
 
@@ -15,7 +16,9 @@ class CharTokenizer:
     """Token = code point of a character; 0 pads and 1 is a special token."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(i) if i != SPECIAL else "" if skip_special_tokens else "<eos>" for i in ids)
+        return "".join(
+            chr(i) if i != SPECIAL else "" if skip_special_tokens else "<eos>" for i in ids
+        )
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(row, skip_special_tokens) for row in rows]
@@ -34,7 +37,8 @@ def make_batch(
     extra_infos: list[Any] | None = None,
     prompts: list[str] | None = None,
 ) -> DataProto:
-    """Each response ends with a special token; prompts are padded left, responses right, with one column to spare."""
+    """Each response ends with a special token; prompts are padded left, responses right, with one
+    column to spare."""
     prompt_ids = [[ord(c) for c in text] for text in prompts or ["question?"] * len(responses)]
     response_ids = [[ord(c) for c in text] + [SPECIAL] for text in responses]
     prompt_width = max(map(len, prompt_ids)) + 1
@@ -44,7 +48,9 @@ def make_batch(
     input_ids = torch.cat([left, right], dim=1)
     columns: dict[str, Any] = {}
     if ground_truths is not None:
-        columns["reward_model"] = objects([{"style": "rule", "ground_truth": truth} for truth in ground_truths])
+        columns["reward_model"] = objects(
+            [{"style": "rule", "ground_truth": truth} for truth in ground_truths]
+        )
     columns["data_source"] = objects(list(data_sources or ["toy"] * len(responses)))
     if extra_infos is not None:
         columns["extra_info"] = objects(extra_infos)

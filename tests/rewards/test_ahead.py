@@ -1,4 +1,5 @@
-"""Responses that are scored before their batch is there get what they get with it, whatever goes wrong."""
+"""Responses that are scored before their batch is there get what they get with it, whatever goes
+wrong."""
 
 import asyncio
 import os
@@ -28,7 +29,8 @@ def prompts_of(batch: DataProto) -> DataProto:
 
 
 def score_ahead(manager, batch, order=(5, 0, 3, 1, 4, 2), told=None, wait=lambda: None):
-    """The result for a batch whose responses, or those that the texts `told` give, finish in another order."""
+    """The result for a batch whose responses, or those that the texts `told` give, finish in
+    another order."""
     ids = [[*map(ord, text), 1] for text in told or TEXTS]
     with manager.ahead(prompts_of(batch), 2, first_sample=40) as take:
         for row in order:
@@ -38,7 +40,11 @@ def score_ahead(manager, batch, order=(5, 0, 3, 1, 4, 2), told=None, wait=lambda
 
 
 def by_everything(data_source, solution_str, ground_truth, extra_info):
-    return {"score": len(solution_str) + extra_info["index"] / 8, "truth": ground_truth, "source": data_source}
+    return {
+        "score": len(solution_str) + extra_info["index"] / 8,
+        "truth": ground_truth,
+        "source": data_source,
+    }
 
 
 async def slowly(**sample):
@@ -66,7 +72,9 @@ def test_scores_are_those_of_the_whole_batch_and_each_is_asked_for_once(function
         return function(**sample)
 
     batch = batch_of()
-    manager = NaiveRewardManager(CharTokenizer(), 0, counted_async if function is slowly else counted)
+    manager = NaiveRewardManager(
+        CharTokenizer(), 0, counted_async if function is slowly else counted
+    )
     expected = NaiveRewardManager(CharTokenizer(), 0, by_everything)(batch, return_dict=True)
     assert same(score_ahead(manager, batch, order), expected)
     assert sorted(calls) == sorted(TEXTS)
@@ -89,7 +97,9 @@ def test_calls_are_made_meanwhile_one_at_a_time_in_the_order_of_the_responses():
         return 1.0
 
     manager = NaiveRewardManager(CharTokenizer(), 0, compute_score)
-    result = score_ahead(manager, batch_of(), wait=lambda: all_done.wait(20) or pytest.fail("nobody calls"))
+    result = score_ahead(
+        manager, batch_of(), wait=lambda: all_done.wait(20) or pytest.fail("nobody calls")
+    )
     assert result["reward_tensor"].sum() == 6
     assert calls == ["ff", "a", "dddd", "bb", "e", "ccc"]
 
@@ -134,7 +144,8 @@ def test_the_first_failure_by_row_is_told(is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_call_has_its_time_from_its_own_start(is_async):
-    """Neither the wait for the batch counts, nor is a call forgiven that ended late while nobody looked."""
+    """Neither the wait for the batch counts, nor is a call forgiven that ended late while nobody
+    looked."""
     release = threading.Event()
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -223,7 +234,9 @@ def test_processes_of_prime_work_side_by_side_meanwhile(tmp_path):
 
 def test_what_needs_the_batch_or_the_calling_thread_waits_for_it(tmp_path):
     prompts = prompts_of(batch_of())
-    whole = BatchRewardManager(CharTokenizer(), 0, lambda data_sources, **_: [1.0] * len(data_sources))
+    whole = BatchRewardManager(
+        CharTokenizer(), 0, lambda data_sources, **_: [1.0] * len(data_sources)
+    )
     file = tmp_path / "reward.py"
     file.write_text("import signal\ndef compute_score(**sample):\n    return 1.0\n")
     signals = NaiveRewardManager(CharTokenizer(), 0, load_custom_reward(str(file)))
@@ -248,7 +261,10 @@ def test_a_function_that_turns_out_to_need_the_main_thread_is_called_there():
 
 
 def test_the_price_of_a_long_response_is_taken_off():
-    settings = {"max_resp_len": 4, "overlong_buffer_cfg": {"enable": True, "len": 2, "penalty_factor": 1.0}}
+    settings = {
+        "max_resp_len": 4,
+        "overlong_buffer_cfg": {"enable": True, "len": 2, "penalty_factor": 1.0},
+    }
     managers = [DAPORewardManager(CharTokenizer(), 0, by_everything, **settings) for _ in range(2)]
     assert same(score_ahead(managers[0], batch_of()), managers[1](batch_of(), return_dict=True))
 
@@ -259,14 +275,17 @@ def test_responses_may_come_from_several_threads():
         assert take is not None
         rows = [(row, [*map(ord, TEXTS[row]), 1]) for row in range(6)] * 50
         threads = [
-            threading.Thread(target=lambda part=part: [take(each) for each in rows[part::4]]) for part in range(4)
+            threading.Thread(target=lambda part=part: [take(each) for each in rows[part::4]])
+            for part in range(4)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         found = manager(batch, return_dict=True)
-    assert same(found, NaiveRewardManager(CharTokenizer(), 0, by_everything)(batch, return_dict=True))
+    assert same(
+        found, NaiveRewardManager(CharTokenizer(), 0, by_everything)(batch, return_dict=True)
+    )
 
 
 def test_several_threads_know_the_first_failure_by_row():
@@ -276,14 +295,17 @@ def test_several_threads_know_the_first_failure_by_row():
             raise ValueError(row)
         return row
 
-    outcomes = Caller(compute_score, 60.0)([{"row": row} for row in range(50)], stop_at_failure=True, at_once=4)
+    outcomes = Caller(compute_score, 60.0)(
+        [{"row": row} for row in range(50)], stop_at_failure=True, at_once=4
+    )
     failed = [row for row, outcome in enumerate(outcomes) if outcome is not None and outcome.failed]
     assert failed[0] == 2
 
 
 @pytest.mark.timeout(30)
 def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
-    """Its thread was woken for it, and got the lock only after the caller had reckoned how long to wait."""
+    """Its thread was woken for it, and got the lock only after the caller had reckoned how long to
+    wait."""
     release, first_done = threading.Event(), threading.Event()
 
     def hang(number):

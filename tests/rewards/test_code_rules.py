@@ -1,4 +1,5 @@
-"""Code, multiple choice and search questions: written examples, and the gold solutions of real sets."""
+"""Code, multiple choice and search questions: written examples, and the gold solutions of real
+sets."""
 
 import gzip
 import json
@@ -38,7 +39,9 @@ class Recorder:
 
 
 def test_code_is_taken_from_the_last_python_block():
-    text = "First ```python\nx = 1\n``` then\n```py\nx = 2\n```\n```bash\nls\n``` and\n```\nx = 3\n```"
+    text = (
+        "First ```python\nx = 1\n``` then\n```py\nx = 2\n```\n```bash\nls\n``` and\n```\nx = 3\n```"
+    )
     assert code.extract_code(text) == "x = 3\n"
     assert code.extract_code("```python\nx = 4") == "x = 4", "cut off"
     assert code.extract_code("    return 5") == "    return 5"
@@ -65,7 +68,11 @@ def test_humaneval(response, score):
 
 def test_mbpp_with_and_without_partial_credit():
     half = "def f(x):\n    return 2"
-    assert default_compute_score("mbpp", half, MBPP) == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
+    assert default_compute_score("mbpp", half, MBPP) == {
+        "score": 0.0,
+        "passed": 0.5,
+        "timed_out": 0.0,
+    }
     assert default_compute_score("mbpp", half, MBPP, partial_credit=True)["score"] == 0.5
     whole = {**MBPP, "test_list": np.array(MBPP["test_list"], dtype=object)}
     assert default_compute_score("mbpp", "def f(x):\n    return x + 1", whole)["score"] == 1.0
@@ -92,7 +99,9 @@ def test_a_function_by_arguments_and_results():
 
 
 def test_a_run_that_is_late_is_told():
-    runner = Recorder(Run(status="timeout", passed=[True]), Run(status="failed", passed=[True, True]))
+    runner = Recorder(
+        Run(status="timeout", passed=[True]), Run(status="failed", passed=[True, True])
+    )
     assert code.score("x", MBPP, runner=runner) == {"score": 0.0, "passed": 0.5, "timed_out": 1.0}
     assert code.score("x", MBPP, runner=runner)["passed"] == 0.0, "it left before its end"
 
@@ -119,7 +128,9 @@ def test_the_runner_of_the_configuration_reaches_the_rule_and_sets_how_many_run_
 def test_the_sandbox_works_from_the_processes_of_prime():
     function = with_options({}, LocalRunner(SandboxConfig(timeout_s=5)))
     manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1)
-    batch = make_batch(["def f(x):\n    return x + 1", "def f(x):\n    return x"], [MBPP] * 2, ["mbpp"] * 2)
+    batch = make_batch(
+        ["def f(x):\n    return x + 1", "def f(x):\n    return x"], [MBPP] * 2, ["mbpp"] * 2
+    )
     assert manager(batch).sum(-1).tolist() == [1.0, 0.0]
 
 
@@ -138,7 +149,9 @@ def test_all_humaneval_solutions_are_gold_and_empty_ones_are_not():
 def test_mbpp_solutions_are_gold():
     rows = [json.loads(line) for line in (SHARED / "data/mbpp/mbpp.jsonl").read_text().splitlines()]
     rows = rows[::8] + [row for row in rows if row["test_setup_code"]]
-    batch = make_batch([f"```python\n{row['code']}\n```" for row in rows], rows, ["mbpp"] * len(rows))
+    batch = make_batch(
+        [f"```python\n{row['code']}\n```" for row in rows], rows, ["mbpp"] * len(rows)
+    )
     assert NaiveRewardManager(CharTokenizer(), 0)(batch).sum(-1).tolist() == [1.0] * len(rows)
 
 
@@ -187,7 +200,12 @@ def test_search_answers_are_compared_as_squad_spells_them():
     assert score("<answer>It was the Beatles</answer>", truth) == 0.0
     assert score("<answer>It was the Beatles</answer>", truth, method="substring") == 1.0
     assert score("<answer>Queen</answer>", truth, format_score=0.1) == 0.1
-    for same in (np.array(["Beatles"], dtype=object), ["Beatles"], "Beatles", {"target": "Beatles"}):
+    for same in (
+        np.array(["Beatles"], dtype=object),
+        ["Beatles"],
+        "Beatles",
+        {"target": "Beatles"},
+    ):
         assert default_compute_score("searchR1_nq", "<answer>Beatles</answer>", same) == 1.0
     for wrong in ({"answers": ["x"]}, [], {"target": None}, 3):
         with pytest.raises(RewardError, match="The search rule expects"):

@@ -37,7 +37,9 @@ def reward_file(tmp_path):
 
 
 def scores(function):
-    return NaiveRewardManager(CharTokenizer(), 0, function)(make_batch(["ab", "c"])).sum(-1).tolist()
+    return (
+        NaiveRewardManager(CharTokenizer(), 0, function)(make_batch(["ab", "c"])).sum(-1).tolist()
+    )
 
 
 def test_plain_async_and_callable_objects(reward_file):

@@ -1,4 +1,5 @@
-"""Scoring whole batches: where scores stand, and what becomes of functions that fail, hang or return nonsense."""
+"""Scoring whole batches: where scores stand, and what becomes of functions that fail, hang or
+return nonsense."""
 
 import asyncio
 import math
@@ -40,7 +41,8 @@ def test_the_score_stands_on_the_last_real_token_and_nowhere_else(responses):
     assert scores.dtype == torch.float32
     for row, text in enumerate(responses):
         last = int((batch.batch["responses"][row] != PAD).sum()) - 1
-        assert scores[row, last] == len(text) + 1  # the special token is decoded away, and carries the score
+        # the special token is decoded away, and carries the score
+        assert scores[row, last] == len(text) + 1
         assert scores[row].count_nonzero() == 1
 
 
@@ -49,8 +51,18 @@ def test_every_argument_reaches_the_function():
     batch = make_batch(["one", "two"], [{"a": 1}, "g"], ["s", "t"], [{"index": 0}, {"index": 1}])
     manager(lambda **sample: seen.append(sample) or 0)(batch)
     assert seen == [
-        {"data_source": "s", "solution_str": "one", "ground_truth": {"a": 1}, "extra_info": {"index": 0}},
-        {"data_source": "t", "solution_str": "two", "ground_truth": "g", "extra_info": {"index": 1}},
+        {
+            "data_source": "s",
+            "solution_str": "one",
+            "ground_truth": {"a": 1},
+            "extra_info": {"index": 0},
+        },
+        {
+            "data_source": "t",
+            "solution_str": "two",
+            "ground_truth": "g",
+            "extra_info": {"index": 1},
+        },
     ]
 
 
@@ -78,7 +90,9 @@ def test_scores_that_are_there_already_pass_through():
     given_scores = torch.rand(batch.batch["responses"].shape)
     batch.batch["rm_scores"] = given_scores
     result = manager(by_length)(batch, return_dict=True)
-    assert result["reward_tensor"] is given_scores or torch.equal(result["reward_tensor"], given_scores)
+    assert result["reward_tensor"] is given_scores or torch.equal(
+        result["reward_tensor"], given_scores
+    )
     assert torch.equal(manager(by_length)(batch), given_scores)
     batch.batch["rm_scores"] = given_scores * math.nan
     with pytest.raises(RewardError, match="rm_scores"):
@@ -100,15 +114,24 @@ def test_extra_fields_become_lists_with_one_filler_a_kind():
     assert result["metrics"] == {"reward/num_errors": 0, "reward/num_timeouts": 0}
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.one_of(st.integers(), st.text("ab 1"))), max_size=6))
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abc"), st.one_of(st.integers(), st.text("ab 1"))),
+        max_size=6,
+    )
+)
 def test_collected_fields_always_have_one_entry_a_row(rows):
     collected = collect_extra(rows)
     assert all(len(values) == len(rows) for values in collected.values())
     for name, values in collected.items():
-        assert [value for row, value in zip(rows, values) if name in row] == [row[name] for row in rows if name in row]
+        assert [value for row, value in zip(rows, values) if name in row] == [
+            row[name] for row in rows if name in row
+        ]
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)])
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)]
+)
 def test_every_kind_of_number_is_a_score(value):
     assert manager(lambda **_: value)(make_batch(["a"])).sum() == 1.0
     assert manager(lambda **_: {"score": value})(make_batch(["a"])).sum() == 1.0
@@ -116,9 +139,17 @@ def test_every_kind_of_number_is_a_score(value):
 
 def failing(kind):
     values = {
-        "nan": math.nan, "inf": math.inf, "text": "1.0", "none": None, "no score": {"reward": 1.0}, "huge": 10**400,
-        "nan inside": {"score": math.nan}, "two": torch.ones(2), "complex": 1j, "unwritable": 10**5000,
-    }  # fmt: skip
+        "nan": math.nan,
+        "inf": math.inf,
+        "text": "1.0",
+        "none": None,
+        "no score": {"reward": 1.0},
+        "huge": 10**400,
+        "nan inside": {"score": math.nan},
+        "two": torch.ones(2),
+        "complex": 1j,
+        "unwritable": 10**5000,
+    }
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         if solution_str != "bad":
@@ -143,7 +174,18 @@ def failing(kind):
     return compute_score, compute_score_async
 
 
-WRONG_VALUES = ["nan", "inf", "text", "none", "no score", "huge", "nan inside", "two", "complex", "unwritable"]
+WRONG_VALUES = [
+    "nan",
+    "inf",
+    "text",
+    "none",
+    "no score",
+    "huge",
+    "nan inside",
+    "two",
+    "complex",
+    "unwritable",
+]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -164,7 +206,10 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
         result = manager(function, timeout_s=0.2, on_error=policy)(batch, return_dict=True)
         assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
         assert result["dropped"] == dropped
-        assert result["metrics"] == {"reward/num_errors": int(not late), "reward/num_timeouts": int(late)}
+        assert result["metrics"] == {
+            "reward/num_errors": int(not late),
+            "reward/num_timeouts": int(late),
+        }
 
 
 @pytest.mark.parametrize(
@@ -175,7 +220,8 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
         (10**5000, "is a whole number of 16610 bits, too large for a float"),
         (["x", 10**5000], "is of type list and cannot be written as text"),
     ],
-    ids=["unsendable", "large", "unwritable", "unwritable inside"],  # pytest too would write the values
+    # pytest too would write the values
+    ids=["unsendable", "large", "unwritable", "unwritable inside"],
 )
 def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, told):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -191,13 +237,24 @@ def test_a_field_that_no_batch_can_carry_is_a_failed_call(value, told):
 
 def test_a_field_of_a_class_in_the_functions_file_is_unknown_to_other_ranks(tmp_path):
     path = tmp_path / "reward.py"
-    path.write_text("class Note: pass\ndef compute_score(**sample): return {'score': 1.0, 'note': Note()}\n")
-    with pytest.raises(RewardError, match=r"field 'note' is of type Note .*the class 'Note' is defined in a file"):
+    path.write_text(
+        "class Note: pass\ndef compute_score(**sample): return {'score': 1.0, 'note': Note()}\n"
+    )
+    with pytest.raises(
+        RewardError, match=r"field 'note' is of type Note .*the class 'Note' is defined in a file"
+    ):
         manager(load_custom_reward(str(path)))(make_batch(["a"]))
 
 
 def test_fields_of_numbers_texts_lists_and_arrays_are_kept():
-    told = {"n": 10**300, "t": "x", "l": [1, {"a": None}], "array": np.ones(2), "tensor": torch.ones(2), "set": {1}}
+    told = {
+        "n": 10**300,
+        "t": "x",
+        "l": [1, {"a": None}],
+        "array": np.ones(2),
+        "tensor": torch.ones(2),
+        "set": {1},
+    }
     result = manager(lambda **_: {"score": 1.0, **told})(make_batch(["a"]), return_dict=True)
     assert {name: values[0] for name, values in result["reward_extra_info"].items()} == told
 
@@ -213,7 +270,8 @@ def test_coroutines_that_cancel_themselves_or_block_the_loop(kind, errors, timeo
     assert result["reward_tensor"][1].sum() == 0.0
     assert result["metrics"]["reward/num_errors"] == errors
     if kind == "blocks":
-        # What stood behind the blocking call never came to run; the next batch has a loop of its own.
+        # What stood behind the blocking call never came to run; the next batch has a loop of its
+        # own.
         assert result["metrics"]["reward/num_timeouts"] == 2
     assert scorer(make_batch(["ok"] * 3)).sum() == 3.0
 
@@ -253,7 +311,9 @@ def test_a_batch_of_hanging_calls_ends_after_a_few_time_outs_not_one_a_sample():
         return 1.0
 
     began = time.monotonic()
-    result = manager(compute_score, timeout_s=0.1, on_error="zero")(make_batch(["a"] * 60), return_dict=True)
+    result = manager(compute_score, timeout_s=0.1, on_error="zero")(
+        make_batch(["a"] * 60), return_dict=True
+    )
     elapsed = time.monotonic() - began
     release.set()  # late answers change nothing
     time.sleep(0.05)
@@ -298,8 +358,12 @@ def test_a_function_that_uses_signals_is_called_in_the_main_thread(tmp_path):
                 return 0.0
             return 1.0
     """
-    # The first swallows what happens outside the main thread; the second hides the import from us, but raises.
-    ways = [("import signal", "ValueError"), ("signal = importlib.import_module('signal')", "KeyError")]
+    # The first swallows what happens outside the main thread; the second hides the import from us,
+    # but raises.
+    ways = [
+        ("import signal", "ValueError"),
+        ("signal = importlib.import_module('signal')", "KeyError"),
+    ]
     for number, (how, caught) in enumerate(ways):
         path = tmp_path / f"reward{number}.py"
         path.write_text(textwrap.dedent(body.format(how=how, caught=caught)))
@@ -325,10 +389,16 @@ def test_a_hanging_call_does_not_keep_the_process_from_exiting():
 def test_examples_are_printed_per_data_source(caplog):
     scorer = NaiveRewardManager(CharTokenizer(), 1, by_length)
     with caplog.at_level("INFO", logger="verl"):
-        scorer(make_batch(["one", "two", "three"], ["g"] * 3, ["s", "s", "t"], prompts=["p?", "q?", "r?"]))
+        scorer(
+            make_batch(
+                ["one", "two", "three"], ["g"] * 3, ["s", "s", "t"], prompts=["p?", "q?", "r?"]
+            )
+        )
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert text.count("Example of") == 2
-    assert all(part in text for part in ("p?", "r?", "[response] one", "[response] three", "[score] 5.0"))
+    assert all(
+        part in text for part in ("p?", "r?", "[response] one", "[response] three", "[score] 5.0")
+    )
     assert "two" not in text
 
 
@@ -348,7 +418,8 @@ def test_settings_are_checked():
 
 
 def test_the_overhead_of_a_trivial_function_is_small():
-    """50 us a sample is the promise, tokenizer aside; the best of several runs, for the machine is shared."""
+    """50 us a sample is the promise, tokenizer aside; the best of several runs, for the machine is
+    shared."""
     scorer = manager(lambda **_: 1.0)
     batch = make_batch(["a"] * 1000)
     samples = scorer.read(batch)

@@ -1,4 +1,5 @@
-"""The managers beside naive, the policy retry, and functions that fail and hang among a thousand."""
+"""The managers beside naive, the policy retry, and functions that fail and hang among a
+thousand."""
 
 import os
 import subprocess
@@ -91,7 +92,11 @@ def reward_file(tmp_path_factory):
 
 
 def test_all_four_are_registered_and_a_user_may_add_one():
-    for name, kind in {"naive": NaiveRewardManager, "batch": BatchRewardManager, "prime": PrimeRewardManager}.items():
+    for name, kind in {
+        "naive": NaiveRewardManager,
+        "batch": BatchRewardManager,
+        "prime": PrimeRewardManager,
+    }.items():
         assert get_reward_manager_cls(name) is kind
     assert get_reward_manager_cls("dapo") is DAPORewardManager
 
@@ -118,8 +123,13 @@ def test_prime_calls_in_processes_that_are_used_again(reward_file):
 
 def test_prime_takes_coroutines_and_signals(reward_file, tmp_path):
     (tmp_path / "signals.py").write_text(SIGNALS)
-    for file, name, total in ((reward_file, "slowly", 3.0), (str(tmp_path / "signals.py"), "with_signals", 2.0)):
-        manager = PrimeRewardManager(CharTokenizer(), 0, load_custom_reward(file, name), num_processes=1)
+    for file, name, total in (
+        (reward_file, "slowly", 3.0),
+        (str(tmp_path / "signals.py"), "with_signals", 2.0),
+    ):
+        manager = PrimeRewardManager(
+            CharTokenizer(), 0, load_custom_reward(file, name), num_processes=1
+        )
         assert manager(make_batch(["aa", "b"])).sum() == total
 
 
@@ -135,7 +145,9 @@ def test_prime_without_a_function_uses_the_rules():
 def test_prime_survives_whatever_a_call_does(reward_file):
     function = load_custom_reward(reward_file, "moody")
     texts = ["raises", "odd", "exits", "dies", "hangs", "sleeps", "fine"]
-    manager = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=2, timeout_s=1.0, on_error="drop")
+    manager = PrimeRewardManager(
+        CharTokenizer(), 0, function, num_processes=2, timeout_s=1.0, on_error="drop"
+    )
     result = manager(make_batch(texts), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [0.0] * 6 + [1.0]
     assert result["dropped"] == [0, 1, 2, 3, 4, 5]
@@ -152,7 +164,9 @@ def test_prime_survives_whatever_a_call_does(reward_file):
 
 
 def test_what_cannot_be_sent_is_told_when_the_manager_is_made():
-    with pytest.raises(ConfigError, match=r"cannot be sent to another process.*custom_reward_function\.path"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be sent to another process.*custom_reward_function\.path"
+    ):
         PrimeRewardManager(CharTokenizer(), 0, lambda **_: 1.0)
 
 
@@ -163,7 +177,9 @@ def test_processes_end_with_the_trainer(reward_file):
         function = ProcessFunction(load_custom_reward({reward_file!r}, "length"), timeout_s=60, num_processes=1)
         print(function(data_source="s", solution_str="abc", ground_truth=None)["pid"])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
@@ -240,7 +256,9 @@ def test_a_late_call_is_left_also_where_it_has_forked_a_process_that_lives_on(tm
         function(data_source="s", solution_str="a", ground_truth=None)
 
 
-def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of_its_process(tmp_path):
+def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of_its_process(
+    tmp_path,
+):
     file = tmp_path / "heavy.py"
     file.write_text(
         "import time\n"
@@ -249,7 +267,9 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
         "    time.sleep(float(solution_str))\n"
         "    return 1.0\n"
     )
-    manager = PrimeRewardManager(CharTokenizer(), 0, load_custom_reward(str(file)), num_processes=1, timeout_s=600)
+    manager = PrimeRewardManager(
+        CharTokenizer(), 0, load_custom_reward(str(file)), num_processes=1, timeout_s=600
+    )
     samples = manager.read(make_batch(["0", "9"]))
     quick, late = manager.call(samples, timeout_s=0.5)
     assert quick is not None and quick.value == 1.0  # noqa: PT018
@@ -261,10 +281,16 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
 
 @pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
 @pytest.mark.parametrize("policy", ["zero", "drop", "retry", "stop"])
-def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(reward_file, kind, policy, caplog):
+def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
+    reward_file, kind, policy, caplog
+):
     function = load_custom_reward(reward_file, "one_in_a_hundred")
     # Processes may have to wait for a core of a busy machine.
-    settings = {"num_processes": 2, "timeout_s": 0.6} if kind is PrimeRewardManager else {"timeout_s": 0.25}
+    settings = (
+        {"num_processes": 2, "timeout_s": 0.6}
+        if kind is PrimeRewardManager
+        else {"timeout_s": 0.25}
+    )
     manager = kind(CharTokenizer(), 0, function, on_error=policy, max_retries=1, **settings)
     manager(make_batch(["1"]))  # processes start before the clock does
     batch = make_batch([str(number) for number in range(1000)])
@@ -276,15 +302,21 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(rewa
     with caplog.at_level("WARNING", logger="verl"):
         result = manager(batch, return_dict=True)
     bad = {number for number in range(1000) if number % 100 in (13, 57)}
-    assert result["reward_tensor"].sum(-1).tolist() == [0.0 if row in bad else 1.0 for row in range(1000)]
+    assert result["reward_tensor"].sum(-1).tolist() == [
+        0.0 if row in bad else 1.0 for row in range(1000)
+    ]
     assert result["dropped"] == ([] if policy == "zero" else sorted(bad))
     expected = {"reward/num_errors": 10, "reward/num_timeouts": 10}
-    assert result["metrics"] == (expected | {"reward/num_retries": 20} if policy == "retry" else expected)
+    assert result["metrics"] == (
+        expected | {"reward/num_retries": 20} if policy == "retry" else expected
+    )
     assert "20 of 1000 rewards failed, 10 of them late" in caplog.text
     assert time.monotonic() - began < 60
 
 
-def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(reward_file, monkeypatch, caplog):
+def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(
+    reward_file, monkeypatch, caplog
+):
     monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 12)
     function = load_custom_reward(reward_file, "one_in_a_hundred")
     manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=0.6, on_error="zero")
@@ -309,7 +341,11 @@ def test_retry_calls_again_only_what_failed():
     result = manager(make_batch(["fine", "later", "never"]), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 1.0, 0.0]
     assert result["dropped"] == [2]
-    assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 0, "reward/num_retries": 4}
+    assert result["metrics"] == {
+        "reward/num_errors": 1,
+        "reward/num_timeouts": 0,
+        "reward/num_retries": 4,
+    }
     assert calls == ["fine", "later", "never", "later", "never", "later", "never"]
 
 
@@ -329,7 +365,9 @@ def test_several_threads_call_where_the_function_allows_it():
 
 def test_batch_is_one_call_for_all(reward_file):
     function = load_custom_reward(reward_file, "whole", {"factor": 2}, for_batches=True)
-    assert BatchRewardManager(CharTokenizer(), 0, function)(make_batch(["a", "bbb"])).sum(-1).tolist() == [2.0, 6.0]
+    assert BatchRewardManager(CharTokenizer(), 0, function)(make_batch(["a", "bbb"])).sum(
+        -1
+    ).tolist() == [2.0, 6.0]
     with pytest.raises(ConfigError, match="data_source, solution_str"):
         load_custom_reward(reward_file, "whole")
     seen = []
@@ -349,11 +387,15 @@ def test_a_batch_function_may_be_async_and_rules_need_none():
         return torch.ones(len(solution_strs))
 
     assert BatchRewardManager(CharTokenizer(), 0, ones)(make_batch(["a"] * 3)).sum() == 3
-    assert BatchRewardManager(CharTokenizer(), 0)(make_batch(["4", "5"], ["4", "4"])).sum(-1).tolist() == [1.0, 0.0]
+    assert BatchRewardManager(CharTokenizer(), 0)(make_batch(["4", "5"], ["4", "4"])).sum(
+        -1
+    ).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [[1.0], [1.0] * 3, 1.0, None, []])
-def test_a_batch_function_that_returns_another_number_of_scores_is_an_error_whatever_the_policy(answer):
+def test_a_batch_function_that_returns_another_number_of_scores_is_an_error_whatever_the_policy(
+    answer,
+):
     manager = BatchRewardManager(CharTokenizer(), 0, lambda **_: answer, on_error="zero")
     with pytest.raises(RewardError, match="one score for each of the 2 responses"):
         manager(make_batch(["a", "b"]))
@@ -363,11 +405,15 @@ def test_a_batch_function_that_fails_fails_for_all_and_a_bad_score_for_one():
     def raises(**_):
         raise KeyError("the key")
 
-    result = BatchRewardManager(CharTokenizer(), 0, raises, on_error="drop")(make_batch(["a", "b"]), return_dict=True)
+    result = BatchRewardManager(CharTokenizer(), 0, raises, on_error="drop")(
+        make_batch(["a", "b"]), return_dict=True
+    )
     assert result["dropped"] == [0, 1]
     with pytest.raises(RewardError, match="KeyError"):
         BatchRewardManager(CharTokenizer(), 0, raises)(make_batch(["a", "b"]))
-    one_bad = BatchRewardManager(CharTokenizer(), 0, lambda **_: [1.0, float("nan")], on_error="drop")
+    one_bad = BatchRewardManager(
+        CharTokenizer(), 0, lambda **_: [1.0, float("nan")], on_error="drop"
+    )
     assert one_bad(make_batch(["a", "b"]), return_dict=True)["dropped"] == [1]
 
 
@@ -386,7 +432,12 @@ def test_dapo_punishes_the_last_part_of_a_response(as_mapping):
     settings = {"enable": True, "len": 4, "penalty_factor": 0.5, "log": True}
     config = settings if as_mapping else SimpleNamespace(**settings)
     manager = DAPORewardManager(
-        CharTokenizer(), 0, lambda **_: 1.0, max_resp_len=10, overlong_buffer_cfg=config, on_error="zero"
+        CharTokenizer(),
+        0,
+        lambda **_: 1.0,
+        max_resp_len=10,
+        overlong_buffer_cfg=config,
+        on_error="zero",
     )
     lengths = list(range(1, 11))  # with the special token that ends each
     result = manager(make_batch(["a" * (length - 1) for length in lengths]), return_dict=True)
@@ -401,7 +452,9 @@ def test_dapo_punishes_the_last_part_of_a_response(as_mapping):
 
 def test_dapo_without_a_buffer_is_naive():
     for config in (None, {"enable": False, "len": 4}):
-        manager = DAPORewardManager(CharTokenizer(), 0, lambda **_: 1.0, max_resp_len=2, overlong_buffer_cfg=config)
+        manager = DAPORewardManager(
+            CharTokenizer(), 0, lambda **_: 1.0, max_resp_len=2, overlong_buffer_cfg=config
+        )
         result = manager(make_batch(["aaaa"]), return_dict=True)
         assert result["reward_tensor"].sum() == 1
         assert result["reward_extra_info"] == {}
@@ -426,7 +479,10 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
         ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
         ({"reward_tensor": [1, 2]}, "got list"),
         ({"reward_tensor": torch.full((2, 3), torch.nan)}, "row 0 is not finite"),
-        ({"reward_extra_info": {"a": [1]}}, r"'a' must have one entry for each of 2 responses, got\s+1"),
+        (
+            {"reward_extra_info": {"a": [1]}},
+            r"'a' must have one entry for each of 2 responses, got\s+1",
+        ),
     ):
         with pytest.raises(RewardError, match=told):
             check_result(good | change, responses)

@@ -24,17 +24,30 @@ def row(source: str, truth: Any, **extra: Any) -> dict[str, Any]:
 ROWS = [row("toy", str(number)) for number in range(3, 9)]
 SHIPPED = {
     "toy": ROWS,
-    "gsm8k": [row("openai/gsm8k", "72", answer="so it is\n#### 72"), row("openai/gsm8k", "1200", answer="#### 1,200")],
+    "gsm8k": [
+        row("openai/gsm8k", "72", answer="so it is\n#### 72"),
+        row("openai/gsm8k", "1200", answer="#### 1,200"),
+    ],
     "gsm8k without solutions": [row("openai/gsm8k", "72"), row("openai/gsm8k", "-3.5")],
-    "math": [row("lighteval/MATH", r"\frac{1}{2}", answer=r"\frac{1}{2}"), row("lighteval/MATH", "(2,3]")],
-    "countdown": [row("countdown", {"target": 5, "numbers": [2, 3]}, solution="2 + 3"),
-                  row("countdown", {"target": 6, "numbers": [2, 3]}, solution="2 * 3")],
+    "math": [
+        row("lighteval/MATH", r"\frac{1}{2}", answer=r"\frac{1}{2}"),
+        row("lighteval/MATH", "(2,3]"),
+    ],
+    "countdown": [
+        row("countdown", {"target": 5, "numbers": [2, 3]}, solution="2 + 3"),
+        row("countdown", {"target": 6, "numbers": [2, 3]}, solution="2 * 3"),
+    ],
     "countdown without solutions": [row("countdown", {"target": 5, "numbers": [2, 3]})],
     "choice": [row("cais/mmlu", "B"), row("cais/mmlu", "D")],
-    "search": [row("searchR1_nq", {"target": ["The Beatles"]}), row("searchR1_nq", {"target": ["Queen", "Queens"]})],
-    "code": [row("mbpp", '{"test_list": ["assert f(1) == 2"]}', solution="def f(x):\n    return x + 1"),
-             row("mbpp", '{"test_list": ["assert g(1) == 0"]}', solution="def g(x):\n    return x - 1")],
-}  # fmt: skip
+    "search": [
+        row("searchR1_nq", {"target": ["The Beatles"]}),
+        row("searchR1_nq", {"target": ["Queen", "Queens"]}),
+    ],
+    "code": [
+        row("mbpp", '{"test_list": ["assert f(1) == 2"]}', solution="def f(x):\n    return x + 1"),
+        row("mbpp", '{"test_list": ["assert g(1) == 0"]}', solution="def g(x):\n    return x - 1"),
+    ],
+}
 
 
 def naive(function=None, **settings):
@@ -78,15 +91,25 @@ def failing_on(condition, value):
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        (failing_on(lambda text: True, KeyError("gone")), r"failed on \d+ of \d+.*row 0.*KeyError: 'gone'"),
+        (
+            failing_on(lambda text: True, KeyError("gone")),
+            r"failed on \d+ of \d+.*row 0.*KeyError: 'gone'",
+        ),
         (failing_on(lambda text: True, None), "returned None of type NoneType"),
-        (failing_on(lambda text: text == "3", float("nan")), "row 0 .*gold answer '3'.*nan, not a finite"),
+        (
+            failing_on(lambda text: text == "3", float("nan")),
+            "row 0 .*gold answer '3'.*nan, not a finite",
+        ),
         (failing_on(lambda text: "know" in text, "1.0"), "wrong answer 'I do not know.'.*type str"),
     ],
 )
-def test_faults_stop_a_run_that_stops_at_errors_and_are_said_under_other_policies(function, fault, caplog):
+def test_faults_stop_a_run_that_stops_at_errors_and_are_said_under_other_policies(
+    function, fault, caplog
+):
     config = config_from_dict({"data": {"dataset_name": "toy"}})
-    with pytest.raises(RewardError, match=f"(?s)Reward preflight: .*{fault}.*reward_model.preflight=False"):
+    with pytest.raises(
+        RewardError, match=f"(?s)Reward preflight: .*{fault}.*reward_model.preflight=False"
+    ):
         preflight(config, ROWS, naive(function))
     preflight(config, ROWS, naive(function, on_error="zero"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -116,7 +139,10 @@ def test_constant_upside_down_and_random_rewards_are_suspicious(caplog):
     draw = itertools.count()
     for function, told in (
         (lambda **_: 0.5, "all 13 answers tried, gold and wrong, score 0.5"),
-        (lambda **sample: -gold(**sample), "on 3 of 3 rows no gold answer scores above a wrong one. The first: row 0"),
+        (
+            lambda **sample: -gold(**sample),
+            "on 3 of 3 rows no gold answer scores above a wrong one. The first: row 0",
+        ),
         (lambda **sample: gold(**sample) + next(draw) / 1e6, "two calls for one answer differ"),
     ):
         report = inspect(naive(function))
@@ -140,12 +166,17 @@ def test_a_slow_reward_is_suspicious_but_not_its_first_call(monkeypatch):
 
 def test_a_function_that_no_process_could_find_is_noted():
     assert inspect(naive(gold)).notes == []
-    assert "cannot be sent to another process" in inspect(naive(lambda **sample: gold(**sample))).notes[0]
+    assert (
+        "cannot be sent to another process"
+        in inspect(naive(lambda **sample: gold(**sample))).notes[0]
+    )
 
 
 def test_sets_without_ground_truth_are_no_reason_to_doubt():
     rows = [{"data_source": "own"}, {"data_source": "own"}]
-    assert inspect(naive(lambda **sample: float(len(sample["solution_str"]))), rows).suspicions == []
+    assert (
+        inspect(naive(lambda **sample: float(len(sample["solution_str"]))), rows).suspicions == []
+    )
 
 
 def test_batch_and_prime_are_tried_too(tmp_path):
@@ -154,10 +185,13 @@ def test_batch_and_prime_are_tried_too(tmp_path):
 
     assert inspect(BatchRewardManager(CharTokenizer(), 0, whole)).suspicions == []
     (tmp_path / "own.py").write_text(
-        "def compute_score(solution_str, ground_truth, **others):\n    return ground_truth in solution_str\n"
+        "def compute_score(solution_str, ground_truth, **others):\n    return ground_truth in "
+        "solution_str\n"
     )
     function = load_custom_reward(str(tmp_path / "own.py"))
-    assert inspect(PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1)).suspicions == []
+    assert (
+        inspect(PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1)).suspicions == []
+    )
 
 
 def test_it_leaves_random_numbers_as_they_were():
@@ -177,7 +211,9 @@ def test_it_can_be_turned_off_but_rules_must_exist():
     assert calls == []
     with pytest.raises(RewardError, match="No reward rule for data_source 'mystery'"):
         preflight(off, [row("mystery", "1")], naive())
-    odd = config_from_dict({"data": {"dataset_name": "toy"}, "reward_model": {"rule_kwargs": {"methud": 1}}})
+    odd = config_from_dict(
+        {"data": {"dataset_name": "toy"}, "reward_model": {"rule_kwargs": {"methud": 1}}}
+    )
     with pytest.raises(ConfigError, match="methud"):
         preflight(odd, ROWS, naive())
 

@@ -1,4 +1,5 @@
-"""Services over HTTP: a sandbox and a judge, here a small server in a thread that answers as it is told."""
+"""Services over HTTP: a sandbox and a judge, here a small server in a thread that answers as it is
+told."""
 
 import json
 import pickle
@@ -23,7 +24,8 @@ FAST = RequestsConfig(timeout_s=2.0, max_retries=3, backoff_s=0.01)
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A client that hung up is no news: a report would be printed into whatever test runs by then."""
+    """A client that hung up is no news: a report would be printed into whatever test runs by
+    then."""
 
     def handle_error(self, request: object, client_address: object) -> None: ...
 
@@ -67,7 +69,9 @@ class Service:
 
         self.server = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
 
 @pytest.fixture
@@ -85,7 +89,11 @@ def serve():
 
 
 def says(text: str):
-    return lambda body: (200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+    return lambda body: (
+        200,
+        {},
+        {"choices": [{"message": {"role": "assistant", "content": text}}]},
+    )
 
 
 def in_turn(*answers):
@@ -94,11 +102,17 @@ def in_turn(*answers):
 
 
 def status(number: int, **headers: str):
-    return lambda body: (number, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": "no"})
+    return lambda body: (
+        number,
+        {name.replace("_", "-"): value for name, value in headers.items()},
+        {"error": "no"},
+    )
 
 
 def make_judge(url: str, requests: RequestsConfig = FAST, **changes: Any) -> Judge:
-    return Judge(JudgeConfig(**{"url": url, "model": "judge-7b", "max_tokens": 64, **changes}), requests)
+    return Judge(
+        JudgeConfig(**{"url": url, "model": "judge-7b", "max_tokens": 64, **changes}), requests
+    )
 
 
 def test_a_judge_reads_the_response_and_its_last_score_counts(serve, monkeypatch):
@@ -121,7 +135,10 @@ def test_a_judge_reads_the_response_and_its_last_score_counts(serve, monkeypatch
 def test_own_prompt_pattern_and_scale(serve):
     service = serve(says('{"grade": 4}'))
     judge = make_judge(
-        service.url, prompt='Grade "{response}" as {{"grade": n}}', score_pattern=r'"grade": (\d)', score_scale=4.0
+        service.url,
+        prompt='Grade "{response}" as {{"grade": n}}',
+        score_pattern=r'"grade": (\d)',
+        score_scale=4.0,
     )
     assert judge("s", "text", None)["score"] == 1.0
     assert service.requests[0][2]["messages"][0]["content"] == 'Grade "text" as {"grade": n}'
@@ -164,7 +181,9 @@ def test_a_retry_after_that_says_nothing_or_too_much(serve):
         service = serve(in_turn(status(429, Retry_After=wait), says("Score: 10")))
         began = time.monotonic()
         requests = RequestsConfig(timeout_s=0.3, max_retries=3, backoff_s=0.01)
-        client = JsonClient(service.url, key="reward_model.judge.url", max_concurrent=1, requests=requests)
+        client = JsonClient(
+            service.url, key="reward_model.judge.url", max_concurrent=1, requests=requests
+        )
         assert client.post("/", {}) is not None
         assert time.monotonic() - began < 3
 
@@ -192,7 +211,9 @@ def test_answers_that_are_no_score(serve, respond, told):
 
 @pytest.mark.parametrize(("number", "tries"), [(400, 1), (429, 4), (502, 4)])
 def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
-    service = serve(lambda body: says("Score: 10")(body) if "fine" in str(body) else status(number)(body))
+    service = serve(
+        lambda body: says("Score: 10")(body) if "fine" in str(body) else status(number)(body)
+    )
     judge, batch = make_judge(service.url), make_batch(["fine", "bad", "fine"])
     result = NaiveRewardManager(CharTokenizer(), 0, judge, on_error="drop")(batch, return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
@@ -200,7 +221,9 @@ def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
     assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 0}
     assert len(service.requests) == 2 + tries
     assert f"answered {number}" in caplog.text
-    with pytest.raises(RewardError, match=rf"row 1(?s:.)*reward_model\.judge\.url\) answered {number}"):
+    with pytest.raises(
+        RewardError, match=rf"row 1(?s:.)*reward_model\.judge\.url\) answered {number}"
+    ):
         NaiveRewardManager(CharTokenizer(), 0, judge)(batch)
 
 
@@ -242,14 +265,21 @@ def run_code(body: dict[str, Any]):
     output, code = io.StringIO(), 0
     with contextlib.redirect_stdout(output):
         try:
-            exec(body["code"], {"input": iter(body["stdin"].splitlines()).__next__, "__name__": "__main__"})
+            exec(
+                body["code"],
+                {"input": iter(body["stdin"].splitlines()).__next__, "__name__": "__main__"},
+            )
         except SystemExit as error:
             code = int(error.code or 0)
         except Exception:  # noqa: BLE001  (as the service does)
             code = 1
     result = {
-        "status": "Finished", "return_code": code, "stdout": output.getvalue(), "stderr": "", "execution_time": 0.1
-    }  # fmt: skip
+        "status": "Finished",
+        "return_code": code,
+        "stdout": output.getvalue(),
+        "stderr": "",
+        "execution_time": 0.1,
+    }
     return 200, {}, {"status": "Success" if code == 0 else "Failed", "run_result": result}
 
 
@@ -264,8 +294,15 @@ def test_code_runs_in_the_service(serve):
     service = serve(run_code)
     for url in (service.url, service.url + "/run_code"):
         score = with_options({}, make_service(url))
-        assert score("mbpp", "def f(x):\n    print('noise passed')\n    return x + 1", MBPP)["score"] == 1.0
-        assert score("mbpp", "def f(x):\n    return 2", MBPP) == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
+        assert (
+            score("mbpp", "def f(x):\n    print('noise passed')\n    return x + 1", MBPP)["score"]
+            == 1.0
+        )
+        assert score("mbpp", "def f(x):\n    return 2", MBPP) == {
+            "score": 0.0,
+            "passed": 0.5,
+            "timed_out": 0.0,
+        }
         assert score("mbpp", "def f(x) return", MBPP)["score"] == 0.0
         assert score("mbpp", "def f(x):\n    return x + 1\nexit(0)", MBPP)["score"] == 0.0
         pairs = {"inputs": ["3\n"], "outputs": ["9\n"]}
@@ -281,17 +318,27 @@ def test_code_runs_in_the_service(serve):
 def test_rules_by_verls_parameters(serve):
     service, held = serve(run_code), threading.Semaphore(1)
     for _ in range(2):
-        result = default_compute_score("mbpp", "def f(x):\n    return 2", MBPP, None, service.url, held, 300)
+        result = default_compute_score(
+            "mbpp", "def f(x):\n    return 2", MBPP, None, service.url, held, 300
+        )
         assert result == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
     assert [body["memory_limit_MB"] for _, _, body, _ in service.requests] == [300, 300]
     assert held.acquire(blocking=False), "given back"
-    assert default_compute_score("openai/gsm8k", "#### 4", "4", sandbox_fusion_url="http://127.0.0.1:9") == 1.0
+    assert (
+        default_compute_score(
+            "openai/gsm8k", "#### 4", "4", sandbox_fusion_url="http://127.0.0.1:9"
+        )
+        == 1.0
+    )
     assert default_compute_score("openai/gsm8k", "it is 4", "4", method="flexible") == 1.0
     assert NaiveRewardManager(CharTokenizer(), 0, default_compute_score).by_rule
 
 
 def test_a_late_program_and_a_broken_service(serve):
-    late = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None, "stdout": ""}}
+    late = {
+        "status": "Failed",
+        "run_result": {"status": "TimeLimitExceeded", "return_code": None, "stdout": ""},
+    }
     assert make_service(serve(lambda body: (200, {}, late)).url).run("x", []).status == "timeout"
     broken = serve(lambda body: (200, {}, {"status": "SandboxError", "message": "no container"}))
     with pytest.raises(RewardError, match="no container"):
@@ -307,8 +354,14 @@ def config(**reward_model: Any):
 
 def test_an_unreachable_service_is_an_error_at_start_that_names_it():
     for section, key in (
-        ({"judge": {"url": "http://127.0.0.1:9/v1", "model": "m"}}, "reward_model.judge.url=http://127.0.0.1:9"),
-        ({"sandbox_fusion": {"url": "http://127.0.0.1:9"}}, "reward_model.sandbox_fusion.url=http://127.0.0.1:9"),
+        (
+            {"judge": {"url": "http://127.0.0.1:9/v1", "model": "m"}},
+            "reward_model.judge.url=http://127.0.0.1:9",
+        ),
+        (
+            {"sandbox_fusion": {"url": "http://127.0.0.1:9"}},
+            "reward_model.sandbox_fusion.url=http://127.0.0.1:9",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"{key}.*cannot be reached"):
             build_reward(config(**section), CharTokenizer(), num_examine=0)
@@ -316,10 +369,14 @@ def test_an_unreachable_service_is_an_error_at_start_that_names_it():
 
 def test_the_configuration_names_judge_and_service(serve):
     judging = serve(says("Score: 5"))
-    function = build_reward_function(config(judge={"url": judging.url, "model": "m", "score_scale": 5.0}))
+    function = build_reward_function(
+        config(judge={"url": judging.url, "model": "m", "score_scale": 5.0})
+    )
     assert isinstance(function, Judge)
     assert function("s", "x", None)["score"] == 1.0
-    runner = build_code_runner(config(sandbox_fusion={"url": serve(run_code).url, "max_concurrent": 5}).reward_model)
+    runner = build_code_runner(
+        config(sandbox_fusion={"url": serve(run_code).url, "max_concurrent": 5}).reward_model
+    )
     assert isinstance(runner, SandboxService)
     assert runner.max_concurrent == 5
 
@@ -327,28 +384,41 @@ def test_the_configuration_names_judge_and_service(serve):
 def test_the_configuration_reaches_the_manager(tmp_path):
     dapo = build_reward(
         config(
-            reward_manager="dapo", on_error="retry", max_retries=4, timeout_s=9.0,
+            reward_manager="dapo",
+            on_error="retry",
+            max_retries=4,
+            timeout_s=9.0,
             overlong_buffer={"enable": True, "len": 4, "penalty_factor": 0.5},
         ),
         CharTokenizer(),
         num_examine=0,
-    )  # fmt: skip
+    )
     assert (dapo.on_error, dapo.max_retries, dapo.timeout_s) == ("retry", 4, 9.0)
     assert (dapo.max_resp_len, dapo.buffer_len, dapo.penalty_factor) == (16, 4, 0.5)
     as_recipes_say = {"overlong_buffer_cfg": {"enable": True, "len": 2}, "max_resp_len": 8}
-    dapo = build_reward(config(reward_manager="dapo", reward_kwargs=as_recipes_say), CharTokenizer(), num_examine=0)
+    dapo = build_reward(
+        config(reward_manager="dapo", reward_kwargs=as_recipes_say), CharTokenizer(), num_examine=0
+    )
     assert (dapo.max_resp_len, dapo.buffer_len) == (8, 2)
     with pytest.raises(ConfigError, match=r"reward_kwargs\.num_procs.*num_processes"):
-        build_reward(config(reward_manager="prime", reward_kwargs={"num_procs": 1}), CharTokenizer(), num_examine=0)
+        build_reward(
+            config(reward_manager="prime", reward_kwargs={"num_procs": 1}),
+            CharTokenizer(),
+            num_examine=0,
+        )
     naive = build_reward(config(rule_kwargs={"method": "flexible"}), CharTokenizer(), num_examine=0)
     assert naive(make_batch(["it is 4"], ["4"], ["gsm8k"])).sum() == 1.0
     (tmp_path / "own.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n   "
+        " return bonus\n"
     )
     own = config_from_dict(
         {
             "data": {"dataset_name": "toy"},
-            "custom_reward_function": {"path": str(tmp_path / "own.py"), "reward_kwargs": {"bonus": 3}},
+            "custom_reward_function": {
+                "path": str(tmp_path / "own.py"),
+                "reward_kwargs": {"bonus": 3},
+            },
         }
     )
     assert build_reward(own, CharTokenizer(), num_examine=0)(make_batch(["x"])).sum() == 3

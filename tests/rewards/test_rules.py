@@ -20,11 +20,15 @@ from verl.utils.errors import ConfigError, RewardError
 
 
 def read_lines(relative: str) -> list[dict]:
-    return [json.loads(line) for line in (SHARED / relative).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in (SHARED / relative).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_unknown_data_source_is_an_error_that_names_the_known_ones_and_the_way_out():
-    with pytest.raises(RewardError, match=r"(?s)opena/gsm8k.*openai/gsm8k.*custom_reward_function\.path"):
+    with pytest.raises(
+        RewardError, match=r"(?s)opena/gsm8k.*openai/gsm8k.*custom_reward_function\.path"
+    ):
         default_compute_score("opena/gsm8k", "#### 1", "1")
 
 
@@ -37,7 +41,11 @@ def test_exact_names_win_over_prefixes_and_longer_prefixes_over_shorter():
     rules = RuleRegistry("data source")
     for name in ("a*", "a/b*", "a/b/c"):
         rules.register(name)(lambda solution_str, ground_truth, extra_info, name=name: name)
-    assert [rules.get(source)("", "", None) for source in ("a/x", "a/b/x", "a/b/c")] == ["a*", "a/b*", "a/b/c"]
+    assert [rules.get(source)("", "", None) for source in ("a/x", "a/b/x", "a/b/c")] == [
+        "a*",
+        "a/b*",
+        "a/b/c",
+    ]
     assert "b" not in rules
     with pytest.raises(ConfigError, match="Unknown data source 'b'"):
         rules.get("b")
@@ -77,7 +85,12 @@ def test_gsm8k_compares_values_not_spellings():
 
 @given(st.integers(-(10**9), 10**9))
 def test_gsm8k_reads_every_integer_back(number):
-    for text in (f"x\n#### {number}", f"#### {number:,}", f"12 #### ${number:,}.", f"#### {number}.0"):
+    for text in (
+        f"x\n#### {number}",
+        f"#### {number:,}",
+        f"12 #### ${number:,}.",
+        f"#### {number}.0",
+    ):
         assert gsm8k.score(text, str(number)) == 1.0
         assert gsm8k.score(text, str(number + 1)) == 0.0
 
@@ -92,7 +105,10 @@ def test_real_gsm8k_answers_score_as_gold_and_shifted_ones_do_not():
         assert all(gsm8k.score(a, b, method=method) == 1.0 for a, b in zip(answers, bare))
     assert all(gsm8k.score(a, a) == 1.0 for a in answers)
     by_neighbour = [gsm8k.score(a, b) for a, b in zip(answers, bare[1:] + bare[:1])]
-    equal = [float(a.replace(",", "")) == float(b.replace(",", "")) for a, b in zip(bare, bare[1:] + bare[:1])]
+    equal = [
+        float(a.replace(",", "")) == float(b.replace(",", ""))
+        for a, b in zip(bare, bare[1:] + bare[:1])
+    ]
     assert by_neighbour == [float(same) for same in equal]
     assert sum(by_neighbour) < 0.05 * len(rows)
 
@@ -109,7 +125,12 @@ def test_countdown_scores():
     assert score("<answer>24</answer>", task) == 0.0
     assert score("3*8*1", task) == 0.0
     assert score("<answer>3+8+1</answer>", task, format_score=0.1) == 0.1
-    assert default_compute_score("countdown", "<answer>8/(3-8/3)</answer>", {"target": 24, "nums": [8, 3, 8, 3]}) == 1.0
+    assert (
+        default_compute_score(
+            "countdown", "<answer>8/(3-8/3)</answer>", {"target": 24, "nums": [8, 3, 8, 3]}
+        )
+        == 1.0
+    )
 
 
 def test_countdown_without_a_task_is_an_error():
@@ -120,10 +141,25 @@ def test_countdown_without_a_task_is_an_error():
 @pytest.mark.parametrize(
     "equation",
     [
-        "__import__('os').system('true')", "9**9**9**9", "1/0", "(", "1 if 2 else 3", "3.5+1", "True+1", "x", "1;2", "",
-        "(" * 400 + "1" + ")" * 400, "1+" * 300, "-" * 499 + "1" * 2, "9" * 499, "lambda: 1", "1 1", "\x00",
+        "__import__('os').system('true')",
+        "9**9**9**9",
+        "1/0",
+        "(",
+        "1 if 2 else 3",
+        "3.5+1",
+        "True+1",
+        "x",
+        "1;2",
+        "",
+        "(" * 400 + "1" + ")" * 400,
+        "1+" * 300,
+        "-" * 499 + "1" * 2,
+        "9" * 499,
+        "lambda: 1",
+        "1 1",
+        "\x00",
     ],
-)  # fmt: skip
+)
 def test_countdown_never_runs_or_trips_over_what_is_not_arithmetic(equation):
     assert countdown.score(f"<answer>{equation}</answer>", {"target": 1, "numbers": [1]}) == 0.0
 
@@ -158,11 +194,16 @@ def test_math_answers(answer, truth, score):
 
 @pytest.mark.parametrize("source", ["math_dapo", "aime2024"])
 def test_dapos_own_data_and_its_validation_have_a_rule(source):
-    assert [default_compute_score(source, f"17 * 2 is it.\n\nAnswer: {n}", "34") for n in (34, 35)] == [1.0, 0.0]
+    assert [
+        default_compute_score(source, f"17 * 2 is it.\n\nAnswer: {n}", "34") for n in (34, 35)
+    ] == [1.0, 0.0]
 
 
 def test_last_boxed_balances_its_brackets():
-    assert math.last_boxed("\\boxed{1} then \\boxed{\\sqrt{\\frac{a}{b}}} end") == "\\sqrt{\\frac{a}{b}}"
+    assert (
+        math.last_boxed("\\boxed{1} then \\boxed{\\sqrt{\\frac{a}{b}}} end")
+        == "\\sqrt{\\frac{a}{b}}"
+    )
     assert math.last_boxed("\\boxed 7$ and") == "7"
     assert math.last_boxed("\\boxed{7") is None
     assert math.last_boxed("7") is None
@@ -171,7 +212,10 @@ def test_last_boxed_balances_its_brackets():
 @needs_shared("data/math")
 def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
     rows = read_lines("data/math/math500.jsonl")[:200]
-    scores = [default_compute_score("HuggingFaceH4/MATH-500", row["solution"], row["answer"]) for row in rows]
+    scores = [
+        default_compute_score("HuggingFaceH4/MATH-500", row["solution"], row["answer"])
+        for row in rows
+    ]
     assert scores == [1.0] * len(rows)
     wrong = [
         default_compute_score("HuggingFaceH4/MATH-500", row["solution"], other["answer"])
@@ -182,7 +226,8 @@ def test_math500_solutions_score_as_gold_and_the_neighbours_do_not():
 
 @needs_shared("data/math")
 def test_math_verify_itself_recognises_gold_answers():
-    """The shortcut for equal spellings is bypassed: each answer is compared with itself in brackets."""
+    """The shortcut for equal spellings is bypassed: each answer is compared with itself in
+    brackets."""
     rows = read_lines("data/math/math500.jsonl")[:60]
     same = [math._equal(f"\\boxed{{{row['answer']}}}", f"${row['answer']}$") for row in rows]
     assert all(same)
@@ -230,13 +275,21 @@ def test_a_fork_leaves_the_helpers_of_its_parent_alone():
             sys.exit(not (half() and helper not in idle))
         print(os.waitpid(child, 0)[1], half(), list(idle) == [helper])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
     assert done.stdout == "0 1.0 True\n", done.stderr
 
 
 def test_the_rewards_package_loads_neither_torch_nor_sympy():
-    code = "import sys, verl.rewards.builtin.gsm8k; print({'torch', 'sympy', 'math_verify'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+    code = (
+        "import sys, verl.rewards.builtin.gsm8k; print({'torch', 'sympy', 'math_verify'} & "
+        "set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "set()"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Programs that nobody has read: what they may do, what becomes of those that do more, and how fast they run."""
+"""Programs that nobody has read: what they may do, what becomes of those that do more, and how fast
+they run."""
 
 import subprocess
 import sys
@@ -17,12 +18,16 @@ from verl.rewards.sandbox import seccomp
 from verl.rewards.sandbox.runner import LocalRunner, choose_isolation
 from verl.utils.errors import ConfigError, RewardError
 
-pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux on x86-64 or AArch64")
+pytestmark = pytest.mark.skipif(
+    not seccomp.is_supported(), reason="needs Linux on x86-64 or AArch64"
+)
 
 
 @pytest.fixture(scope="module", params=["namespaces", "seccomp"])
 def sandbox(request):
-    runner = LocalRunner(SandboxConfig(isolation=request.param, timeout_s=10.0, memory_limit_mb=512))
+    runner = LocalRunner(
+        SandboxConfig(isolation=request.param, timeout_s=10.0, memory_limit_mb=512)
+    )
     try:
         runner.run("", [])
     except ConfigError as error:
@@ -32,7 +37,10 @@ def sandbox(request):
 
 
 def test_a_program_and_its_tests(sandbox):
-    run = sandbox.run("def twice(x):\n    return 2 * x", ["assert twice(2) == 4", "assert twice(2) == 5", "twice(1)"])
+    run = sandbox.run(
+        "def twice(x):\n    return 2 * x",
+        ["assert twice(2) == 4", "assert twice(2) == 5", "twice(1)"],
+    )
     assert (run.status, run.passed) == ("finished", [True, False, True])
     assert "AssertionError" in run.error
 
@@ -73,24 +81,36 @@ def test_ordinary_python_works(sandbox):
         thread.join()
     """
     tests = [
-        "assert results == [1]", "assert asyncio.run(wait()) == 5", "assert np.arange(4).sum() == 6",
+        "assert results == [1]",
+        "assert asyncio.run(wait()) == 5",
+        "assert np.arange(4).sum() == 6",
         "assert pickle.loads(pickle.dumps(Point(3))).x == 3",
-    ]  # fmt: skip
+    ]
     run = sandbox.run(textwrap.dedent(code), tests)
     assert run.passed == [True] * 4, run.error
 
 
-# What a program does, and a word of what it is told where it fails at once; None where it ends by the clock.
+# What a program does, and a word of what it is told where it fails at once; None where it ends by
+# the clock.
 HOSTILE = {
     "fork bomb": ("import os\nwhile True:\n    os.fork()", "Error"),
-    "patient fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", None),
+    "patient fork bomb": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        None,
+    ),
     "infinite loop": ("while True:\n    pass", None),
-    "loop that catches all": ("while True:\n    try:\n        while True: pass\n    except BaseException: pass", None),
+    "loop that catches all": (
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        None,
+    ),
     "sleep": ("import time\ntime.sleep(1000)", None),
     "ten gigabytes": ("x = bytearray(10 * 2**30)", "MemoryError"),
     "gigabytes bit by bit": ("x = []\nwhile True:\n    x.append(bytearray(2**24))", "MemoryError"),
     "writes /etc/passwd": ("open('/etc/passwd', 'a').write('x')", "Error"),
-    "writes beside Python": ("import os\nopen(os.path.dirname(os.__file__) + '/evil.py', 'w')", "Error"),
+    "writes beside Python": (
+        "import os\nopen(os.path.dirname(os.__file__) + '/evil.py', 'w')",
+        "Error",
+    ),
     "writes home": ("import os\nopen('/root/evil', 'w')", "Error"),
     "deletes": ("import os\nos.remove('/usr/bin/env')", "Error"),
     "socket": ("import socket\nsocket.create_connection(('127.0.0.1', 22))", "PermissionError"),
@@ -102,21 +122,33 @@ HOSTILE = {
     "leaves with 0": ("import os\nos._exit(0)", "exit code 0 before its end"),
     "exits": ("raise SystemExit(0)", ""),
     "closes its report": ("import os\nos.close(3)\nwhile True:\n    pass", None),
-    "kills its parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "PermissionError"),
+    "kills its parent": (
+        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+        "PermissionError",
+    ),
     "kills everybody": ("import os, signal\nos.kill(-1, signal.SIGKILL)", "PermissionError"),
     "kills its group": ("import os, signal\nos.killpg(0, signal.SIGKILL)", "PermissionError"),
-    "kills itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9"),
+    "kills itself": (
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "killed by signal 9",
+    ),
     "segmentation fault": ("import ctypes\nctypes.string_at(0)", "killed by signal 11"),
     "program": ("import subprocess\nsubprocess.run(['id'])", "Error"),
     "replaces itself": ("import os\nos.execv('/usr/bin/env', ['env'])", "PermissionError"),
     "claims success": ("import os\nos.write(3, b'passed\\nend\\n')\nos._exit(0)", "before its end"),
     "raises its limits": ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))", "Error"),
-    "new namespace": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
-    "shared memory": ("import ctypes\nassert ctypes.CDLL(None).shmget(1, 4096, 0o1666) >= 0", "AssertionError"),
+    "new namespace": (
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+        "AssertionError",
+    ),
+    "shared memory": (
+        "import ctypes\nassert ctypes.CDLL(None).shmget(1, 4096, 0o1666) >= 0",
+        "AssertionError",
+    ),
     "no Python": ("def f(:", "SyntaxError"),
     "null byte": ("x = '\0'", "Error"),
     "lone surrogate": ("x = '\ud800'", "Error"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -166,7 +198,9 @@ print(os.path.exists({str(Path(__file__).parents[2] / "tests")!r}))
     server.close()
     assert "SECRET_TOKEN" not in run.output
     assert "[]" in run.output, "nothing of ours is in its memory's modules"
-    assert run.output.rstrip().endswith("False") or sandbox.settings.isolation == "seccomp", "nor on its disk"
+    assert run.output.rstrip().endswith("False") or sandbox.settings.isolation == "seccomp", (
+        "nor on its disk"
+    )
 
 
 def test_files_are_its_own_and_gone_after_it(sandbox):
@@ -178,7 +212,10 @@ def test_files_are_its_own_and_gone_after_it(sandbox):
     assert sandbox.run("import os", ["assert os.listdir('.') == []"]).passed == [True]
     big = "for i in range(100):\n    open(f'{i}', 'w').write('x' * 2**20)"
     assert "No space left" in sandbox.run(big, []).error
-    assert "No space left" in sandbox.run("for i in range(1000):\n    open(f'{i}', 'w').close()", []).error
+    assert (
+        "No space left"
+        in sandbox.run("for i in range(1000):\n    open(f'{i}', 'w').close()", []).error
+    )
 
 
 def test_nothing_stays_behind(sandbox):
@@ -256,7 +293,11 @@ def test_several_threads_run_side_by_side(sandbox):
     began = time.monotonic()
     statuses = []
     threads = [
-        threading.Thread(target=lambda: statuses.append(sandbox.run("import time\ntime.sleep(1)", ["pass"]).status))
+        threading.Thread(
+            target=lambda: statuses.append(
+                sandbox.run("import time\ntime.sleep(1)", ["pass"]).status
+            )
+        )
         for _ in range(3)
     ]
     for thread in threads:
@@ -268,7 +309,8 @@ def test_several_threads_run_side_by_side(sandbox):
 
 
 def test_a_thousand_programs_a_minute_on_two_cores(sandbox):
-    """On an idle machine one thread makes about 8,000; the best of five rounds, for others hold it up."""
+    """On an idle machine one thread makes about 8,000; the best of five rounds, for others hold it
+    up."""
     code, rounds = "def add(a, b):\n    return a + b\n" + "# filler\n" * 50, []
     for _ in range(5):
         began = time.perf_counter()
@@ -297,7 +339,11 @@ def test_what_holds_is_said_once(caplog):
         runner.run("", [])
         runner.run("", [])
     runner.close()
-    lines = [record.getMessage() for record in caplog.records if "Sandbox for code" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if "Sandbox for code" in record.getMessage()
+    ]
     assert len(lines) == 1
     assert "seccomp. Holds: no network" in lines[0]
 

@@ -11,11 +11,17 @@ from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout import Completion, Request, SamplingParams, create_rollout_engine
 
-# Fierce models say an end-of-sequence token now and then, which is wanted; lengths straddle pages and windows.
-PROMPTS = [[7, 11, 13, 17, 19], [5 + (7 * i) % 90 for i in range(37)], [9 + (11 * i) % 80 for i in range(16)]]
+# Fierce models say an end-of-sequence token now and then, which is wanted; lengths straddle pages
+# and windows.
+PROMPTS = [
+    [7, 11, 13, 17, 19],
+    [5 + (7 * i) % 90 for i in range(37)],
+    [9 + (11 * i) % 80 for i in range(16)],
+]
 
 
-# Tied to fierce embeddings, the heads of these say the last token again for ever, and no test of tokens could fail.
+# Tied to fierce embeddings, the heads of these say the last token again for ever, and no test of
+# tokens could fail.
 _REPEATS_WHEN_TIED = ("gpt2", "gemma2", "gemma3", "cohere")
 
 
@@ -27,13 +33,17 @@ def talkative_model(family: str, **arguments: Any) -> PreTrainedModel:
 
 
 def make_engine(
-    model: PreTrainedModel, name: str = "embedded", device: str = "cpu", ranks: Axis = ALONE, **settings: Any
+    model: PreTrainedModel,
+    name: str = "embedded",
+    device: str = "cpu",
+    ranks: Axis = ALONE,
+    **settings: Any,
 ) -> Any:
     config = RolloutConfig(name=name, **{"prompt_length": 64, "response_length": 64, **settings})
     device_of_engine = torch.device(device)
     return create_rollout_engine(
         config, model=model, tokenizer=tiny_tokenizer(), device=device_of_engine, ranks=ranks
-    )  # fmt: skip
+    )
 
 
 def requests(prompts: Sequence[Sequence[int]], n: int = 1) -> list[Request]:
@@ -45,12 +55,20 @@ def requests(prompts: Sequence[Sequence[int]], n: int = 1) -> list[Request]:
 
 
 def run(
-    engine: Any, prompts: Sequence[Sequence[int]], n: int = 1, *, seed: int = 0, step: int = 0, **params: Any
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    n: int = 1,
+    *,
+    seed: int = 0,
+    step: int = 0,
+    **params: Any,
 ) -> list[Completion]:
     """All completions in the order of their sample ids, each checked to have come once."""
     settings = SamplingParams(**{"max_new_tokens": 24, **params})
     completions = list(engine.generate(requests(prompts, n), settings, seed=seed, step=step))
-    assert sorted(completion.sample_id for completion in completions) == list(range(len(prompts) * n))
+    assert sorted(completion.sample_id for completion in completions) == list(
+        range(len(prompts) * n)
+    )
     return sorted(completions, key=lambda completion: completion.sample_id)
 
 
@@ -58,11 +76,17 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def transformers_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+def transformers_greedy(
+    model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int
+) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
     generate: Any = model.generate
     output = generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
 
@@ -73,12 +97,16 @@ def forward_log_probs(
 ) -> torch.Tensor:
     """(R,) from one padded-free forward of the whole sequence through the trainer's own module."""
     ids = torch.tensor([[*prompt, *response]], device=model.device)
-    logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float() / temperature
+    logits = (
+        model(ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float()
+        / temperature
+    )
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
 
 
 def check_bits_of_a_thousand(model: PreTrainedModel, **settings: Any) -> None:
-    """With `deterministic` the same seeds give the same bits alone, among a thousand, and after pre-emption."""
+    """With `deterministic` the same seeds give the same bits alone, among a thousand, and after
+    pre-emption."""
     n = 334
     crowd = run(make_engine(model, deterministic=True, **settings), PROMPTS, n=n)
     tight = make_engine(model, deterministic=True, num_pages=400, **settings)
@@ -87,4 +115,6 @@ def check_bits_of_a_thousand(model: PreTrainedModel, **settings: Any) -> None:
     engine = make_engine(model, deterministic=True, **settings)
     for sample_id in (0, n, 2 * n, len(crowd) - 1):
         alone = Request(prompt_ids=tuple(PROMPTS[sample_id // n]), sample_ids=(sample_id,))
-        assert list(engine.generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)) == [crowd[sample_id]]
+        assert list(
+            engine.generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)
+        ) == [crowd[sample_id]]

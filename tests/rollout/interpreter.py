@@ -1,7 +1,9 @@
-"""Triton kernels on the CPU: tests whose bodies run in a process of their own, in which Triton interprets.
+"""Triton kernels on the CPU: tests whose bodies run in a process of their own, in which Triton
+interprets.
 
-Triton decides when it is imported whether kernels are interpreted. In the process of the tests the interpreter stays
-off, so that kernels can be compiled there. A module that imports this one is skipped where there is no Triton.
+Triton decides when it is imported whether kernels are interpreted. In the process of the tests the
+interpreter stays off, so that kernels can be compiled there. A module that imports this one is
+skipped where there is no Triton.
 """
 
 import functools
@@ -22,7 +24,8 @@ if importlib.util.find_spec("triton") is None:
 
 
 def interpreted(body: Callable[..., None]) -> Callable[..., None]:
-    """A test whose body runs in the interpreting process. Its arguments are parameters that can be pickled."""
+    """A test whose body runs in the interpreting process. Its arguments are parameters that can be
+    pickled."""
     if multiprocessing.parent_process() is not None:
         return body
 
@@ -52,7 +55,8 @@ def _start_interpreting() -> None:
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 takes int() of an array of one element for the bounds of a loop, which NumPy 2.4 refuses."""
+        """Triton 3.6 takes int() of an array of one element for the bounds of a loop, which NumPy
+        2.4 refuses."""
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 

@@ -10,7 +10,9 @@ from verl.utils.errors import RolloutError
 
 def completion(sample_id: int, *token_ids: int, log_probs: list[float] | None = None) -> Completion:
     own = [-0.5 * (i + 1) for i in range(len(token_ids))] if log_probs is None else log_probs
-    return Completion(sample_id=sample_id, token_ids=list(token_ids), log_probs=own, finish_reason="stop")
+    return Completion(
+        sample_id=sample_id, token_ids=list(token_ids), log_probs=own, finish_reason="stop"
+    )
 
 
 def columns(prompts, completions):
@@ -31,7 +33,9 @@ def test_prompts_are_padded_left_and_responses_right():
 def test_columns_are_those_of_the_table():
     batch = columns([[1]], [completion(0, 2)])
     sizes = {"B": 1, "P": 4, "R": 3, "T": 7}
-    expected = {c.name: c for c in COLUMNS.values() if c.written_by == "generate" and c.dtype != "object"}
+    expected = {
+        c.name: c for c in COLUMNS.values() if c.written_by == "generate" and c.dtype != "object"
+    }
     assert set(batch) == set(expected)
     for name, tensor in batch.items():
         assert tensor.dtype == getattr(torch, expected[name].dtype)
@@ -45,8 +49,14 @@ def test_columns_are_those_of_the_table():
         ([completion(0, 2), completion(1, 2), completion(0, 2)], "sample 0 twice"),
         ([completion(0, 2), completion(2, 2)], "sample 2, but 0..1"),
         ([completion(0, 2), completion(1)], "empty response for sample 1"),
-        ([completion(0, 2), completion(1, 2, 2, 2, 2)], "response of sample 1 has 4 tokens, its column 3"),
-        ([completion(0, 2), completion(1, 2, 3, log_probs=[-1.0])], "2 finite log-probs for sample 1, got 1"),
+        (
+            [completion(0, 2), completion(1, 2, 2, 2, 2)],
+            "response of sample 1 has 4 tokens, its column 3",
+        ),
+        (
+            [completion(0, 2), completion(1, 2, 3, log_probs=[-1.0])],
+            "2 finite log-probs for sample 1, got 1",
+        ),
         ([completion(0, 2), completion(1, 2, log_probs=[float("nan")])], "some of them not finite"),
     ],
 )

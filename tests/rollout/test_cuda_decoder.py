@@ -1,4 +1,5 @@
-"""Decode steps of the Triton decoder, interpreted on the CPU, beside transformers; tests/gpu has whole rollouts."""
+"""Decode steps of the Triton decoder, interpreted on the CPU, beside transformers; tests/gpu has
+whole rollouts."""
 
 import copy
 from types import SimpleNamespace
@@ -8,7 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.rollout.interpreter import interpreted
 from verl.models.attention import Layout
@@ -27,7 +34,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-TABLE = torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(0)).view(ROWS, WIDTH).int()
+TABLE = (
+    torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(0)).view(ROWS, WIDTH).int()
+)
 
 
 def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -44,7 +53,9 @@ def make_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
 class Twin(SimpleNamespace):
     def stacked(self, linears: list[Any]) -> tuple[Tensor, Tensor | None]:
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None
+        return torch.cat([linear.weight for linear in linears]), torch.cat(
+            biases
+        ) if biases else None
 
 
 def make_decoder(model: PreTrainedModel) -> TritonDecoder:
@@ -57,12 +68,16 @@ def make_decoder(model: PreTrainedModel) -> TritonDecoder:
         module.base_model(input_ids=zeros[None], position_ids=zeros[None], use_cache=False)
     for layer, shape in seen.items():
         size = (ROWS * WIDTH, shape.heads, PAGE_SIZE, shape.key_dim)
-        paging.layers[layer] = LayerPages(*(torch.full(size, float("nan"), dtype=module.dtype) for _ in range(2)))
+        paging.layers[layer] = LayerPages(
+            *(torch.full(size, float("nan"), dtype=module.dtype) for _ in range(2))
+        )
     twin = cast(Any, Twin(dtype=module.dtype))
     return TritonDecoder(twin, module, paging, dict(seen), max_positions=64)
 
 
-def make_step(positions: Tensor, table: Tensor, num_splits: int = 1, *, takes_fresh: bool = True) -> DeviceStep:
+def make_step(
+    positions: Tensor, table: Tensor, num_splits: int = 1, *, takes_fresh: bool = True
+) -> DeviceStep:
     """Row i is slot i."""
     rows = len(positions)
     state = Slots.allocate(rows, WIDTH, torch.device("cpu"))
@@ -71,7 +86,9 @@ def make_step(positions: Tensor, table: Tensor, num_splits: int = 1, *, takes_fr
     pages = table[torch.arange(rows), positions // PAGE_SIZE].long()
     workspace = split_workspace(rows, 4, 16, num_splits, "cpu") if num_splits > 1 else None
     slots = torch.arange(rows, dtype=torch.int32)
-    return DeviceStep(slots, state, pages, positions % PAGE_SIZE, num_splits, None, workspace, takes_fresh)
+    return DeviceStep(
+        slots, state, pages, positions % PAGE_SIZE, num_splits, None, workspace, takes_fresh
+    )
 
 
 def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -80,7 +97,8 @@ def product_of_halves(one: Tensor, other: Tensor, *, out_dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "tolerance"), [("qwen2", torch.float16, 1e-2), ("qwen3", torch.float32, 1e-5)]
+    ("family", "dtype", "tolerance"),
+    [("qwen2", torch.float16, 1e-2), ("qwen3", torch.float32, 1e-5)],
 )
 @interpreted
 def test_steps_are_transformers(family: str, dtype: torch.dtype, tolerance: float):
@@ -88,19 +106,26 @@ def test_steps_are_transformers(family: str, dtype: torch.dtype, tolerance: floa
     decoder = make_decoder(model)
     ids = torch.randint(50, (ROWS, LENGTH))
     truth = cast(Any, model).model(input_ids=ids).last_hidden_state.float()
-    with patch.object(cuda_decoder, "_SHORTEST", 16), patch.object(torch, "bmm", wraps=product_of_halves) as products:
+    with (
+        patch.object(cuda_decoder, "_SHORTEST", 16),
+        patch.object(torch, "bmm", wraps=product_of_halves) as products,
+    ):
         for position in range(LENGTH):
             step = make_step(torch.full((ROWS,), position), TABLE, num_splits=1 + position % 2)
             states = decoder(ids[:, position], torch.full((ROWS,), position), step)
             torch.testing.assert_close(states.float(), truth[:, position], rtol=0, atol=tolerance)
-        assert products.call_count == (0 if dtype == torch.float32 else LENGTH * 2 * 2), "products were to be split"
+        assert products.call_count == (0 if dtype == torch.float32 else LENGTH * 2 * 2), (
+            "products were to be split"
+        )
 
-        # Rows of one sequence see each other's keys, so that all must be stored before any is read; the latest is first
-        # here, as programs are interpreted in order.
+        # Rows of one sequence see each other's keys, so that all must be stored before any is read;
+        # the latest is first here, as programs are interpreted in order.
         start = 5
         for cache in (cache for layer in decoder.paging.layers.values() for cache in layer):
             cache[TABLE[0, 1:].long()] = float("nan")
             cache[int(TABLE[0, 0]), :, start:] = float("nan")
         rest = torch.arange(start, LENGTH).flip(0)
         step = make_step(rest, TABLE[:1].expand(len(rest), -1), takes_fresh=False)
-        torch.testing.assert_close(decoder(ids[0, rest], rest, step).float(), truth[0, rest], rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            decoder(ids[0, rest], rest, step).float(), truth[0, rest], rtol=0, atol=tolerance
+        )

@@ -26,7 +26,10 @@ from verl.utils.errors import ConfigError, EngineAsleepError, RolloutError
 def worst_log_prob_error(model, completions: list[Completion], n: int, temperature: float) -> float:
     return max(
         float(
-            (forward_log_probs(model, PROMPTS[c.sample_id // n], c.token_ids, temperature) - torch.tensor(c.log_probs))
+            (
+                forward_log_probs(model, PROMPTS[c.sample_id // n], c.token_ids, temperature)
+                - torch.tensor(c.log_probs)
+            )
             .abs()
             .max()
         )
@@ -53,7 +56,9 @@ def test_log_probs_equal_those_of_a_full_forward(family):
 
 def test_log_probs_ignore_top_k_top_p_and_min_p():
     model = talkative_model("qwen2")
-    sampled = run(make_engine(model), PROMPTS, n=3, temperature=1.5, top_k=10, top_p=0.8, min_p=0.05)
+    sampled = run(
+        make_engine(model), PROMPTS, n=3, temperature=1.5, top_k=10, top_p=0.8, min_p=0.05
+    )
     assert worst_log_prob_error(model, sampled, 3, 1.5) <= 1e-4
 
 
@@ -69,7 +74,9 @@ def test_log_probs_ignore_top_k_top_p_and_min_p():
 def test_the_parity_test_notices_a_dropped_feature(family, dropped, monkeypatch):
     """Mutation: the decode step forgets the window, the cap, the scaling or the sinks."""
     true_facts = paged.layer_facts
-    monkeypatch.setattr(paged, "layer_facts", lambda *a: Facts(**{**true_facts(*a)._asdict(), **dropped}))
+    monkeypatch.setattr(
+        paged, "layer_facts", lambda *a: Facts(**{**true_facts(*a)._asdict(), **dropped})
+    )
     model = talkative_model(family)
     sampled = run(make_engine(model), PROMPTS)
     assert worst_log_prob_error(model, sampled, 1, 1.0) > 1e-2
@@ -83,7 +90,9 @@ def test_tokens_do_not_depend_on_who_else_runs(family):
     small_prefills = tokens_of(run(make_engine(model, max_num_batched_tokens=1), PROMPTS, n=4))
     assert crowd == few == small_prefills
     alone = Request(prompt_ids=tuple(PROMPTS[1]), sample_ids=(6,))
-    [completion] = make_engine(model).generate([alone], SamplingParams(max_new_tokens=24), seed=0, step=0)
+    [completion] = make_engine(model).generate(
+        [alone], SamplingParams(max_new_tokens=24), seed=0, step=0
+    )
     assert completion.token_ids == crowd[6]
 
 
@@ -116,7 +125,8 @@ def test_samples_of_a_prompt_share_its_pages_and_its_prefill():
     run(engine, [prompt], n=6, max_new_tokens=3, ignore_eos=True)
     statistics = engine.statistics()
     assert statistics["prefill_tokens"] == 21
-    # Shared whole pages, and for each sample its own copy of the sixth, in which the two cached tokens fit.
+    # Shared whole pages, and for each sample its own copy of the sixth, in which the two cached
+    # tokens fit.
     assert statistics["peak_pages"] == 5 + 6
     assert statistics["copied_pages"] == 5  # the last one writes into the original
 
@@ -221,18 +231,27 @@ def test_limits_of_samples_and_requests_without_samples():
     engine = make_engine(talkative_model("qwen2"), max_num_seqs=2)
     limits = {0: (3, 9), 1: (), 2: (5,)}
     ids = {0: (0, 1), 1: (), 2: (2,)}
-    asked = [Request(prompt_ids=tuple(prompt), sample_ids=ids[i], limits=limits[i]) for i, prompt in enumerate(PROMPTS)]
+    asked = [
+        Request(prompt_ids=tuple(prompt), sample_ids=ids[i], limits=limits[i])
+        for i, prompt in enumerate(PROMPTS)
+    ]
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    lengths = {c.sample_id: len(c.token_ids) for c in engine.generate(asked, params, seed=0, step=0)}
+    lengths = {
+        c.sample_id: len(c.token_ids) for c in engine.generate(asked, params, seed=0, step=0)
+    }
     assert lengths == {0: 3, 1: 6, 2: 5}
     with pytest.raises(RolloutError, match="each sample needs one"):
-        engine.generate([Request(prompt_ids=(5,), sample_ids=(0, 1), limits=(3,))], params, seed=0, step=0)
+        engine.generate(
+            [Request(prompt_ids=(5,), sample_ids=(0, 1), limits=(3,))], params, seed=0, step=0
+        )
 
 
 def test_all_pages_come_back_and_the_books_are_right_all_along():
     engine = make_engine(talkative_model("qwen2"), num_pages=9, max_num_seqs=5)
     settings = SamplingParams(max_new_tokens=20)
-    requests = [Request(prompt_ids=tuple(p), sample_ids=(2 * i, 2 * i + 1)) for i, p in enumerate(PROMPTS)]
+    requests = [
+        Request(prompt_ids=tuple(p), sample_ids=(2 * i, 2 * i + 1)) for i, p in enumerate(PROMPTS)
+    ]
     completions = engine.generate(requests, settings, seed=0, step=0)
     for _ in completions:
         engine.check_integrity()
@@ -260,7 +279,9 @@ def test_what_cannot_be_generated_is_said_at_once():
     settings = SamplingParams(max_new_tokens=8)
 
     def ask(prompt, *sample_ids, params=settings):
-        engine.generate([Request(prompt_ids=tuple(prompt), sample_ids=sample_ids)], params, seed=0, step=0)
+        engine.generate(
+            [Request(prompt_ids=tuple(prompt), sample_ids=sample_ids)], params, seed=0, step=0
+        )
 
     with pytest.raises(RolloutError, match="may need 3 pages .* has room for 2"):
         ask([5] * 33, 0)
@@ -272,7 +293,9 @@ def test_what_cannot_be_generated_is_said_at_once():
         ask([5] * 48, 0)
     with pytest.raises(RolloutError, match="the model knows 0..127"):
         ask([5, 128], 0)
-    with pytest.raises(RolloutError, match="sample id 9223372036854775808; ids must fit in 64 bits"):
+    with pytest.raises(
+        RolloutError, match="sample id 9223372036854775808; ids must fit in 64 bits"
+    ):
         ask([5], 2**63)
     for told, setting in (
         ("top_p must be above 0", {"top_p": 0.0}),
@@ -304,7 +327,9 @@ def test_sleep_and_wake():
     before = tokens_of(run(engine, PROMPTS))
     whole = engine.runner.kept_bytes
     pages = engine.runner.num_pages * engine.runner.page_bytes
-    assert whole > pages + sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    assert whole > pages + sum(
+        layer.weight.nbytes for layer in model.modules() if isinstance(layer, torch.nn.Linear)
+    )
     assert engine.statistics()["memory_gib"] == whole / 2**30
     engine.sleep()
     assert engine.runner.kept_bytes == 0
@@ -366,7 +391,8 @@ def test_bfloat16_copies_the_weights_and_stays_close():
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_bfloat16_decodes_with_the_bits_of_the_modules_own_layers(family, monkeypatch):
-    """Each rounding of the trainer's layers that a step leaves out, or has of its own, is a mismatch."""
+    """Each rounding of the trainer's layers that a step leaves out, or has of its own, is a
+    mismatch."""
     model = talkative_model(family)
     fused = run(make_engine(model, dtype="bfloat16"), PROMPTS, n=2)
     monkeypatch.setattr("verl.rollout.embedded.runner.can_fuse", lambda module: False)

@@ -1,4 +1,5 @@
-"""What every engine must do: hf and embedded agree, stop where told, and take the trainer's weights."""
+"""What every engine must do: hf and embedded agree, stop where told, and take the trainer's
+weights."""
 
 import numpy as np
 import pytest
@@ -45,7 +46,10 @@ def test_hf_and_embedded_agree_under_filters_and_in_chunks():
     ("family", "arguments"),
     [
         ("gpt2", {}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}},
+        ),
     ],
 )
 def test_hf_feeds_no_row_beyond_the_longest_sequence(family, arguments):
@@ -78,8 +82,12 @@ def test_the_models_own_generation_settings_are_not_applied(name):
 
 def test_stop_tokens_that_no_text_has_are_refused():
     for token in (99_999, -4):
-        with pytest.raises(ConfigError, match="stop_token_ids must be ids of the tokenizer, from 0 to"):
-            StopRule(SamplingParams(max_new_tokens=4, stop_token_ids=(token,)), (), tiny_tokenizer())
+        with pytest.raises(
+            ConfigError, match="stop_token_ids must be ids of the tokenizer, from 0 to"
+        ):
+            StopRule(
+                SamplingParams(max_new_tokens=4, stop_token_ids=(token,)), (), tiny_tokenizer()
+            )
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -117,7 +125,9 @@ def test_stop_strings_end_with_the_token_that_completes_them(name):
     stop = str(tokenizer.decode(free[1].token_ids[10:13]))
     stopped = run(engine, PROMPTS, n=2, ignore_eos=True, stop=(stop,))
     for whole, cut in zip(free, stopped):
-        end = next((i for i in range(1, 25) if stop in str(tokenizer.decode(whole.token_ids[:i]))), None)
+        end = next(
+            (i for i in range(1, 25) if stop in str(tokenizer.decode(whole.token_ids[:i]))), None
+        )
         assert cut.token_ids == whole.token_ids[:end]
         assert cut.finish_reason == ("length" if end is None else "stop")
     assert stopped[1].finish_reason == "stop"
@@ -125,7 +135,11 @@ def test_stop_strings_end_with_the_token_that_completes_them(name):
 
 def test_a_stop_string_may_have_tokens_without_text_in_it():
     tokenizer = tiny_tokenizer()
-    begin, end, nothing = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), len(tokenizer)
+    begin, end, nothing = (
+        tokenizer.convert_tokens_to_ids("a"),
+        tokenizer.convert_tokens_to_ids("b"),
+        len(tokenizer),
+    )
     rule = StopRule(SamplingParams(max_new_tokens=64, stop=("ab",)), (), tokenizer)
     response = np.array([begin, *[nothing] * 40, end])
     assert tokenizer.decode(response.tolist()) == "ab"
@@ -137,7 +151,10 @@ def test_a_stop_string_may_have_tokens_without_text_in_it():
 def test_stop_strings_need_a_tokenizer():
     model = talkative_model("qwen2")
     engine = create_rollout_engine(
-        RolloutConfig(prompt_length=64, response_length=64), model=model, tokenizer=None, device=torch.device("cpu")
+        RolloutConfig(prompt_length=64, response_length=64),
+        model=model,
+        tokenizer=None,
+        device=torch.device("cpu"),
     )
     with pytest.raises(ConfigError, match="need a tokenizer"):
         run(engine, PROMPTS, stop=("a",))
@@ -186,8 +203,12 @@ def test_update_weights_takes_foreign_tensors_without_touching_the_trainers(dtyp
     engine = make_engine(model, dtype=dtype)
     saved = {name: parameter.clone() for name, parameter in model.named_parameters()}
     before = tokens_of(run(engine, PROMPTS))
-    engine.update_weights((name, parameter.detach()) for name, parameter in other.named_parameters())
-    assert tokens_of(run(engine, PROMPTS)) == tokens_of(run(make_engine(other, dtype=dtype), PROMPTS))
+    engine.update_weights(
+        (name, parameter.detach()) for name, parameter in other.named_parameters()
+    )
+    assert tokens_of(run(engine, PROMPTS)) == tokens_of(
+        run(make_engine(other, dtype=dtype), PROMPTS)
+    )
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
     engine.update_weights(model.named_parameters())
     assert tokens_of(run(engine, PROMPTS)) == before
@@ -209,10 +230,15 @@ def test_update_weights_wants_all_names_and_shapes():
     weights = dict(model.named_parameters())
     first = next(iter(weights))
     with pytest.raises(RolloutError, match="1 are missing: model.norm.weight"):
-        engine.update_weights((name, tensor) for name, tensor in weights.items() if name != "model.norm.weight")
+        engine.update_weights(
+            (name, tensor) for name, tensor in weights.items() if name != "model.norm.weight"
+        )
     with pytest.raises(RolloutError, match="weights are incomplete"):
         run(engine, PROMPTS)
-    with pytest.raises(RolloutError, match="'model.norm.wieght', which the model does not have. .*model.norm.weight"):
+    with pytest.raises(
+        RolloutError,
+        match="'model.norm.wieght', which the model does not have. .*model.norm.weight",
+    ):
         engine.update_weights({**weights, "model.norm.wieght": weights[first]}.items())
     with pytest.raises(RolloutError, match="of shape"):
         engine.update_weights({**weights, first: weights[first][:3]}.items())
@@ -234,7 +260,9 @@ def test_tied_weights_stay_tied_and_either_name_is_known():
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_engines_of_other_projects_have_no_adapter_yet(name):
-    with pytest.raises(ConfigError, match=f"no adapter for '{name}', but the engines embedded, hf.*name=embedded"):
+    with pytest.raises(
+        ConfigError, match=f"no adapter for '{name}', but the engines embedded, hf.*name=embedded"
+    ):
         make_engine(talkative_model("qwen2"), name)
 
 

@@ -1,4 +1,5 @@
-"""Decode steps in lanes, on numba's kernels, against those of torch and against the trainer's model."""
+"""Decode steps in lanes, on numba's kernels, against those of torch and against the trainer's
+model."""
 
 import functools
 import logging
@@ -30,9 +31,14 @@ def lanes(request, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
-    monkeypatch.setattr(host_lanes, "count_lanes", lambda rows, threads, weight_bytes: min(rows, threads))
+    monkeypatch.setattr(
+        host_lanes, "count_lanes", lambda rows, threads, weight_bytes: min(rows, threads)
+    )
     yield request.param
-    for number in (torch.get_num_threads(), ThreadPoolExecutor(1).submit(torch.get_num_threads).result()):
+    for number in (
+        torch.get_num_threads(),
+        ThreadPoolExecutor(1).submit(torch.get_num_threads).result(),
+    ):
         assert number == request.param, "lanes change no other thread, nor those to come"
     torch.set_num_threads(threads)
 
@@ -88,8 +94,12 @@ def test_tokens_behind_the_end_of_a_response_are_nobodys(steps, lanes, monkeypat
     engine = make_engine(model, max_num_seqs=5)
     completions = run(engine, PROMPTS, n=6)
     statistics = engine.statistics()
-    assert len({len(completion.token_ids) for completion in completions}) > 3, "they end at different steps"
-    assert statistics["generated_tokens"] == sum(len(completion.token_ids) for completion in completions)
+    assert len({len(completion.token_ids) for completion in completions}) > 3, (
+        "they end at different steps"
+    )
+    assert statistics["generated_tokens"] == sum(
+        len(completion.token_ids) for completion in completions
+    )
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 1 << 40)
     plain = make_engine(model, max_num_seqs=5)
     assert tokens_of(run(plain, PROMPTS, n=6)) == tokens_of(completions)
@@ -107,29 +117,57 @@ def test_lanes_draw_what_torch_draws(asked, lanes, monkeypatch):
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 1 << 40)
     plain = run(make_engine(model), PROMPTS, n=4, **asked)
     assert tokens_of(drawn) == tokens_of(plain)
-    assert all(one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(drawn, plain))
+    assert all(
+        one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+        for one, other in zip(drawn, plain)
+    )
 
 
 def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
     counts = []
-    monkeypatch.setattr(host_lanes, "count_lanes", lambda rows, *_: counts.append(rows % 3) or rows % 3)
+    monkeypatch.setattr(
+        host_lanes, "count_lanes", lambda rows, *_: counts.append(rows % 3) or rows % 3
+    )
     model = talkative_model("qwen2")
     asked = [
-        Request(prompt_ids=tuple(prompt), sample_ids=ids, limits=tuple(1 + 7 * number % 23 for number in ids))
-        for prompt, ids in zip(PROMPTS, (tuple(range(0, 6)), tuple(range(6, 12)), tuple(range(12, 18))))
+        Request(
+            prompt_ids=tuple(prompt),
+            sample_ids=ids,
+            limits=tuple(1 + 7 * number % 23 for number in ids),
+        )
+        for prompt, ids in zip(
+            PROMPTS, (tuple(range(0, 6)), tuple(range(6, 12)), tuple(range(12, 18)))
+        )
     ]
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     completions = list(make_engine(model).generate(asked, params, seed=0, step=0))
     assert set(counts) == {0, 1, 2}
-    assert worst_log_prob_error(model, sorted(completions, key=lambda c: c.sample_id), 6, 1.0) <= 1e-4
+    assert (
+        worst_log_prob_error(model, sorted(completions, key=lambda c: c.sample_id), 6, 1.0) <= 1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("megabytes", "rows", "threads", "lanes"),
     [
-        *[(3, 1, 1, 1), (3, 500, 1, 1), (3, 31, 2, 1), (3, 32, 2, 2), (3, 900, 2, 2), (3, 128, 16, 8), (3, 512, 9, 9)],
-        *[(60, 63, 2, 1), (60, 64, 2, 2), (60, 32, 16, 1), (60, 33, 16, 0), (60, 511, 16, 0), (60, 512, 16, 16)],
+        *[
+            (3, 1, 1, 1),
+            (3, 500, 1, 1),
+            (3, 31, 2, 1),
+            (3, 32, 2, 2),
+            (3, 900, 2, 2),
+            (3, 128, 16, 8),
+            (3, 512, 9, 9),
+        ],
+        *[
+            (60, 63, 2, 1),
+            (60, 64, 2, 2),
+            (60, 32, 16, 1),
+            (60, 33, 16, 0),
+            (60, 511, 16, 0),
+            (60, 512, 16, 16),
+        ],
     ],
 )
 def test_lanes_are_as_many_as_are_faster(megabytes, rows, threads, lanes):
@@ -138,7 +176,9 @@ def test_lanes_are_as_many_as_are_faster(megabytes, rows, threads, lanes):
 
 def test_logits_of_a_few_rows_at_a_time_draw_the_same(lanes, monkeypatch):
     model = talkative_model("llama")
-    expected = {top_k: tokens_of(run(make_engine(model), PROMPTS, n=4, top_k=top_k)) for top_k in (-1, 5)}
+    expected = {
+        top_k: tokens_of(run(make_engine(model), PROMPTS, n=4, top_k=top_k)) for top_k in (-1, 5)
+    }
     monkeypatch.setattr(host_lanes, "LANE_LOGITS", 3 * model.config.vocab_size)
     for top_k, tokens in expected.items():
         assert tokens_of(run(make_engine(model), PROMPTS, n=4, top_k=top_k)) == tokens
@@ -155,7 +195,9 @@ def test_products_are_those_of_torch(transposed, with_bias):
 
 
 def test_small_calls_load_no_numba(monkeypatch):
-    monkeypatch.setattr(host_lanes, "load_kernels", lambda: pytest.fail("0.6 s that such a call does not gain"))
+    monkeypatch.setattr(
+        host_lanes, "load_kernels", lambda: pytest.fail("0.6 s that such a call does not gain")
+    )
     run(make_engine(talkative_model("qwen2")), PROMPTS, n=4)
 
 
@@ -189,7 +231,9 @@ def test_weights_that_are_no_numbers_are_named(lanes):
 
 def test_without_numba_the_log_says_what_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(host_lanes, "TOKENS_THAT_PAY", 0)
-    monkeypatch.setattr(host_lanes, "load_kernels", functools.cache(host_lanes.load_kernels.__wrapped__))
+    monkeypatch.setattr(
+        host_lanes, "load_kernels", functools.cache(host_lanes.load_kernels.__wrapped__)
+    )
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     model = talkative_model("qwen2")
 
@@ -220,7 +264,9 @@ def test_the_wait_for_the_compiler_is_told(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             fresh(np.ones(8, np.float32))
-    assert [record.message[:40] for record in caplog.records] == ["rollout: numba compiles kernels for this"]
+    assert [record.message[:40] for record in caplog.records] == [
+        "rollout: numba compiles kernels for this"
+    ]
 
 
 def draw(logits, temperature, keys):
@@ -228,9 +274,14 @@ def draw(logits, temperature, keys):
     tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     columns = sampling.column_hashes(vocabulary, logits.device)[0].numpy().view(np.uint32)
     host.draw(
-        logits.numpy(), np.float32(temperature), keys.numpy().view(np.uint32), columns,
-        np.empty(vocabulary, np.float32), tokens.numpy(), log_probs.numpy(),
-    )  # fmt: skip
+        logits.numpy(),
+        np.float32(temperature),
+        keys.numpy().view(np.uint32),
+        columns,
+        np.empty(vocabulary, np.float32),
+        tokens.numpy(),
+        log_probs.numpy(),
+    )
     return tokens, log_probs
 
 
@@ -245,8 +296,14 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
         tokens, log_probs = draw(logits, temperature or 1.0, keys[:0] if temperature == 0 else keys)
         expected, _ = sampling.sample(logits, params, None if temperature == 0 else keys)
         same = tokens == expected
-        assert same.float().mean() >= 0.998, "logarithms may differ in the last place, and so a draw in thousands"
-        exact = (logits.double() / (temperature or 1.0)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        assert same.float().mean() >= 0.998, (
+            "logarithms may differ in the last place, and so a draw in thousands"
+        )
+        exact = (
+            (logits.double() / (temperature or 1.0))
+            .log_softmax(-1)
+            .gather(1, tokens[:, None])[:, 0]
+        )
         torch.testing.assert_close(log_probs.double(), exact, atol=1e-5, rtol=1e-5)
 
 
@@ -265,7 +322,9 @@ def test_functions_are_as_exact_as_they_say():
 
     x = np.linspace(-87, 88, 100_001).astype(np.float32)
     assert np.abs(each(host.exp, x) / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
-    assert each(host.exp, np.array([-1e30, 1e30], np.float32)) == pytest.approx([0, 1.65e38], rel=1e-2)
+    assert each(host.exp, np.array([-1e30, 1e30], np.float32)) == pytest.approx(
+        [0, 1.65e38], rel=1e-2
+    )
     uniforms = -((np.arange(0, 1 << 31, 9973) + 0.5) / (1 << 31))
     x = np.concatenate([uniforms, -np.logspace(-9.6, 0, 5000)]).astype(np.float32)
     with np.errstate(divide="ignore"):
@@ -273,6 +332,8 @@ def test_functions_are_as_exact_as_they_say():
     assert np.abs(each(host.log1p, x) / exact - 1).max() < 3e-7
 
 
-@pytest.mark.parametrize("numbers", [[-0.0, -3.0], [1.5, 7.25, -9.0], [-5.0, -2.0, -2.5], [float("-inf"), -(2.0**100)]])
+@pytest.mark.parametrize(
+    "numbers", [[-0.0, -3.0], [1.5, 7.25, -9.0], [-5.0, -2.0, -2.5], [float("-inf"), -(2.0**100)]]
+)
 def test_the_largest_number_is_found_among_integers(numbers):
     assert host.largest_of(np.array(numbers, np.float32)) == max(numbers)

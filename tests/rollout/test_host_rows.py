@@ -1,4 +1,5 @@
-"""The rows and stacked weights that a CPU decodes with, against the pages and the trainer's model."""
+"""The rows and stacked weights that a CPU decodes with, against the pages and the trainer's
+model."""
 
 import pytest
 import torch
@@ -12,17 +13,22 @@ from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_rows_hold_what_the_pages_hold(family, monkeypatch):
-    """Samples of many lengths come and go, with few slots, few pages and little memory; then second turns."""
+    """Samples of many lengths come and go, with few slots, few pages and little memory; then second
+    turns."""
     model = talkative_model(family)
     limits = [(24, 3, 17, 9, 1), (13, 24, 2, 20, 6), (5, 11, 24, 8, 24)]
     asked = [
-        Request(prompt_ids=tuple(prompt), sample_ids=tuple(range(5 * i, 5 * i + 5)), limits=limits[i])
+        Request(
+            prompt_ids=tuple(prompt), sample_ids=tuple(range(5 * i, 5 * i + 5)), limits=limits[i]
+        )
         for i, prompt in enumerate(PROMPTS)
     ]
 
     def answers() -> list[Completion]:
         engine = make_engine(model, max_num_seqs=4, page_size=4, num_pages=20)
-        first = engine.generate(asked, SamplingParams(max_new_tokens=24, ignore_eos=True), seed=0, step=0)
+        first = engine.generate(
+            asked, SamplingParams(max_new_tokens=24, ignore_eos=True), seed=0, step=0
+        )
         first = sorted(first, key=lambda completion: completion.sample_id)
         assert engine.statistics()["preemptions"] > 0
         assert worst_log_prob_error(model, first, 5, 1.0) <= 1e-4
@@ -34,7 +40,9 @@ def test_rows_hold_what_the_pages_hold(family, monkeypatch):
     monkeypatch.setattr(host_runner, "ROWS_BYTES", 0)
     pages = answers()
     assert tokens_of(rows) == tokens_of(pages)
-    assert all(one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(rows, pages))
+    assert all(
+        one.log_probs == pytest.approx(other.log_probs, abs=1e-4) for one, other in zip(rows, pages)
+    )
 
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)

@@ -1,4 +1,5 @@
-"""A call of the engine that something ends half-way leaves nothing behind that the next one could stumble over."""
+"""A call of the engine that something ends half-way leaves nothing behind that the next one could
+stumble over."""
 
 import sys
 from collections.abc import Callable
@@ -15,8 +16,8 @@ BOOKKEEPING = (pages.__file__, scheduler.__file__)
 
 
 def interrupted(number: int, call: Callable[[], Any]) -> bool:
-    """Make a call and raise KeyboardInterrupt in it before the `number`th line of the bookkeeping; False if it has
-    fewer."""
+    """Make a call and raise KeyboardInterrupt in it before the `number`th line of the bookkeeping;
+    False if it has fewer."""
     left = number
 
     def trace(frame: Any, event: str, argument: Any) -> Any:

@@ -22,7 +22,9 @@ SLICES = [(0, 1), (5, 6), (149, 150), (0, 2), (7, 22), (3, 4), (60, 93), (1, 65)
 FACTS = {
     "plain": Facts(scale=0.3, window=None, cap=None, sinks=None),
     "window": Facts(scale=0.3, window=70, cap=None, sinks=None),
-    "cap and sinks": Facts(scale=0.3, window=9, cap=1.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, 1.0])),
+    "cap and sinks": Facts(
+        scale=0.3, window=9, cap=1.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, 1.0])
+    ),
 }
 
 
@@ -58,19 +60,27 @@ def test_a_row_of_a_product_depends_on_nothing_but_the_row(threads, dtype, colum
     )
     for bias_or_none in (None, bias):
         whole = invariant.linear(x, weight, bias_or_none)
-        expected = F.linear(x.double(), weight.double(), None if bias_or_none is None else bias.double())
+        expected = F.linear(
+            x.double(), weight.double(), None if bias_or_none is None else bias.double()
+        )
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
         assert (whole.double() - expected).norm() <= tolerance * expected.norm()
         for start, stop in SLICES:
-            assert torch.equal(invariant.linear(x[start:stop], weight, bias_or_none), whole[start:stop])
+            assert torch.equal(
+                invariant.linear(x[start:stop], weight, bias_or_none), whole[start:stop]
+            )
         # At another place of its block, beside other rows, from memory that is not aligned.
-        assert torch.equal(invariant.linear(x.roll(11, 0), weight, bias_or_none).roll(-11, 0), whole)
+        assert torch.equal(
+            invariant.linear(x.roll(11, 0), weight, bias_or_none).roll(-11, 0), whole
+        )
         unaligned = torch.empty(150 * inner + 1, dtype=dtype)[1:].view(150, inner).copy_(x)
         assert torch.equal(invariant.linear(unaligned, weight, bias_or_none), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("function", [F.silu, F.gelu, torch.sigmoid, F.softplus, torch.exp, torch.tanh])
+@pytest.mark.parametrize(
+    "function", [F.silu, F.gelu, torch.sigmoid, F.softplus, torch.exp, torch.tanh]
+)
 def test_an_element_does_not_depend_on_its_place(threads, dtype, function):
     x = 4 * random(100_003, dtype=dtype)
     whole = invariant.elementwise(function, x)
@@ -78,10 +88,14 @@ def test_an_element_does_not_depend_on_its_place(threads, dtype, function):
     for start, stop in [(0, 1), (5, 22), (100, 165), (3, 40_004), (7, 100_003)]:
         assert torch.equal(invariant.elementwise(function, x[start:stop]), whole[start:stop])
     matrix = x[:99_000].view(300, 330)[:, :165]
-    assert torch.equal(invariant.elementwise(function, matrix), whole[:99_000].view(300, 330)[:, :165])
+    assert torch.equal(
+        invariant.elementwise(function, matrix), whole[:99_000].view(300, 330)[:, :165]
+    )
 
 
-def attention_written_out(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: Facts) -> Tensor:
+def attention_written_out(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: Facts
+) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = (tensor.double().repeat_interleave(groups, 1) for tensor in (k, v))
     scores = torch.einsum("bhd,bhld->bhl", q.double(), k) * facts.scale
@@ -97,45 +111,61 @@ def attention_written_out(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, fa
 
 
 @pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS.keys())
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 6)])
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 6)]
+)
 def test_a_decoded_row_attends_over_its_own_keys_alone(threads, facts, dtype, heads):
     lengths = [1, 200, 64, 65, 63, 128, 7, 130, 19, 90, 111]
     q = random(11, 6, 12, dtype=dtype)
     k, v = (random(11, heads, 200, dim, dtype=dtype, seed=dim) for dim in (12, 16))
     positions = torch.tensor(lengths) - 1
     together = invariant.decode_attention(q, k, v, positions, facts)
-    tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    tolerance = (
+        {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    )
     torch.testing.assert_close(
         together.double(), attention_written_out(q, k, v, positions, facts), **tolerance
-    )  # fmt: skip
+    )
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
-        alone = invariant.decode_attention(q[one], k[one, :, :length], v[one, :, :length], positions[one], facts)
+        alone = invariant.decode_attention(
+            q[one], k[one, :, :length], v[one, :, :length], positions[one], facts
+        )
         assert torch.equal(alone[0], together[row])
     beyond = k.clone()
     beyond[torch.arange(200) > positions[:, None, None].expand(11, heads, 1)] = 7.0
-    again = invariant.decode_attention(q.flip(0), beyond.flip(0), v.flip(0), positions.flip(0), facts)
+    again = invariant.decode_attention(
+        q.flip(0), beyond.flip(0), v.flip(0), positions.flip(0), facts
+    )
     assert torch.equal(again.flip(0), together)
 
 
 @pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS.keys())
 def test_a_prefilled_sequence_attends_over_itself_alone(threads, facts):
     lengths = (3, 1, 40, 2, 90, 40, 17)
-    q, k, v = (random(sum(lengths), heads, dim, seed=heads) for heads, dim in ((6, 12), (2, 12), (2, 16)))
+    q, k, v = (
+        random(sum(lengths), heads, dim, seed=heads) for heads, dim in ((6, 12), (2, 12), (2, 16))
+    )
     together = invariant.prefill_attention(q, k, v, Layout(lengths, offsets(lengths)), facts)
     torch.testing.assert_close(
-        together, block_attention(q, k, v, Layout(lengths, offsets(lengths)), facts), rtol=1e-5, atol=1e-5
-    )  # fmt: skip
+        together,
+        block_attention(q, k, v, Layout(lengths, offsets(lengths)), facts),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     for start, length in zip(offsets(lengths).tolist(), lengths):
         mine = slice(start, start + length)
-        alone = invariant.prefill_attention(q[mine], k[mine], v[mine], Layout((length,), offsets([length])), facts)
+        alone = invariant.prefill_attention(
+            q[mine], k[mine], v[mine], Layout((length,), offsets([length])), facts
+        )
         assert torch.equal(alone, together[mine])
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}, {}])
 def test_a_lone_row_draws_as_in_company(threads, params, monkeypatch):
     monkeypatch.setattr("verl.rollout.sampling.CHUNK_LOGITS", 40_001 * 4)
-    monkeypatch.setattr(invariant, "CHUNK_LOGITS", 40_001 * 4)  # chunks of four rows: the ninth is alone in its own
+    # chunks of four rows: the ninth is alone in its own
+    monkeypatch.setattr(invariant, "CHUNK_LOGITS", 40_001 * 4)
     settings = SamplingParams(**{"max_new_tokens": 1, "temperature": 1.0, **params})
     logits, keys = 3 * random(9, 40_001), torch.arange(18, dtype=torch.int32).view(9, 2)
     tokens, log_probs = invariant.draw(logits, settings, keys)
@@ -157,9 +187,13 @@ def test_logits_are_those_of_the_trainer(head, dtype):
     logits = invariant.head_logits(hidden, weight, bias, head)
     expected = logprobs.head_logits(hidden, weight, bias, head)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
     for start, stop in SLICES:
-        assert torch.equal(invariant.head_logits(hidden[start:stop], weight, bias, head), logits[start:stop])
+        assert torch.equal(
+            invariant.head_logits(hidden[start:stop], weight, bias, head), logits[start:stop]
+        )
 
 
 def invariant_attention(
@@ -195,7 +229,9 @@ def hidden_states(model: Any, sequences: Sequence[Tensor]) -> tuple[Tensor, ...]
     ids = torch.cat(list(sequences))[None].to(model.device)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
     with model.verl_packing.holding(Layout(lengths, offsets(lengths).to(model.device))):
-        states = model.base_model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
+        states = model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False
+        )
     return states.last_hidden_state[0].split(lengths)
 
 
@@ -205,7 +241,8 @@ def sequences(*lengths: int) -> list[Tensor]:
 
 
 def check_family(model: Any) -> None:
-    """A sequence has the same hidden states alone, with another and among seventeen, by known operations alone."""
+    """A sequence has the same hidden states alone, with another and among seventeen, by known
+    operations alone."""
     mine, *others = sequences(33, 5, *range(2, 65, 4))
     with invariant.refuse_variant_operations("test"):
         alone = hidden_states(model, [mine])[0]
@@ -220,7 +257,10 @@ def check_family(model: Any) -> None:
 def test_the_hidden_states_of_a_sequence_do_not_depend_on_its_batch(family):
     model = invariant_model(family)
     check_family(model)
-    [ours], [plain] = hidden_states(model, sequences(40)), hidden_states(packed_model(family), sequences(40))
+    [ours], [plain] = (
+        hidden_states(model, sequences(40)),
+        hidden_states(packed_model(family), sequences(40)),
+    )
     torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
 
 
@@ -244,7 +284,8 @@ def packed_model(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_the_same_holds_on_two_threads(threads, family, dtype):
-    check_family(invariant_model(family, dtype=dtype, intermediate_size=1096))  # wide enough to be divided
+    # wide enough to be divided
+    check_family(invariant_model(family, dtype=dtype, intermediate_size=1096))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +298,10 @@ def test_the_same_holds_on_two_threads(threads, family, dtype):
     ],
 )
 def test_what_depends_on_the_batch_is_refused_by_name(family, found):
-    model, match = packed_model(family), f"deterministic=true is not possible for .*'{family}': .*{found}"
+    model, match = (
+        packed_model(family),
+        f"deterministic=true is not possible for .*'{family}': .*{found}",
+    )
     with pytest.raises(ConfigError, match=match), invariant.refuse_variant_operations(family):
         hidden_states(model, sequences(3))
 
@@ -284,7 +328,11 @@ def test_operations_that_are_not_known_to_be_invariant_are_refused(operation):
 def test_operations_of_one_row_are_let_through():
     x = random(4, 8)
     with invariant.refuse_variant_operations("test"):
-        F.rms_norm(x, (8,), x[0], 1e-6) + F.layer_norm(x, (8,)) + x.pow(2).mean(-1, keepdim=True).sqrt() * x.softmax(-1)
+        (
+            F.rms_norm(x, (8,), x[0], 1e-6)
+            + F.layer_norm(x, (8,))
+            + x.pow(2).mean(-1, keepdim=True).sqrt() * x.softmax(-1)
+        )
 
 
 def test_replaced_parameters_are_the_ones_that_compute():

@@ -1,4 +1,5 @@
-"""The kernels of a decoder layer and of slots, interpreted on the CPU, beside transformers and plain indexing."""
+"""The kernels of a decoder layer and of slots, interpreted on the CPU, beside transformers and
+plain indexing."""
 
 import pytest
 import torch
@@ -67,7 +68,9 @@ def test_add_rms_norm_rounds_where_it_is_told(count: int, round_sum: bool, round
         normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
         return ((normed.half().float() if round_normed else normed) * weight.float()).half()
 
-    out = add_rms_norm(parts.clone().unbind(), weight, EPS, writes_sum=round_sum, round_normed=round_normed)
+    out = add_rms_norm(
+        parts.clone().unbind(), weight, EPS, writes_sum=round_sum, round_normed=round_normed
+    )
     for other_sum in (False, True):
         for other_normed in (False, True):
             same = (out == expected(other_sum, other_normed)).float().mean().item()
@@ -90,7 +93,9 @@ def interleaved_cache(dim: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("dim", "dtype"), [(16, torch.float32), (12, torch.float32), (20, torch.float16)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(16, torch.float32), (12, torch.float32), (20, torch.float16)]
+)
 @interpreted
 def test_rope_store(dim: int, dtype: torch.dtype, normed: bool):
     cos, sin = (table.repeat(1, 2).to(dtype) for table in torch.randn(2, 10, dim // 2))
@@ -108,9 +113,17 @@ def test_rope_store(dim: int, dtype: torch.dtype, normed: bool):
     cache = interleaved_cache(dim, dtype)
     query_norm, key_norm = (norm.weight if normed else None for norm in norms)
     rope_store(
-        qkv, cos, sin, positions, PAGES, OFFSETS, *cache[:, 1].unbind(1),
-        query_norm=query_norm, key_norm=key_norm, eps=EPS,
-    )  # fmt: skip
+        qkv,
+        cos,
+        sin,
+        positions,
+        PAGES,
+        OFFSETS,
+        *cache[:, 1].unbind(1),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        eps=EPS,
+    )
     in_place = qkv.unflatten(1, (-1, dim))
     assert_near(in_place[:, :-KV_HEADS], torch.cat([turned_q, turned_k], dim=1))
     assert torch.equal(in_place[:, -KV_HEADS:], v)
@@ -140,7 +153,9 @@ def test_feed_reads_what_stands_at_each_slot():
     fed = tuple(torch.full((140,), -1) for _ in range(4))
     feed(slots, tokens, positions, table, PAGE_SIZE, fed)
     index, place = slots.long(), positions[slots.long()].long()
-    for one, other in zip(fed, (tokens[index], place, table[index, place // PAGE_SIZE].long(), place % PAGE_SIZE)):
+    for one, other in zip(
+        fed, (tokens[index], place, table[index, place // PAGE_SIZE].long(), place % PAGE_SIZE)
+    ):
         assert torch.equal(one, other)
 
 
@@ -149,7 +164,11 @@ def test_feed_reads_what_stands_at_each_slot():
 def test_advance_leaves_the_idle_slot_and_those_not_named(by: int):
     slots = torch.cat([torch.randperm(149)[:135], torch.full((5,), 149)]).int()
     drawn_tokens = torch.randint(2**40, (140,))
-    tokens, positions, drawn = torch.randint(2**40, (150,)), torch.arange(150).int(), torch.arange(300, 450).int()
+    tokens, positions, drawn = (
+        torch.randint(2**40, (150,)),
+        torch.arange(150).int(),
+        torch.arange(300, 450).int(),
+    )
     expected = [state.clone() for state in (tokens, positions, drawn)]
     live = slots[:135].long()
     expected[0][live] = drawn_tokens[:135]

@@ -14,19 +14,26 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def sums_by_place() -> bool:
-    """Whether numpy, which computes the interpreter's products, sums a row by its place on this CPU (AVX2 alone)."""
+    """Whether numpy, which computes the interpreter's products, sums a row by its place on this CPU
+    (AVX2 alone)."""
     row, other = random(1, 64).numpy(), random(64, 64, seed=1).numpy()
     product = np.matmul(np.repeat(row, 64, axis=0), other)
     return bool((product != product[:1]).any())
 
 
 @interpreted
-@pytest.mark.skipif(sums_by_place(), reason="numpy's products depend on the place of a row on this CPU")
+@pytest.mark.skipif(
+    sums_by_place(), reason="numpy's products depend on the place of a row on this CPU"
+)
 def test_a_row_of_a_product_has_the_same_bits_in_every_batch() -> None:
     from verl.rollout.embedded.kernels import linear as kernels
 
     for dtype, inner in ((torch.float16, 1100), (torch.float32, 40)):
-        x, weight, bias = random(70, inner, dtype=dtype), random(72, inner, seed=1).to(dtype), random(72).to(dtype)
+        x, weight, bias = (
+            random(70, inner, dtype=dtype),
+            random(72, inner, seed=1).to(dtype),
+            random(72).to(dtype),
+        )
         expected = F.linear(x.double(), weight.double(), bias.double())
         whole = kernels.linear(x, weight, bias)
         assert (whole.double() - expected).norm() <= 1e-3 * expected.norm()
@@ -45,7 +52,8 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch() -> None:
 
 @interpreted
 def test_where_parts_of_a_product_are_computed_changes_no_bit() -> None:
-    """Where the splits of K are computed changes no bit, and how K is split depends on the weight alone."""
+    """Where the splits of K are computed changes no bit, and how K is split depends on the weight
+    alone."""
     from verl.rollout.embedded.kernels import linear as kernels
 
     x, weight, bias = random(70, 1700), random(72, 1700, seed=1), random(72)
@@ -56,11 +64,23 @@ def test_where_parts_of_a_product_are_computed_changes_no_bit() -> None:
         results.append(torch.empty(70, 72))
         kernels._launch(x, weight, bias, results[-1], plan._replace(in_grid=in_grid))
     assert torch.equal(*results)
-    for columns, inner in ((1536, 1536), (2048, 1536), (1536, 8960), (17920, 1536), (151936, 896), (40, 24)):
+    for columns, inner in (
+        (1536, 1536),
+        (2048, 1536),
+        (1536, 8960),
+        (17920, 1536),
+        (151936, 896),
+        (40, 24),
+    ):
         for dtype in kernels.DTYPES:
-            plans = [kernels.plan(rows, columns, inner, dtype) for rows in (1, 64, 65, 256, 1024, 8192)]
+            plans = [
+                kernels.plan(rows, columns, inner, dtype) for rows in (1, 64, 65, 256, 1024, 8192)
+            ]
             assert len({(plan.splits, plan.split_k) for plan in plans}) == 1
-            assert all((plan.splits - 1) * plan.split_k < inner <= plan.splits * plan.split_k for plan in plans)
+            assert all(
+                (plan.splits - 1) * plan.split_k < inner <= plan.splits * plan.split_k
+                for plan in plans
+            )
             assert all(plan.split_k % plan.tile.k == 0 for plan in plans)
 
 

@@ -1,4 +1,5 @@
-"""The attention kernels, interpreted on the CPU, beside attention written out; tests/gpu has real sizes."""
+"""The attention kernels, interpreted on the CPU, beside attention written out; tests/gpu has real
+sizes."""
 
 import subprocess
 import sys
@@ -35,13 +36,16 @@ def make_batch(
     page_size: int = 8,
     positions: tuple[int, ...] = POSITIONS,
 ) -> Batch:
-    """Rows of `SLOTS`, of which one stands twice. Memory that holds no token is NaN; no tensor is contiguous."""
+    """Rows of `SLOTS`, of which one stands twice. Memory that holds no token is NaN; no tensor is
+    contiguous."""
     generator = torch.Generator().manual_seed(0)
     width = max(positions) // page_size + 1
     table = torch.randperm(len(positions) * width, generator=generator).view(-1, width).int()
     caches = []
     for dim in (DIM, value_dim):
-        cache = torch.full((table.numel() + 3, 2, KV_HEADS, page_size, dim), float("nan"), dtype=dtype)[:, 1]
+        cache = torch.full(
+            (table.numel() + 3, 2, KV_HEADS, page_size, dim), float("nan"), dtype=dtype
+        )[:, 1]
         for pages, position in zip(table, positions):
             for token in range(position + 1):
                 new = torch.randn(KV_HEADS, dim, generator=generator)
@@ -60,7 +64,8 @@ def rows_of(batch: Batch, rows: list[int]) -> Batch:
 def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
     value_dim = batch.values.shape[-1]
     out = torch.full((*batch.q.shape[:2], value_dim), float("nan"), dtype=batch.q.dtype)
-    workspace = kernels.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")  # as for a wider layer
+    # as for a wider layer
+    workspace = kernels.split_workspace(len(out), HEADS, value_dim + 8, 32, "cpu")
     for memory in (workspace.out, workspace.lse):
         memory.fill_(float("nan"))
     kernels.decode_attention(
@@ -76,11 +81,16 @@ def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
     return out
 
 
-def expected(batch: Batch, window: int | None = None, cap: float | None = None, sinks: bool = False) -> Tensor:
+def expected(
+    batch: Batch, window: int | None = None, cap: float | None = None, sinks: bool = False
+) -> Tensor:
     outputs = []
     for q, slot in zip(batch.q.float(), batch.slots.tolist()):
         pages, length = batch.table[slot].long(), int(batch.positions[slot]) + 1
-        k, v = (c[pages].transpose(1, 2).flatten(0, 1)[:length].float() for c in (batch.keys, batch.values))
+        k, v = (
+            c[pages].transpose(1, 2).flatten(0, 1)[:length].float()
+            for c in (batch.keys, batch.values)
+        )
         k, v = (c[-window:] if window else c for c in (k, v))
         k, v = (c.repeat_interleave(GROUP, dim=1) for c in (k, v))
         scores = torch.einsum("hd,lhd->hl", q, k) * SCALE
@@ -96,7 +106,13 @@ def assert_near(one: Tensor, other: Tensor, tolerance: float = 5e-6) -> None:
     torch.testing.assert_close(one.float(), other, rtol=0, atol=tolerance)
 
 
-FEATURES = [{}, {"window": 11}, {"cap": 2.0}, {"sinks": True}, {"window": 5, "cap": 1.0, "sinks": True}]
+FEATURES = [
+    {},
+    {"window": 11},
+    {"cap": 2.0},
+    {"sinks": True},
+    {"window": 5, "cap": 1.0, "sinks": True},
+]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +135,8 @@ def test_a_row_attends_to_its_pages(features: dict[str, Any], splits: dict[str, 
 @interpreted
 def test_more_splits_than_are_merged_at_a_time(splits: dict[str, Any]):
     batch = rows_of(make_batch(positions=(0, 7, 8, 299)), [0, 3])
-    batch.keys[batch.table[3, -2:].long()] *= 3  # what weighs most comes last, when much has been summed
+    # what weighs most comes last, when much has been summed
+    batch.keys[batch.table[3, -2:].long()] *= 3
     assert_near(attend(batch, **splits), expected(batch))
 
 
@@ -145,27 +162,37 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_company(window: int | No
     assert torch.equal(attend(rows_of(batch, [3, 0]), **fixed), crowd[[3, 0]])
     wider = batch._replace(table=torch.cat([batch.table, batch.table], dim=1))
     assert torch.equal(attend(rows_of(wider, [0]), **fixed)[0], crowd[0])
-    assert not torch.equal(attend(rows_of(batch, [0]), window=window)[0], crowd[0]), "any splits would do"
+    assert not torch.equal(attend(rows_of(batch, [0]), window=window)[0], crowd[0]), (
+        "any splits would do"
+    )
 
 
 def take_out_newest(batch: Batch, normed: bool) -> tuple[Batch, kernels.Fresh]:
-    """The batch as it is before its rows' newest keys are rotated and stored, and what has to be done."""
+    """The batch as it is before its rows' newest keys are rotated and stored, and what has to be
+    done."""
     generator = torch.Generator().manual_seed(1)
     rows, slots = len(batch.slots), batch.slots.long()
     angles = torch.randn(int(batch.positions.max()) + 1, DIM // 2, generator=generator)
     cos, sin = (torch.cat([table, table], dim=1) for table in (angles.cos(), angles.sin()))
     qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, DIM, generator=generator)
-    norms = tuple(torch.rand(DIM, generator=generator) + 0.5 for _ in range(2)) if normed else (None, None)
+    norms = (
+        tuple(torch.rand(DIM, generator=generator) + 0.5 for _ in range(2))
+        if normed
+        else (None, None)
+    )
     for slot in slots.tolist():
         position, page_size = int(batch.positions[slot]), batch.keys.shape[2]
         for cache in (batch.keys, batch.values):
-            cache[int(batch.table[slot, position // page_size]), :, position % page_size] = float("nan")
+            cache[int(batch.table[slot, position // page_size]), :, position % page_size] = float(
+                "nan"
+            )
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     return batch._replace(q=q), kernels.Fresh(k, v, cos, sin, *norms, 1e-6)
 
 
 def store_newest(batch: Batch, fresh: kernels.Fresh) -> Batch:
-    """What `decode_attention` does with `fresh`, written out; gives the batch with rotated queries."""
+    """What `decode_attention` does with `fresh`, written out; gives the batch with rotated
+    queries."""
     positions = batch.positions[batch.slots.long()].long()
     cos, sin = fresh.cos[positions][:, None], fresh.sin[positions][:, None]
 
@@ -186,9 +213,13 @@ def store_newest(batch: Batch, fresh: kernels.Fresh) -> Batch:
 @pytest.mark.parametrize("features", [{}, {"window": 1}, {"window": 5, "cap": 1.0, "sinks": True}])
 @pytest.mark.parametrize("splits", [{}, {"num_splits": 3}, {"split_tokens": 16}])
 @interpreted
-def test_a_fresh_token_is_rotated_stored_and_seen(features: dict[str, Any], splits: dict[str, Any], normed: bool):
+def test_a_fresh_token_is_rotated_stored_and_seen(
+    features: dict[str, Any], splits: dict[str, Any], normed: bool
+):
     batch, fresh = take_out_newest(rows_of(make_batch(), [0, 1, 2, 3]), normed)
-    truth = store_newest(batch._replace(keys=batch.keys.clone(), values=batch.values.clone()), fresh)
+    truth = store_newest(
+        batch._replace(keys=batch.keys.clone(), values=batch.values.clone()), fresh
+    )
     assert_near(attend(batch, **features, **splits, fresh=fresh), expected(truth, **features))
     for cache, wanted in ((batch.keys, truth.keys), (batch.values, truth.values)):
         torch.testing.assert_close(cache, wanted, rtol=0, atol=1e-6, equal_nan=True)
@@ -199,7 +230,12 @@ def test_a_row_without_keys_gives_zero():
     batch = make_batch()
     batch.positions[3] = -1
     batch = rows_of(batch, [0, 1, 4])
-    cases: list[dict[str, Any]] = [{}, {"num_splits": 3}, {"split_tokens": 16}, {"num_splits": 3, "sinks": True}]
+    cases: list[dict[str, Any]] = [
+        {},
+        {"num_splits": 3},
+        {"split_tokens": 16},
+        {"num_splits": 3, "sinks": True},
+    ]
     for splits in cases:
         out = attend(batch, **splits)
         assert (out[[0, 2]] == 0).all(), splits
@@ -216,7 +252,9 @@ def test_splits_fill_the_device():
 
 def test_fixed_splits_cover_every_window():
     for window in range(1, 70):
-        most = max(position // 16 - max(0, position - window + 1) // 16 + 1 for position in range(64))
+        most = max(
+            position // 16 - max(0, position - window + 1) // 16 + 1 for position in range(64)
+        )
         assert kernels.fixed_num_splits(8, 8, 16, window) == most
     assert kernels.fixed_num_splits(8, 8, 16) == 4
 

@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from verl.rollout.embedded.pages import PageAllocator
 
 
-@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 9))))
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 9))),
+)
 def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
     pages = PageAllocator(num_pages)
     holders: list[list[int]] = []
@@ -32,7 +35,9 @@ def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
 
 @given(
     st.integers(2, 8),
-    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=20),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=20
+    ),
 )
 def test_pages_are_found_by_what_they_hold(num_pages, sequences):
     """Sequences come, reuse what they find, write the rest, register, and stay or go."""

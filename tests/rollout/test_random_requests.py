@@ -1,4 +1,5 @@
-"""Ten thousand random requests to engines with too few pages: each is answered once, and no page is lost."""
+"""Ten thousand random requests to engines with too few pages: each is answered once, and no page is
+lost."""
 
 from itertools import islice
 from typing import Any
@@ -10,11 +11,17 @@ from tests.rollout.engines import make_engine, talkative_model
 from verl.rollout import Completion, Request, SamplingParams
 
 REQUESTS, SEEDS = 10_000, 8
-STOPS: list[dict[str, Any]] = [{}, {"ignore_eos": True}, {"stop_token_ids": (11, 17, 40)}, {"stop": ("a", "12")}]
+STOPS: list[dict[str, Any]] = [
+    {},
+    {"ignore_eos": True},
+    {"stop_token_ids": (11, 17, 40)},
+    {"stop": ("a", "12")},
+]
 
 
 def random_requests(random: np.random.Generator, count: int) -> list[Request]:
-    """Prompts of 1 to 40 tokens, some of which begin alike, with up to three samples of up to 20 tokens."""
+    """Prompts of 1 to 40 tokens, some of which begin alike, with up to three samples of up to 20
+    tokens."""
     stems = [tuple(random.integers(5, 128, 24).tolist()) for _ in range(3)]
     requests, first = [], 0
     for _ in range(count):
@@ -23,16 +30,25 @@ def random_requests(random: np.random.Generator, count: int) -> list[Request]:
         samples = int(random.choice([0, 1, 1, 1, 2, 3]))
         ids = tuple(range(first, first + samples))
         limits = tuple(random.geometric(0.3, samples).clip(max=20).tolist())
-        requests.append(Request(prompt_ids=prompt, sample_ids=ids, limits=limits if random.random() < 0.95 else None))
+        requests.append(
+            Request(
+                prompt_ids=prompt, sample_ids=ids, limits=limits if random.random() < 0.95 else None
+            )
+        )
         first += samples
     return requests
 
 
-def check_answers(requests: list[Request], completions: list[Completion], most: int, *, aborted: bool) -> None:
+def check_answers(
+    requests: list[Request], completions: list[Completion], most: int, *, aborted: bool
+) -> None:
     limits = {
-        sample: limit for request in requests
-        for sample, limit in zip(request.sample_ids, request.limits or [most] * len(request.sample_ids), strict=True)
-    }  # fmt: skip
+        sample: limit
+        for request in requests
+        for sample, limit in zip(
+            request.sample_ids, request.limits or [most] * len(request.sample_ids), strict=True
+        )
+    }
     answered = [completion.sample_id for completion in completions]
     assert len(answered) == len(set(answered))
     assert set(answered) <= set(limits) if aborted else set(answered) == set(limits)

@@ -1,4 +1,5 @@
-"""The noise is random where it must be and fixed where it must be; filters against slow references."""
+"""The noise is random where it must be and fixed where it must be; filters against slow
+references."""
 
 import math
 import time
@@ -27,7 +28,8 @@ def keys_of(count: int, *, seed: int = 0, step: int = 0, position: int = 0) -> t
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Pearson's statistic in standard deviations above its mean (its mean is the degrees of freedom k, variance 2k)."""
+    """Pearson's statistic in standard deviations above its mean (its mean is the degrees of freedom
+    k, variance 2k)."""
     expected = probabilities * counts.sum()
     freedom = int((expected > 0).sum()) - 1
     assert counts[expected == 0].sum() == 0
@@ -42,7 +44,9 @@ def test_frequencies_are_the_softmax(by):
     if by == "sample":
         keys = keys_of(draws)
     elif by == "position":
-        keys = torch.from_numpy(row_keys(np.repeat(sample_keys(0, 0, np.array([7])), draws), np.arange(draws)))
+        keys = torch.from_numpy(
+            row_keys(np.repeat(sample_keys(0, 0, np.array([7])), draws), np.arange(draws))
+        )
     else:
         each = [keys_of(1, **{by: number}) for number in range(draws // 8)]
         keys = torch.cat(each)
@@ -51,14 +55,23 @@ def test_frequencies_are_the_softmax(by):
     assert chi_square(torch.bincount(tokens, minlength=50), (logits / 0.7).softmax(0)) < 4
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}]
+)
 def test_frequencies_under_filters(filters):
     torch.manual_seed(1)
     logits, draws = torch.randn(40) * 1.5, 30_000
     params = SamplingParams(max_new_tokens=1, **filters)
     tokens, _ = sample(logits.expand(draws, -1), params, keys_of(draws))
-    kept = torch.tensor([token in slow_filter(logits.softmax(0).tolist(), params) for token in range(40)])
-    assert chi_square(torch.bincount(tokens, minlength=40), torch.where(kept, logits, -torch.inf).softmax(0)) < 4
+    kept = torch.tensor(
+        [token in slow_filter(logits.softmax(0).tolist(), params) for token in range(40)]
+    )
+    assert (
+        chi_square(
+            torch.bincount(tokens, minlength=40), torch.where(kept, logits, -torch.inf).softmax(0)
+        )
+        < 4
+    )
 
 
 def test_draws_of_different_samples_and_positions_are_independent():
@@ -68,8 +81,14 @@ def test_draws_of_different_samples_and_positions_are_independent():
     bins = (noise_integers(keys_of(draws + 1), 2) >> 28).long()  # 3 bits of each integer
     later = (noise_integers(keys_of(draws + 1, position=1), 2) >> 28).long()
     low = (noise_integers(keys_of(draws + 1), 2) & 7).long()
-    for one, other in ((bins[:-1, 0], bins[1:, 0]), (bins[:, 0], later[:, 0]), (bins[:, 0], bins[:, 1]),
-                       (low[:, 0], low[:, 1]), (low[:-1, 0], low[1:, 0]), (bins[:, 0], low[:, 0])):  # fmt: skip
+    for one, other in (
+        (bins[:-1, 0], bins[1:, 0]),
+        (bins[:, 0], later[:, 0]),
+        (bins[:, 0], bins[:, 1]),
+        (low[:, 0], low[:, 1]),
+        (low[:-1, 0], low[1:, 0]),
+        (bins[:, 0], low[:, 0]),
+    ):
         assert chi_square(torch.bincount(one * sides + other, minlength=sides**2), uniform) < 4
 
 
@@ -96,7 +115,12 @@ def test_an_impossible_token_is_never_drawn():
 
 
 @settings(max_examples=50, deadline=None)
-@given(rows=st.integers(1, 9), chunk=st.integers(1, 9), row=st.integers(0, 8), temperature=st.sampled_from([0, 0.6, 1]))
+@given(
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 9),
+    row=st.integers(0, 8),
+    temperature=st.sampled_from([0, 0.6, 1]),
+)
 def test_a_draw_depends_on_its_own_row_alone(rows, chunk, row, temperature):
     generator = torch.Generator().manual_seed(rows)
     logits, keys = torch.randn(rows, 33, generator=generator), keys_of(rows)
@@ -112,7 +136,9 @@ def test_a_draw_depends_on_its_own_row_alone(rows, chunk, row, temperature):
 
 
 @given(
-    st.lists(st.integers(-40, 40), min_size=2, max_size=30).map(lambda logits: [x / 8 for x in logits]),
+    st.lists(st.integers(-40, 40), min_size=2, max_size=30).map(
+        lambda logits: [x / 8 for x in logits]
+    ),
     st.integers(-1, 31),
     st.floats(0.01, 1.0),
     st.floats(0.0, 1.0),
@@ -129,10 +155,15 @@ def test_filters_keep_what_a_slow_reference_keeps(logits, top_k, top_p, min_p, c
 
 
 def slow_filter(probabilities: list[float], params: SamplingParams) -> set[int]:
-    """Token by token: top-k, then top-p of what is left, then min-p; ties with the last one kept stay."""
+    """Token by token: top-k, then top-p of what is left, then min-p; ties with the last one kept
+    stay."""
     order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     if params.top_k > 0:
-        order = [t for t in order if probabilities[t] >= probabilities[order[min(params.top_k, len(order)) - 1]]]
+        order = [
+            t
+            for t in order
+            if probabilities[t] >= probabilities[order[min(params.top_k, len(order)) - 1]]
+        ]
         counted = order[: params.top_k]
     else:
         counted = order
@@ -156,7 +187,8 @@ def test_greedy_takes_the_largest_logit_and_gives_its_log_prob_at_temperature_1(
 
 
 def test_a_draw_of_128_rows_is_fast():
-    """A tenth of a decode step of the tiny benchmark model. The bound is loose: other processes share the machine."""
+    """A tenth of a decode step of the tiny benchmark model. The bound is loose: other processes
+    share the machine."""
     logits, keys = torch.randn(128, 1000), keys_of(128)
     params = SamplingParams(max_new_tokens=1)
     seconds = []

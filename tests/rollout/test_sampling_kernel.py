@@ -1,4 +1,5 @@
-"""The fused draw, interpreted on the CPU, beside `verl.rollout.sampling.sample`; tests/gpu has real sizes."""
+"""The fused draw, interpreted on the CPU, beside `verl.rollout.sampling.sample`; tests/gpu has real
+sizes."""
 
 import math
 from typing import Any
@@ -10,14 +11,27 @@ import torch
 from tests.rollout.interpreter import interpreted
 from verl.rollout.embedded.kernels import sampling_kernels
 from verl.rollout.embedded.kernels.sampling import DrawState, Tuning, Workspace, draw
-from verl.rollout.embedded.kernels.sampling_kernels import _draw_key, _gumbel, _noise_integers, _search
-from verl.rollout.sampling import column_hashes, noise_integers, row_keys, sample, sample_keys, smallest_kept_weight
+from verl.rollout.embedded.kernels.sampling_kernels import (
+    _draw_key,
+    _gumbel,
+    _noise_integers,
+    _search,
+)
+from verl.rollout.sampling import (
+    column_hashes,
+    noise_integers,
+    row_keys,
+    sample,
+    sample_keys,
+    smallest_kept_weight,
+)
 from verl.rollout.types import SamplingParams
 
 # Not imports: at the top they would fail before the module is skipped, where there is no Triton.
 triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
 
-SMALL = Tuning(chunk=256, block=128, search_block=512)  # several chunks of several blocks in a small vocabulary
+# several chunks of several blocks in a small vocabulary
+SMALL = Tuning(chunk=256, block=128, search_block=512)
 VOCABULARY = 500
 SETTINGS = [
     {},
@@ -33,7 +47,8 @@ SETTINGS = [
 def run(
     logits: torch.Tensor, sample_ids: Any = None, *, tuning: Tuning = SMALL, **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Workspace]:
-    """Tokens and log-probs of the kernel, tokens and log-probs of `sample`, and the workspace after the draw."""
+    """Tokens and log-probs of the kernel, tokens and log-probs of `sample`, and the workspace after
+    the draw."""
     rows, vocabulary = logits.shape
     params = SamplingParams(max_new_tokens=1, **settings)
     keys = sample_keys(1, 2, np.arange(rows) if sample_ids is None else np.asarray(sample_ids))
@@ -43,7 +58,9 @@ def run(
         slots=torch.arange(rows, 0, -1, dtype=torch.int32),
         keys=torch.from_numpy(np.append(keys, np.uint64(0))[::-1].view(np.int64).copy()),
         drawn=torch.from_numpy(np.append(positions, 0)[::-1].astype(np.int32)),
-        settings=torch.tensor([params.temperature, params.top_p, params.min_p, float(params.top_k)]),
+        settings=torch.tensor(
+            [params.temperature, params.top_p, params.min_p, float(params.top_k)]
+        ),
         tokens=torch.full((rows,), -1),
         log_probs=torch.full((rows,), 7.0),
     )
@@ -56,14 +73,20 @@ def run(
 
 @pytest.mark.parametrize(
     ("settings", "dtype"),
-    [*((settings, torch.bfloat16) for settings in SETTINGS), ({}, torch.float32), (SETTINGS[-1], torch.float32),
-     (SETTINGS[-1], torch.float16)],
-)  # fmt: skip
+    [
+        *((settings, torch.bfloat16) for settings in SETTINGS),
+        ({}, torch.float32),
+        (SETTINGS[-1], torch.float32),
+        (SETTINGS[-1], torch.float16),
+    ],
+)
 @interpreted
 def test_tokens_and_log_probs_are_those_of_sample(settings, dtype):
     torch.manual_seed(0)
     wide = (torch.randn(4, VOCABULARY + 8) * torch.tensor([[0.1], [1.0], [3.0], [8.0]])).to(dtype)
-    tokens, log_probs, expected_tokens, expected_log_probs, _ = run(wide[:, :VOCABULARY], **settings)
+    tokens, log_probs, expected_tokens, expected_log_probs, _ = run(
+        wide[:, :VOCABULARY], **settings
+    )
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-6, atol=2e-6)
 
@@ -83,11 +106,17 @@ def launch(kernel: Any, programs: int, *arguments: Any, **sizes: int) -> None:
 
 
 @triton.jit
-def noise_kernel(slots, keys, drawn, hashes, integers, gumbel, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+def noise_kernel(
+    slots, keys, drawn, hashes, integers, gumbel, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
+):
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     key_low, key_high = _draw_key(slots, keys, drawn, row)
     noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
-    tl.store(integers + row * VOCABULARY + columns, noise.to(tl.int32, bitcast=True), mask=columns < VOCABULARY)
+    tl.store(
+        integers + row * VOCABULARY + columns,
+        noise.to(tl.int32, bitcast=True),
+        mask=columns < VOCABULARY,
+    )
     tl.store(gumbel + row * VOCABULARY + columns, _gumbel(noise), mask=columns < VOCABULARY)
 
 
@@ -98,12 +127,20 @@ def test_noise_integers_are_the_same_bits():
     count, vocabulary = len(keys), 100
     integers = torch.empty(count, vocabulary, dtype=torch.int32)
     launch(
-        noise_kernel, count,
-        torch.arange(count, dtype=torch.int32), torch.from_numpy(keys.view(np.int64)),
-        torch.from_numpy(positions.astype(np.int32)), column_hashes(vocabulary, torch.device("cpu"))[0],
-        integers, torch.empty(count, vocabulary), VOCABULARY=vocabulary, BLOCK=128,
-    )  # fmt: skip
-    assert torch.equal(integers, noise_integers(torch.from_numpy(row_keys(keys, positions)), vocabulary))
+        noise_kernel,
+        count,
+        torch.arange(count, dtype=torch.int32),
+        torch.from_numpy(keys.view(np.int64)),
+        torch.from_numpy(positions.astype(np.int32)),
+        column_hashes(vocabulary, torch.device("cpu"))[0],
+        integers,
+        torch.empty(count, vocabulary),
+        VOCABULARY=vocabulary,
+        BLOCK=128,
+    )
+    assert torch.equal(
+        integers, noise_integers(torch.from_numpy(row_keys(keys, positions)), vocabulary)
+    )
 
 
 @triton.jit
@@ -114,8 +151,12 @@ def gumbel_kernel(integers, gumbel, BLOCK: tl.constexpr):
 
 @interpreted
 def test_gumbel_noise_is_exact_at_both_ends():
-    edges = np.array([0, 1, 2, 100, 2**20, 2**28 - 1, 2**28, 2**28 + 2**5, 2**30, 2**31 - 2**20, 2**31 - 2**10])
-    integers = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**31 - 128, 256 - len(edges))])
+    edges = np.array(
+        [0, 1, 2, 100, 2**20, 2**28 - 1, 2**28, 2**28 + 2**5, 2**30, 2**31 - 2**20, 2**31 - 2**10]
+    )
+    integers = np.concatenate(
+        [edges, np.random.default_rng(0).integers(0, 2**31 - 128, 256 - len(edges))]
+    )
     gumbel = torch.empty(256)
     launch(gumbel_kernel, 1, torch.from_numpy(integers.astype(np.int32)), gumbel, BLOCK=256)
     # The uniform is fp32 in the definition; its logarithms are what is compared.
@@ -131,28 +172,46 @@ def reference_kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "settings",
-    [{"top_k": 1}, {"top_k": 5}, {"top_k": 30}, {"top_k": 99}, {"top_p": 0.0}, {"top_p": 0.3}, {"top_p": 0.97},
-     {"top_k": 7, "top_p": 0.6}, {"top_k": 50, "top_p": 0.9, "temperature": 2.0}],
-)  # fmt: skip
+    [
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_k": 30},
+        {"top_k": 99},
+        {"top_p": 0.0},
+        {"top_p": 0.3},
+        {"top_p": 0.97},
+        {"top_k": 7, "top_p": 0.6},
+        {"top_k": 50, "top_p": 0.9, "temperature": 2.0},
+    ],
+)
 @interpreted
 def test_the_threshold_keeps_what_sample_keeps_with_ties(settings, dtype):
-    """Logits are multiples of 1/8 around zero: many ties, both signs, zeros; the second row has three values only."""
+    """Logits are multiples of 1/8 around zero: many ties, both signs, zeros; the second row has
+    three values only."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randint(-40, 41, (2, 99), generator=generator)
     logits[1] = logits[1].sign()
     logits = (logits / 8).to(dtype)
     *_, workspace = run(logits, tuning=Tuning(chunk=128, block=128, search_block=128), **settings)
     kept = logits.float() >= workspace.rows[:2, 2:]
-    assert torch.equal(kept, reference_kept(logits.float(), SamplingParams(max_new_tokens=1, **settings)))
+    assert torch.equal(
+        kept, reference_kept(logits.float(), SamplingParams(max_new_tokens=1, **settings))
+    )
 
 
 @triton.jit
 def search_kernel(
-    logits, first, found,
-    VOCABULARY: tl.constexpr, DROPPED_BITS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+    logits,
+    first,
+    found,
+    VOCABULARY: tl.constexpr,
+    DROPPED_BITS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
     low, high, wanted = tl.load(first), tl.load(first + 1), tl.program_id(0) + 1.0
-    key = _search(logits, low, high, wanted, 0.0, 1.0, VOCABULARY, VOCABULARY, DROPPED_BITS, WEIGHTED)
+    key = _search(
+        logits, low, high, wanted, 0.0, 1.0, VOCABULARY, VOCABULARY, DROPPED_BITS, WEIGHTED
+    )
     tl.store(found + tl.program_id(0), key)
 
 
@@ -170,12 +229,17 @@ def test_the_search_finds_every_rank_among_neighbouring_bf16_numbers(lowest):
 
 @interpreted
 def test_the_search_takes_few_passes():
-    """Around zero lie half of all numbers of a floating-point type; halving keys alone would take 8 passes a row."""
+    """Around zero lie half of all numbers of a floating-point type; halving keys alone would take 8
+    passes a row."""
     passes = []
     plain = sampling_kernels._sums_above
     torch.manual_seed(6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_kernels, "_sums_above", lambda *arguments: passes.append(1) or plain(*arguments))
+        patch.setattr(
+            sampling_kernels,
+            "_sums_above",
+            lambda *arguments: passes.append(1) or plain(*arguments),
+        )
         run((torch.randn(4, VOCABULARY) * 3).bfloat16(), top_k=20)
     assert 4 <= len(passes) <= 4 * 6
 
@@ -184,7 +248,8 @@ def test_the_search_takes_few_passes():
 def test_the_search_ends_where_the_threshold_is_zero_or_far_below():
     logits = torch.zeros(2, 300, dtype=torch.bfloat16)
     logits[0, :4] = torch.tensor([5.0, 4.0, 3.0, -2.0])
-    logits[1, 10:] = -200.0  # ten tokens are within reach; the rest of the twenty can never be drawn
+    # ten tokens are within reach; the rest of the twenty can never be drawn
+    logits[1, 10:] = -200.0
     *_, workspace = run(logits, top_k=20)
     assert (logits.float() >= workspace.rows[:2, 2:]).sum(-1).tolist() == [299, 10]
 
@@ -198,7 +263,9 @@ def test_min_p_keeps_what_sample_keeps():
     assert set(tokens.tolist()) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
+)
 @interpreted
 def test_bad_logits_give_a_log_prob_that_is_not_finite(settings):
     torch.manual_seed(3)
@@ -235,7 +302,9 @@ def test_a_token_left_alone_wins_with_the_worst_noise(settings):
         slots=torch.zeros(1, dtype=torch.int32),
         keys=torch.from_numpy(keys.view(np.int64)),
         drawn=torch.zeros(1, dtype=torch.int32),
-        settings=torch.tensor([1.0, settings.get("top_p", 1.0), settings.get("min_p", 0.0), settings.get("top_k", 0)]),
+        settings=torch.tensor(
+            [1.0, settings.get("top_p", 1.0), settings.get("min_p", 0.0), settings.get("top_k", 0)]
+        ),
         tokens=torch.full((1,), -1),
         log_probs=torch.empty(1),
     )

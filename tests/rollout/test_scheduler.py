@@ -1,4 +1,5 @@
-"""The scheduler without a model: whatever the sizes, every sample ends once, with its own tokens, on its own pages."""
+"""The scheduler without a model: whatever the sizes, every sample ends once, with its own tokens,
+on its own pages."""
 
 from collections import deque
 
@@ -15,10 +16,11 @@ PAGE = 4
 
 
 class FakeDevice:
-    """A device that keeps tokens and tables of its own, and a cache of the tokens written to each page slot.
+    """A device that keeps tokens and tables of its own, and a cache of the tokens written to each
+    page slot.
 
-    Sample i draws token 100 * i + position. Before each draw the row must find its prompt and its own tokens in its
-    pages, and no page that it writes to may be another's.
+    Sample i draws token 100 * i + position. Before each draw the row must find its prompt and its
+    own tokens in its pages, and no page that it writes to may be another's.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -71,23 +73,44 @@ class FakeDevice:
 
 
 def drive(
-    prompts: list[int], n: int, limits: list[int], spare: int, max_num_seqs: int, budget: int,
-    stop: int = 99, lag: int = 0, refill: int = 1, redraw: bool = False, prefix_caching: bool = False, most: int = 1,
-) -> Scheduler:  # fmt: skip
-    """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag` draws late, and with
-    up to `most` steps at once when all of them are taken."""
+    prompts: list[int],
+    n: int,
+    limits: list[int],
+    spare: int,
+    max_num_seqs: int,
+    budget: int,
+    stop: int = 99,
+    lag: int = 0,
+    refill: int = 1,
+    redraw: bool = False,
+    prefix_caching: bool = False,
+    most: int = 1,
+) -> Scheduler:
+    """Run samples to their limit, or until they draw their `stop`-th token, which is seen `lag`
+    draws late, and with up to `most` steps at once when all of them are taken."""
     groups = [Group(prompt=tuple(range(length)), unstarted=n) for length in prompts]
     samples = [
-        Sample(sample_id=i * n + j, group=group, limit=limits[(i * n + j) % len(limits)], key=np.uint64(0))
+        Sample(
+            sample_id=i * n + j,
+            group=group,
+            limit=limits[(i * n + j) % len(limits)],
+            key=np.uint64(0),
+        )
         for i, group in enumerate(groups)
         for j in range(n)
     ]
     need = max(-(-(len(s.group.prompt) + s.limit - 1) // PAGE) for s in samples)
     pages = PageAllocator(need + spare)
     scheduler = Scheduler(
-        samples, pages, page_size=PAGE, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, refill=refill,
-        redraw=redraw, prefix_caching=prefix_caching,
-    )  # fmt: skip
+        samples,
+        pages,
+        page_size=PAGE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        refill=refill,
+        redraw=redraw,
+        prefix_caching=prefix_caching,
+    )
     device = FakeDevice(scheduler)
     expected = {sample.sample_id: sample for sample in samples}
     done: list[Completion] = []
@@ -105,12 +128,17 @@ def drive(
         else:
             steps, preempted = scheduler.steps_ahead(most), scheduler.preemptions
             copies, complete = scheduler.prepare_decode(steps, may_preempt=not flight)
-            assert steps == 1 or (complete and scheduler.preemptions == preempted), "samples go for one step alone"
+            assert steps == 1 or (complete and scheduler.preemptions == preempted), (
+                "samples go for one step alone"
+            )
             for source, target in copies:
                 device.cache[target] = device.cache[source]
             slots = scheduler.unfinished if complete else slots
             if slots.size:
-                flight += [(slots, scheduler.epoch[slots], device.decode(slots, ahead)) for ahead in range(steps)]
+                flight += [
+                    (slots, scheduler.epoch[slots], device.decode(slots, ahead))
+                    for ahead in range(steps)
+                ]
                 scheduler.launch(slots, fed=steps)
         assert len(scheduler.running) <= max_num_seqs
         scheduler.check_integrity()
@@ -125,7 +153,9 @@ def drive(
             done += scheduler.finish(slots[ended].tolist(), set(slots[stopped].tolist()))
     for completion in done:
         count = min(expected.pop(completion.sample_id).limit, stop)
-        assert completion.token_ids == [100 * completion.sample_id + place for place in range(count)]
+        assert completion.token_ids == [
+            100 * completion.sample_id + place for place in range(count)
+        ]
         assert completion.log_probs == [-completion.sample_id] * count
         assert completion.finish_reason == ("stop" if count == stop else "length")
     assert not expected
@@ -150,8 +180,21 @@ def drive(
 )
 def test_every_sample_ends_once_with_its_own_tokens(
     prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching, most
-):  # fmt: skip
-    drive(prompts, n, limits, spare, max_num_seqs, budget, stop, lag, refill, redraw, prefix_caching, most)
+):
+    drive(
+        prompts,
+        n,
+        limits,
+        spare,
+        max_num_seqs,
+        budget,
+        stop,
+        lag,
+        refill,
+        redraw,
+        prefix_caching,
+        most,
+    )
 
 
 def test_the_same_calls_give_the_same_order():

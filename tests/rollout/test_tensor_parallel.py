@@ -15,9 +15,20 @@ from verl.rollout import Completion
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.utils.errors import ConfigError
 
-# What the plans ask for: biases of all kinds (llama, phi, gpt_neox), norms of heads (qwen3), windows and caps in the
-# module's own layers (mistral, gemma2), parallel feed-forward (cohere, phi), experts (qwen3_moe).
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "cohere", "phi", "gpt_neox", "qwen3_moe"]
+# What the plans ask for: biases of all kinds (llama, phi, gpt_neox), norms of heads (qwen3),
+# windows and caps in the module's own layers (mistral, gemma2), parallel feed-forward (cohere,
+# phi), experts (qwen3_moe).
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "cohere",
+    "phi",
+    "gpt_neox",
+    "qwen3_moe",
+]
 CPU = torch.device("cpu")
 
 
@@ -34,7 +45,9 @@ def shared_engine(model: Any, device: str = "cpu", **settings: Any) -> Any:
     return make_engine(model.to(mesh.device), device=str(mesh.device), ranks=ranks, **settings)
 
 
-def completions(family: str, arguments: dict, settings: dict, n: int, params: dict) -> tuple[list[Completion], dict]:
+def completions(
+    family: str, arguments: dict, settings: dict, n: int, params: dict
+) -> tuple[list[Completion], dict]:
     """What one of the two ranks gives, and its statistics."""
     engine = shared_engine(talkative_model(family, **arguments), **settings)
     return run(engine, PROMPTS, n, **params), engine.statistics()
@@ -42,7 +55,9 @@ def completions(family: str, arguments: dict, settings: dict, n: int, params: di
 
 def worst_difference(ours: list[Completion], theirs: list[Completion]) -> float:
     pairs = zip(ours, theirs, strict=True)
-    return max((torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max().item() for a, b in pairs)
+    return max(
+        (torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max().item() for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,7 +122,9 @@ def test_new_weights_are_cut_as_the_first(two: Ranks):
         assert page_bytes == alone.runner.page_bytes // 2
         size = {name: weight.numel() * 4 for name, weight in alone.twin.module.named_parameters()}
         whole = sum(
-            size[name] for name in size if "layers" not in name or "norm" in name or name.endswith("o_proj.bias")
+            size[name]
+            for name in size
+            if "layers" not in name or "norm" in name or name.endswith("o_proj.bias")
         )
         assert copied_bytes == whole + (sum(size.values()) - whole) // 2
 
@@ -125,7 +142,10 @@ def in_any_batch(family: str, in_order: bool) -> list[list[Completion]]:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_deterministic_gives_the_same_bits_in_every_batch(two: Ranks, family: str):
     found = [
-        each for in_order in (False, True) for batches in two.call(in_any_batch, family, in_order) for each in batches
+        each
+        for in_order in (False, True)
+        for batches in two.call(in_any_batch, family, in_order)
+        for each in batches
     ]
     assert all(each == found[0] for each in found)
 
@@ -141,13 +161,18 @@ def with_another_head(family: str) -> list[Completion]:
 
 def test_the_first_rank_draws_for_all(two: Ranks):
     first, second = two.call(with_another_head, "qwen2")
-    assert tokens_of(first) == tokens_of(second) == tokens_of(run(make_engine(talkative_model("qwen2")), PROMPTS, 2))
+    assert (
+        tokens_of(first)
+        == tokens_of(second)
+        == tokens_of(run(make_engine(talkative_model("qwen2")), PROMPTS, 2))
+    )
     assert worst_difference(first, second) > 1, "or both heads were the same"
 
 
 def rollout_mesh(size: int) -> RolloutMesh:
     mesh = init_rollout_mesh(init_mesh(CPU), size)
-    data, tensor = (Axis(axis.size, axis.rank) for axis in (mesh.data, mesh.tensor))  # groups cannot travel
+    # groups cannot travel
+    data, tensor = (Axis(axis.size, axis.rank) for axis in (mesh.data, mesh.tensor))
     return RolloutMesh(data, tensor)
 
 
@@ -161,7 +186,12 @@ def test_neighbours_share_an_engine(two: Ranks):
     [
         ("gpt2", {}, 2, "no plan for cutting the model family 'gpt2'. Set .*=1"),
         ("phi3", {}, 2, "'phi3', whose 'layers.*qkv_proj' is 'colwise_gather_output' .* Set .*=1"),
-        ("qwen2", {}, 4, "'qwen2' .* got 4 and num_attention_heads=4, num_key_value_heads=2.*Set it to 2"),
+        (
+            "qwen2",
+            {},
+            4,
+            "'qwen2' .* got 4 and num_attention_heads=4, num_key_value_heads=2.*Set it to 2",
+        ),
         ("qwen3", {"num_key_value_heads": 4, "num_attention_heads": 12}, 8, "Set it to 4"),
         ("gemma2", {"intermediate_size": 50}, 4, "intermediate_size=50. Set it to 2"),
         ("qwen3_moe", {"moe_intermediate_size": 15}, 2, "moe_intermediate_size=15. Set it to 1"),

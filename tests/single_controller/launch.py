@@ -1,4 +1,5 @@
-"""Ranks as torchrun starts them, without its seconds: forks of one process that has imported everything."""
+"""Ranks as torchrun starts them, without its seconds: forks of one process that has imported
+everything."""
 
 import atexit
 import multiprocessing
@@ -14,7 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """What the driver returned, or the error that it raised; and how and when the processes ended."""
+    """What the driver returned, or the error that it raised; and how and when the processes
+    ended."""
 
     value: Any
     error: tuple[str, str] | None
@@ -25,13 +27,17 @@ class Run:
 def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: float = 30.0) -> Run:
     """Run `scenario(pool, *args)` on rank 0 of `size` ranks that call `join()`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.single_controller.workers", "verl.single_controller.spmd"])
+    context.set_forkserver_preload(
+        ["tests.single_controller.workers", "verl.single_controller.spmd"]
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ours, theirs = context.Pipe()
     processes = [
-        context.Process(target=_rank, args=(rank, size, port, theirs if rank == 0 else None, scenario, args))
+        context.Process(
+            target=_rank, args=(rank, size, port, theirs if rank == 0 else None, scenario, args)
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -50,7 +56,9 @@ def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: f
     return Run(value, error, seconds, exit_codes)
 
 
-def _rank(rank: int, size: int, port: int, answer: Connection | None, scenario: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, size: int, port: int, answer: Connection | None, scenario: Any, args: tuple[Any, ...]
+) -> None:
     import torch
 
     from verl.single_controller import calls

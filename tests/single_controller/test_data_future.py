@@ -22,7 +22,9 @@ def test_parts_of_what_is_to_come():
 
 def test_a_part_may_be_the_argument_of_a_call():
     group = WorkerGroup(Counter(0))
-    future = DataProtoFuture(DataProto.concat, [group.generate(rows(4), blocking=False)], lambda batch: batch[:3])
+    future = DataProtoFuture(
+        DataProto.concat, [group.generate(rows(4), blocking=False)], lambda batch: batch[:3]
+    )
     renamed = DataProtoFuture(DataProto.concat, [future], lambda batch: batch.rename("number", "x"))
     assert group.double(renamed, plus=1).batch["y"].tolist() == [1, 1, 1]
     later = group.double(rows(3), blocking=False)

@@ -38,16 +38,23 @@ def test_balanced_shares_differ_by_less_than_the_longest_row(lengths, num_shares
     shares = balanced(lengths, num_shares)
     assert sorted(itertools.chain(*shares)) == list(range(len(lengths)))
     assert len(shares) == num_shares
-    assert sum(not share for share in shares) == max(num_shares - len(lengths), 0), "nobody waits without need"
+    assert sum(not share for share in shares) == max(num_shares - len(lengths), 0), (
+        "nobody waits without need"
+    )
     assert all(share == sorted(share) for share in shares)
     tokens = sums(shares, lengths)
-    assert max(tokens) - min(tokens) <= max(lengths) + len(lengths)  # a row without tokens counts as one
+    # a row without tokens counts as one
+    assert max(tokens) - min(tokens) <= max(lengths) + len(lengths)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_the_rows_of_a_prompt_stay_together_where_there_are_enough_prompts(num_shares, samples, data):
+def test_the_rows_of_a_prompt_stay_together_where_there_are_enough_prompts(
+    num_shares, samples, data
+):
     prompts = data.draw(st.integers(2 * num_shares, 12))
-    lengths = data.draw(st.lists(st.integers(1, 60), min_size=prompts * samples, max_size=prompts * samples))
+    lengths = data.draw(
+        st.lists(st.integers(1, 60), min_size=prompts * samples, max_size=prompts * samples)
+    )
     uids = [f"prompt {row // samples}" for row in range(len(lengths))]
     shares = balanced(lengths, num_shares, uids)
     found = [{uids[row] for row in share} for share in shares]
@@ -60,15 +67,21 @@ def test_few_prompts_are_split():
 
 
 @given(lengths_of_rows, shares_of_ranks, st.integers(1, 3), st.integers(1, 3))
-def test_slices_of_shares_make_the_mini_batches_of_one_process(lengths, num_shares, unit_rows, windows):
+def test_slices_of_shares_make_the_mini_batches_of_one_process(
+    lengths, num_shares, unit_rows, windows
+):
     mini_batch = windows * num_shares * unit_rows
     shares = in_windows(lengths, num_shares, unit_rows)
     for number in range(len(lengths) // mini_batch):
         part = windows * unit_rows
-        together = sorted(itertools.chain(*(share[number * part : (number + 1) * part] for share in shares)))
+        together = sorted(
+            itertools.chain(*(share[number * part : (number + 1) * part] for share in shares))
+        )
         assert together == list(range(number * mini_batch, (number + 1) * mini_batch))
     tokens = sums(shares, lengths)
-    longest = max(sum(lengths[start : start + unit_rows]) for start in range(0, len(lengths), unit_rows))
+    longest = max(
+        sum(lengths[start : start + unit_rows]) for start in range(0, len(lengths), unit_rows)
+    )
     assert max(tokens) - min(tokens) <= longest
     assert sorted(itertools.chain(*shares)) == list(range(len(lengths)))
 

@@ -64,7 +64,9 @@ def test_every_row_is_answered_once_and_in_order(size, count, plus):
 def test_rows_dealt_by_tokens_come_back_in_order_with_all_their_answers(size, lengths, n):
     answer = several(size).sample(with_lengths(lengths), n)
     assert answer.batch["x"].tolist() == [i for i in range(len(lengths)) for _ in range(n)]
-    assert list(answer.non_tensor_batch["name"]) == [f"row {i}" for i in range(len(lengths)) for _ in range(n)]
+    assert list(answer.non_tensor_batch["name"]) == [
+        f"row {i}" for i in range(len(lengths)) for _ in range(n)
+    ]
 
 
 def test_ranks_get_equal_tokens_not_equal_rows():
@@ -107,9 +109,16 @@ def test_rows_added_for_metrics_are_masked(size, count):
     batch = with_lengths(list(range(1, count + 1)), mask="response_mask")
     assert several(size, Keeper).keep(batch) == -(-count // size), "as many rows for each rank"
     assert len({len(share) for share in given_to}) == 1
-    counted = [row for share in given_to for row in range(len(share)) if share.batch["response_mask"][row].any()]
+    counted = [
+        row
+        for share in given_to
+        for row in range(len(share))
+        if share.batch["response_mask"][row].any()
+    ]
     assert len(counted) == count
-    total = sum((share.batch["response_mask"].sum(-1) * share.batch["x"]).sum().item() for share in given_to)
+    total = sum(
+        (share.batch["response_mask"].sum(-1) * share.batch["x"]).sum().item() for share in given_to
+    )
     assert total == sum((i + 1) * i for i in range(count))
 
 
@@ -169,7 +178,9 @@ def test_a_call_that_does_not_block_gives_a_future(size):
     group = several(size)
     future = group.double_later(rows(4))
     assert isinstance(future, GroupFuture)
-    assert group.double(future, plus=1).batch["y"].tolist() == [1, 5, 9, 13], "resolved where it is an argument"
+    assert group.double(future, plus=1).batch["y"].tolist() == [1, 5, 9, 13], (
+        "resolved where it is an argument"
+    )
     assert group.add(rows(4), other=future).batch["sum"].tolist() == [0, 3, 6, 9]
     assert future.get() is future.result()
     assert future.done()
@@ -216,7 +227,9 @@ def test_a_group_offers_what_is_registered_and_says_what_is_not():
     assert group.double(rows(3)).batch["y"].tolist() == [0, 2, 4]
     assert group.tell("hello") == ["0: hello"]
     assert group.world_size == 1
-    with pytest.raises(AttributeError, match="Counter has no registered method 'private'. Decorate it"):
+    with pytest.raises(
+        AttributeError, match="Counter has no registered method 'private'. Decorate it"
+    ):
         group.private()
 
 
@@ -257,9 +270,13 @@ def test_a_users_mode_in_verls_form():
     """The last rank's answer counts; every rank gets its number beside the argument."""
 
     def dispatch(worker_group, *args, **kwargs):
-        return [[value] * worker_group.world_size for value in args], {"number": list(range(worker_group.world_size))}
+        return [[value] * worker_group.world_size for value in args], {
+            "number": list(range(worker_group.world_size))
+        }
 
-    register_dispatch_mode("last_rank", dispatch, lambda worker_group, output: output[worker_group.world_size - 1])
+    register_dispatch_mode(
+        "last_rank", dispatch, lambda worker_group, output: output[worker_group.world_size - 1]
+    )
     with pytest.raises(ConfigError, match="exists already"):
         register_dispatch_mode("last_rank", dispatch, dispatch)
     with pytest.raises(ConfigError, match="Unknown dispatch mode 'nobody'"):
@@ -286,20 +303,37 @@ def test_predefined_functions_undo_their_own_dealing(size, lengths):
 
 
 def test_a_worker_knows_its_rank(monkeypatch):
-    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (0, 1, 0, 1)
+    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (
+        0,
+        1,
+        0,
+        1,
+    )
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (3, 8, 3, 8)
-    assert (Other(same_share_for_all=True).data_rank, Other(same_share_for_all=True).data_size) == (0, 1)
+    assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (
+        3,
+        8,
+        3,
+        8,
+    )
+    assert (Other(same_share_for_all=True).data_rank, Other(same_share_for_all=True).data_size) == (
+        0,
+        1,
+    )
 
 
 def test_object_columns_travel_with_their_rows():
     class Namer(Counter):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def names(self, batch: DataProto) -> DataProto:
-            return DataProto.from_dict(tensors={}, non_tensors={"name": np.array(batch.non_tensor_batch["name"])})
+            return DataProto.from_dict(
+                tensors={}, non_tensors={"name": np.array(batch.non_tensor_batch["name"])}
+            )
 
-    assert list(several(3, Namer).names(rows(4)).non_tensor_batch["name"]) == [f"row {i}" for i in range(4)]
+    assert list(several(3, Namer).names(rows(4)).non_tensor_batch["name"]) == [
+        f"row {i}" for i in range(4)
+    ]
     lengths = [9, 1, 5, 2]
     assert list(several(3, Namer).names(with_lengths(lengths)).non_tensor_batch["name"]) == list(
         itertools.chain(f"row {i}" for i in range(4))

@@ -38,16 +38,29 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def pools():
     """Pools of two processes each; those that are to be broken start beside the one that works."""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # where Ray's processes find these workers
-    connect(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # where Ray's processes find these workers
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    connect(
+        address="local",
+        num_cpus=6,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     os.environ["NCCL_VERL_TEST"] = "heard"  # what Ray itself was not told
     names = ("whole", "stopped")
-    pools = {name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3) for name in names}
+    pools = {
+        name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3)
+        for name in names
+    }
     with ThreadPoolExecutor(4) as threads:
         started = threads.map(lambda pool: pool.start("troubled", workers.Troubled), pools.values())
         while not pools["whole"]._groups:  # further sets take the room that the first has reserved
             time.sleep(0.01)
-        more = {name: threads.submit(RayWorkerGroup, pools["whole"], colocated()) for name in ("spawned", "stuck")}
+        more = {
+            name: threads.submit(RayWorkerGroup, pools["whole"], colocated())
+            for name in ("spawned", "stuck")
+        }
         list(started)
     groups = {name: group.result() for name, group in more.items()}
     del os.environ["NCCL_VERL_TEST"]
@@ -66,7 +79,9 @@ def impatient(monkeypatch):
 
 def colocated():
     entries = {"counter": workers.Counter, "other": workers.Other, "troubled": workers.Troubled}
-    return create_colocated_worker_cls({name: RayClassWithInitArgs(cls) for name, cls in entries.items()})
+    return create_colocated_worker_cls(
+        {name: RayClassWithInitArgs(cls) for name, cls in entries.items()}
+    )
 
 
 def stored_mib() -> float:
@@ -95,7 +110,9 @@ def test_two_actors_give_the_answers_of_one_process(pools):
 
 
 def test_workers_get_variables_that_ray_was_not_told_of(pools):
-    assert pools["spawned"].spawn(["counter"])["counter"].variable("NCCL_VERL_TEST") == ["heard"] * 2
+    assert (
+        pools["spawned"].spawn(["counter"])["counter"].variable("NCCL_VERL_TEST") == ["heard"] * 2
+    )
 
 
 def test_what_a_method_tells_is_heard_while_it_runs(pools):
@@ -130,7 +147,10 @@ def test_calls_without_rows_do_not_go_through_ray(pools, monkeypatch):
     monkeypatch.setattr(ray_ranks, "Reply", lambda *_: pytest.fail("this one does"))
     assert group.tell("hello") == ["0: hello", "1: hello"]
     assert [len(large) for large in group.give_back(torch.zeros(10**6))] == [10**6] * 2
-    for call in (lambda: group.double(workers.rows(2)), lambda: group.tell("hello", blocking=False)):
+    for call in (
+        lambda: group.double(workers.rows(2)),
+        lambda: group.tell("hello", blocking=False),
+    ):
         with pytest.raises(pytest.fail.Exception, match="this one does"):
             call()
 
@@ -158,7 +178,10 @@ def test_values_of_the_drivers_own_program_go_both_ways(pools, monkeypatch):
 
 def test_what_cannot_be_sent_is_told_and_the_group_lives_on(pools):
     group = pools["whole"].start("troubled", workers.Troubled)
-    with pytest.raises(WorkerError, match=r"cannot_be_pickled raised on rank \d, \d \(.*cannot pickle '_thread.lock'"):
+    with pytest.raises(
+        WorkerError,
+        match=r"cannot_be_pickled raised on rank \d, \d \(.*cannot pickle '_thread.lock'",
+    ):
         group.cannot_be_pickled()
     with pytest.raises(TypeError, match="cannot pickle '_thread.lock'"):
         group.fine(threading.Lock())
@@ -180,7 +203,8 @@ class ClosedDoor(DoorElsewhere):
 
 
 def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
-    """As those of a detached pool do when their driver ends; another death of a connection has no other effect."""
+    """As those of a detached pool do when their driver ends; another death of a connection has no
+    other effect."""
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks, before = group._ranks, group.fine()
     monkeypatch.setattr(ray_process, "Door", DoorElsewhere)
@@ -194,7 +218,9 @@ def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
     assert group.fine() == before
 
 
-def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(pools, monkeypatch, caplog):
+def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(
+    pools, monkeypatch, caplog
+):
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks, before = group._ranks, group.fine()
     monkeypatch.setattr(ray_process, "Door", ClosedDoor)
@@ -214,11 +240,14 @@ def test_roles_of_a_pool_share_its_processes(pools):
 
 
 def test_groups_in_verls_form(pools):
-    """A second set of processes in the same room, whose roles are spawned from colocated classes."""
+    """A second set of processes in the same room, whose roles are spawned from colocated
+    classes."""
     spawned = pools["spawned"].spawn({"counter", "other"})
     assert spawned["counter"].tell("hello") == ["0: hello", "1: hello"]
     theirs = {pid for pid, _ in spawned["other"].process()}
-    assert theirs.isdisjoint(pid for pid, _ in pools["whole"].start("other", workers.Other).process())
+    assert theirs.isdisjoint(
+        pid for pid, _ in pools["whole"].start("other", workers.Other).process()
+    )
     with pytest.raises(ConfigError, match=r"No roles \['critic'\]"):
         pools["spawned"].spawn({"critic"})
 
@@ -249,20 +278,26 @@ def test_neither_memory_nor_stored_objects_grow_over_a_thousand_calls(pools):
 
 def test_a_killed_rank_is_named_at_once(pools):
     troubled = pools["spawned"].spawn({"troubled"})["troubled"]
-    with pytest.raises(WorkerLostError, match=r"^troubled.one_gets: rank 1 \(.*died: The actor died") as found:
+    with pytest.raises(
+        WorkerLostError, match=r"^troubled.one_gets: rank 1 \(.*died: The actor died"
+    ) as found:
         troubled.one_gets(1, signal.SIGKILL, deadline_s=20)
     text = str(found.value)
     assert "Rank 1 does not answer; last breadcrumb: " in text
     assert "on the way to the signal" in text
     assert "Rank 0 answers" in text
     assert "in one_gets" in text
-    with pytest.raises(WorkerLostError, match="cannot be called any more: troubled.one_gets: rank 1"):
+    with pytest.raises(
+        WorkerLostError, match="cannot be called any more: troubled.one_gets: rank 1"
+    ):
         troubled.fine()
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(pools):
     processes = [pid for _, pid in pools["stopped"].start("again", workers.Troubled).fine()]
-    with pytest.raises(DeadlineError, match=r"^troubled.one_gets not done within 1 s by rank 0 \(") as found:
+    with pytest.raises(
+        DeadlineError, match=r"^troubled.one_gets not done within 1 s by rank 0 \("
+    ) as found:
         workers.stopped(pools["stopped"], 1, 1.0)
     assert "Rank 1 does not answer; last breadcrumb: " in str(found.value)
     assert "on the way to the signal" in str(found.value)
@@ -274,7 +309,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(pools):
             pytest.fail(f"process {pid} was not ended")
 
 
-def test_a_stopped_rank_is_killed_also_where_its_neighbour_stops_meanwhile(pools, monkeypatch, caplog):
+def test_a_stopped_rank_is_killed_also_where_its_neighbour_stops_meanwhile(
+    pools, monkeypatch, caplog
+):
     troubled = pools["stuck"].spawn({"troubled"})["troubled"]
     processes, ranks = [pid for _, pid in troubled.fine()], troubled._ranks
     find_stacks = ranks.stacks
@@ -298,7 +335,9 @@ def test_a_stopped_rank_is_killed_also_where_its_neighbour_stops_meanwhile(pools
 
 
 def test_a_skipped_collective_is_told_at_the_deadline(pools):
-    with pytest.raises(DeadlineError, match=r"one_skips_a_collective not done within 1 s by rank 0 \(") as found:
+    with pytest.raises(
+        DeadlineError, match=r"one_skips_a_collective not done within 1 s by rank 0 \("
+    ) as found:
         workers.trouble_within(pools["whole"], 1.0, "one_skips_a_collective", 1)
     assert "rank 1 (" not in str(found.value).splitlines()[0], "it is done"
     assert "in _collective" in str(found.value)
@@ -306,7 +345,9 @@ def test_a_skipped_collective_is_told_at_the_deadline(pools):
 
 
 def test_a_cluster_without_room_says_what_it_has(pools):
-    with pytest.raises(ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"):
+    with pytest.raises(
+        ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"
+    ):
         RayResourcePool([64]).new_processes(timeout_s=0.2)
     with pytest.raises(ConfigError, match=r"For two nodes of eight GPUs give \[8, 8\]"):
         RayResourcePool()
@@ -358,7 +399,9 @@ def test_a_runtime_environment_of_another_kind_is_refused(given, told):
 def test_a_cluster_that_does_not_answer_is_told_at_once(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
-        with pytest.raises(ConfigError, match=f"No Ray cluster answers at ray_init.address={address}"):
+        with pytest.raises(
+            ConfigError, match=f"No Ray cluster answers at ray_init.address={address}"
+        ):
             connect(address=address)
 
 

@@ -24,10 +24,17 @@ QUIET = {"include_dashboard": False, "log_to_driver": False, "logging_level": "E
 def folder(tmp_path: Path) -> Path:
     """With something of each kind that stays behind, and something that does not."""
     sizes = {
-        "data/train.parquet": 3 * MIB, "run.py": 10, "src/deep/big.npy": 2 * MIB, "src/deep/kept.txt": 7,
-        "checkpoints/global_step_1/x": MIB, "src/model.safetensors": MIB, ".git/objects": MIB,
-        "notes.tmp": MIB, "src/deep/scratch.log": MIB, "src/mine.dat": MIB,
-    }  # fmt: skip
+        "data/train.parquet": 3 * MIB,
+        "run.py": 10,
+        "src/deep/big.npy": 2 * MIB,
+        "src/deep/kept.txt": 7,
+        "checkpoints/global_step_1/x": MIB,
+        "src/model.safetensors": MIB,
+        ".git/objects": MIB,
+        "notes.tmp": MIB,
+        "src/deep/scratch.log": MIB,
+        "src/mine.dat": MIB,
+    }
     for name, size in sizes.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(os.urandom(size))
@@ -62,9 +69,13 @@ def test_a_refused_upload_names_the_largest_files_and_excludes(folder: Path, mon
     assert "runtime_env's `excludes`" in text
 
 
-@pytest.mark.parametrize("words", ["Request Entity Too Large", "Received message larger than max (600 vs. 512)"])
+@pytest.mark.parametrize(
+    "words", ["Request Entity Too Large", "Received message larger than max (600 vs. 512)"]
+)
 def test_other_words_for_too_large(folder: Path, words: str):
-    assert "train.parquet" in str(refused_upload(RuntimeError(words), merged_runtime_env({"py_modules": [folder]})))
+    assert "train.parquet" in str(
+        refused_upload(RuntimeError(words), merged_runtime_env({"py_modules": [folder]}))
+    )
 
 
 def test_another_error_is_not_about_an_upload(folder: Path):
@@ -76,7 +87,8 @@ def test_what_ray_takes_for_wrong_is_one_sentence(monkeypatch):
     """Here, since the cluster of another test would be joined, whatever the address."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(
-        ConfigError, match=r"ray_init.address=nonsense: Invalid address format.*An address is HOST:6379"
+        ConfigError,
+        match=r"ray_init.address=nonsense: Invalid address format.*An address is HOST:6379",
     ):
         connect(address="nonsense")
     with pytest.raises(ConfigError, match="py_modules must be a List"):
@@ -85,11 +97,14 @@ def test_what_ray_takes_for_wrong_is_one_sentence(monkeypatch):
 
 
 def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch):
-    """As `ray job submit --runtime-env-json` starts its driver: with the variables, and with all of it as JSON."""
+    """As `ray job submit --runtime-env-json` starts its driver: with the variables, and with all of
+    it as JSON."""
     of_job = {"excludes": ["data/"], "env_vars": {"NCCL_DEBUG": "INFO", "OF_JOB": "1"}}
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)  # which a trainer in this process has set
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": of_job, "metadata": {}}))
+    monkeypatch.setenv(
+        "RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": of_job, "metadata": {}})
+    )
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV")  # so that it is undone afterwards
     try:
@@ -100,8 +115,12 @@ def test_a_job_with_excludes_and_variables_of_its_own_can_be_joined(monkeypatch)
     assert variables == {"NCCL_DEBUG": "INFO", "OF_JOB": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def test_a_folder_whose_path_is_too_long_for_sockets_is_told_with_the_way_out(tmp_path: Path, monkeypatch):
+def test_a_folder_whose_path_is_too_long_for_sockets_is_told_with_the_way_out(
+    tmp_path: Path, monkeypatch
+):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))
-    with pytest.raises(ConfigError, match=r"Ray's folder has too long a path.* cannot exceed.*Set RAY_TMPDIR=/tmp"):
+    with pytest.raises(
+        ConfigError, match=r"Ray's folder has too long a path.* cannot exceed.*Set RAY_TMPDIR=/tmp"
+    ):
         connect(address="local", num_cpus=1, **QUIET)
     assert not ray.is_initialized()

@@ -1,4 +1,5 @@
-"""Ranks of one launch: the same answers as one process, and an error with its cause whatever goes wrong."""
+"""Ranks of one launch: the same answers as one process, and an error with its cause whatever goes
+wrong."""
 
 import json
 import os
@@ -17,7 +18,12 @@ from torch.distributed import HashStore
 from tests.single_controller import workers
 from tests.single_controller.launch import Run, launch
 from verl.single_controller import WorkerGroup, links, spmd_rank
-from verl.single_controller.breadcrumbs import breadcrumb, format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.breadcrumbs import (
+    breadcrumb,
+    format_stacks,
+    keep_breadcrumbs,
+    read_breadcrumbs,
+)
 from verl.single_controller.spmd import LocalPool, join
 from verl.single_controller.wire import Kind
 from verl.utils.errors import ConfigError, WorkerLostError

@@ -51,7 +51,11 @@ def test_batches_arrive_as_they_were(family, batch):
 def test_large_values_are_the_receivers_own(ends):
     one, other = ends
     column = torch.arange(20_000)
-    value = {"batch": DataProto.from_dict(tensors={"x": column}), "tensor": column[3:], "array": np.ones(30_001, "u1")}
+    value = {
+        "batch": DataProto.from_dict(tensors={"x": column}),
+        "tensor": column[3:],
+        "array": np.ones(30_001, "u1"),
+    }
     message = Outgoing(value)  # once, to two receivers
     one.send(Kind.CALL, 1, message)
     first = other.receive().value()
@@ -70,7 +74,8 @@ def test_large_values_are_the_receivers_own(ends):
 def test_a_large_value_goes_through_memory_and_not_through_the_socket():
     one, other = connected("memory")
     one.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    one.send(Kind.CALL, 1, torch.ones(1_000_000))  # nobody reads yet: through the socket this would block
+    # nobody reads yet: through the socket this would block
+    one.send(Kind.CALL, 1, torch.ones(1_000_000))
     assert other.receive().value().sum() == 1_000_000
 
 

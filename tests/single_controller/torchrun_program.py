@@ -1,4 +1,5 @@
-"""What torchrun starts on every rank: `torchrun --nproc_per_node=2 -m tests.single_controller.torchrun_program`.
+"""What torchrun starts on every rank: `torchrun --nproc_per_node=2 -m
+tests.single_controller.torchrun_program`.
 
 Prints the driver's answers as one line of JSON; then rank 1 is killed.
 """

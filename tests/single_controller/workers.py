@@ -19,7 +19,9 @@ from verl.utils.errors import ConfigError, WorkerError
 
 def rows(count: int, start: int = 0) -> DataProto:
     numbers = torch.arange(start, start + count)
-    return DataProto.from_dict(tensors={"x": numbers}, non_tensors={"name": [f"row {i}" for i in numbers.tolist()]})
+    return DataProto.from_dict(
+        tensors={"x": numbers}, non_tensors={"name": [f"row {i}" for i in numbers.tolist()]}
+    )
 
 
 class Stamp:
@@ -107,7 +109,9 @@ class Counter(Worker):
         if fail:
             raise KeyError("no stamps")
         answer = batch.select().repeat(2, interleave=True)
-        answer.non_tensor_batch["stamp"] = np.array([Stamp() for _ in range(len(answer))], dtype=object)
+        answer.non_tensor_batch["stamp"] = np.array(
+            [Stamp() for _ in range(len(answer))], dtype=object
+        )
         return answer
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -209,7 +213,7 @@ def negated(batch: DataProto) -> DataProto:
     return DataProto.from_dict(tensors={"y": -batch.batch["x"]})
 
 
-# ---------------------------------------------------------------- what a driver does; runs where the pool is
+# ---------------------------------------------------------------- what a driver does; runs where th
 
 
 def same_answers(pool: Any) -> dict[str, Any]:
@@ -243,7 +247,9 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
     """Answers of a group of `one` go straight into calls on a group of `other`."""
     first, second = one.start("first", Counter), other.start("second", Counter)
     batch = rows(5)
-    batch.batch["attention_mask"] = (torch.arange(10) < torch.tensor([3, 9, 1, 7, 5])[:, None]).long()
+    batch.batch["attention_mask"] = (
+        torch.arange(10) < torch.tensor([3, 9, 1, 7, 5])[:, None]
+    ).long()
     stamped = first.stamp(batch, blocking=False)
     answer = second.read_stamps(stamped)
     again = second.read_stamps(stamped, other=first.stamp(batch, blocking=False))
@@ -259,7 +265,9 @@ def handed_on(one: Any, other: Any) -> dict[str, Any]:
         "of two": again.batch["x"].tolist(),
         "with a batch": with_a_batch.batch["x"].tolist(),
         "after": len(stamped.result()),
-        "read by the driver": sum(os.getpid() in readers for readers in answer.non_tensor_batch["readers"]),
+        "read by the driver": sum(
+            os.getpid() in readers for readers in answer.non_tensor_batch["readers"]
+        ),
         "told": told,
     }
 
@@ -277,7 +285,9 @@ def heard(pool: Any, pause_s: float = 0.0) -> dict[str, Any]:
     assert group.double_aloud(rows(6)).batch["y"].tolist() == [0, 2, 4, 6, 8, 10], "nobody hears"
     answer = group.double_aloud(rows(6), pause_s=pause_s, on_told=note)
     first_came_s_before_the_end = time.monotonic() - when[0] if when else 0.0
-    later = group.double_aloud(rows(2, start=6), pause_s=pause_s, on_told=note, blocking=False).result()
+    later = group.double_aloud(
+        rows(2, start=6), pause_s=pause_s, on_told=note, blocking=False
+    ).result()
     raised: list[Any] = []
     try:
         group.tell_and_raise(on_told=raised.append)
@@ -295,7 +305,10 @@ def heard(pool: Any, pause_s: float = 0.0) -> dict[str, Any]:
 
 def two_roles(pool: Any) -> dict[str, Any]:
     """Roles of one pool live in the same processes; ranks that share rows answer once."""
-    group, other = pool.start("counter", Counter), pool.start("other", Other, same_share_for_all=True)
+    group, other = (
+        pool.start("counter", Counter),
+        pool.start("other", Other, same_share_for_all=True),
+    )
     return {
         "words": group.tell("hello"),
         "each": group.each(["a", "b"]),
@@ -319,7 +332,11 @@ def trouble_within(pool: Any, deadline_s: float, method: str, *args: Any) -> Any
 def one_raises_and_all_go_on(pool: Any) -> Any:
     group = pool.start("troubled", Troubled)
     told = []
-    for call in (lambda: group.only_rank_raises(1), lambda: group.only_rank_raises(0), group.cannot_be_sent):
+    for call in (
+        lambda: group.only_rank_raises(1),
+        lambda: group.only_rank_raises(0),
+        group.cannot_be_sent,
+    ):
         try:
             call()
         except WorkerError as error:
@@ -328,8 +345,8 @@ def one_raises_and_all_go_on(pool: Any) -> Any:
 
 
 def many_calls(pool: Any) -> dict[str, list[int]]:
-    """What the ranks and, last, the driver hold more after 1,000 calls of 1 MB than after 200: MiB that they share with
-    nobody, open descriptors, threads."""
+    """What the ranks and, last, the driver hold more after 1,000 calls of 1 MB than after 200: MiB
+    that they share with nobody, open descriptors, threads."""
     group = pool.start("measured", Measured)
     batch = DataProto.from_dict(tensors={"x": torch.zeros(500, 500)})
     found = []
@@ -345,7 +362,9 @@ def many_calls(pool: Any) -> dict[str, list[int]]:
 
 def assert_nothing_grew(more: dict[str, list[int]]) -> None:
     """Of `many_calls`."""
-    assert max(more["mib"]) < 8, f"two in a hundred of 800 calls' rows, of which a rank gets 0.5 MiB: {more}"
+    assert max(more["mib"]) < 8, (
+        f"two in a hundred of 800 calls' rows, of which a rank gets 0.5 MiB: {more}"
+    )
     assert max(more["files"]) <= 2, more
     assert max(more["threads"]) <= 2, more
 

@@ -23,7 +23,9 @@ STEP = {"actor/pg_loss": 0.01234, "critic/score/mean": 1 / 3, "actor/ppo_kl": 0.
 
 
 def make_tracker(folder, backends, **settings):
-    run = TrackerSettings(project_name="p", experiment_name="e", config={"a": {"b": 1}}, folder=folder, **settings)
+    run = TrackerSettings(
+        project_name="p", experiment_name="e", config={"a": {"b": 1}}, folder=folder, **settings
+    )
     return Tracker(backends, run)
 
 
@@ -42,7 +44,10 @@ def test_the_console_line(tmp_path, capsys):
         "[Step 1/10] Actor loss: 0.0123 | Reward: 0.3333",  # no KL without a reference
         "[Step 2/10] Actor loss: 0.0123 | Reward: 0.3333 | KL: 0.2000 | Critic loss: 0.5000 | "
         "Response length: 12.3 | 1.23 s/step",
-        "[Step 3/10] Loss: 2.5000 | Learning rate: 1e-05 | Gradient norm: 0.250 | 200 tokens/s | 1.50 s/step",
+        (
+            "[Step 3/10] Loss: 2.5000 | Learning rate: 1e-05 | Gradient norm: 0.250 | 200 tokens/s "
+            "| 1.50 s/step"
+        ),
     ]
 
 
@@ -52,7 +57,9 @@ def test_the_console_during_critic_warm_up_and_with_numbers_at_the_edge(tmp_path
     assert capsys.readouterr().out == "[Step 3] Actor loss: n/a | Reward: 0.0000 | KL: nan\n"
 
 
-def test_the_console_honours_its_interval_but_always_shows_the_ends_and_validation(tmp_path, capsys):
+def test_the_console_honours_its_interval_but_always_shows_the_ends_and_validation(
+    tmp_path, capsys
+):
     tracker = make_tracker(tmp_path, ["console"], total_steps=8, log_interval=3)
     tracker.log({"val-core/gsm8k/reward/mean@1": 0.25}, 0)
     for step in range(1, 9):
@@ -65,7 +72,9 @@ def test_the_console_honours_its_interval_but_always_shows_the_ends_and_validati
 
 
 def test_the_console_prints_a_few_generations(tmp_path, capsys):
-    make_tracker(tmp_path, ["console"]).log_generations([{"input": "q", "output": "x" * 9999}] * 9, 2)
+    make_tracker(tmp_path, ["console"]).log_generations(
+        [{"input": "q", "output": "x" * 9999}] * 9, 2
+    )
     out = capsys.readouterr().out
     assert out.count("input: q") == 3
     assert len(out) < 2000
@@ -78,12 +87,17 @@ def test_floats_come_back_bit_for_bit_and_the_json_is_always_valid(rows):
 
     for row in rows:
         back = json.loads(to_json_line(row), parse_constant=refuse)
-        assert back == {name: value if math.isfinite(value) else None for name, value in row.items()}
+        assert back == {
+            name: value if math.isfinite(value) else None for name, value in row.items()
+        }
 
 
 def test_metrics_of_every_kind_of_number(tmp_path):
     tracker = make_tracker(tmp_path, ["file"])
-    tracker.log({"a": np.float32(0.1), "b": torch.tensor(2), "c": True, "d": math.inf, "e": np.array(1.5)}, 1)
+    tracker.log(
+        {"a": np.float32(0.1), "b": torch.tensor(2), "c": True, "d": math.inf, "e": np.array(1.5)},
+        1,
+    )
     expected = {"step": 1, "a": float(np.float32(0.1)), "b": 2, "c": 1, "d": None, "e": 1.5}
     assert read_lines(tmp_path / "metrics.jsonl") == [expected]
     for wrong in ("text", torch.ones(2), None, [1.0]):
@@ -153,9 +167,24 @@ def test_lines_survive_kill_9(tmp_path):
 
 
 def test_generations_go_to_a_file_a_step(tmp_path):
-    rows = [{"input": "q\n", "output": "é\ud83d", "score": np.float32(0.5), "pred": math.nan, "ids": torch.tensor([1])}]
+    rows = [
+        {
+            "input": "q\n",
+            "output": "é\ud83d",
+            "score": np.float32(0.5),
+            "pred": math.nan,
+            "ids": torch.tensor([1]),
+        }
+    ]
     make_tracker(tmp_path, ["file"]).log_generations(rows, 4)
-    expected = {"step": 4, "input": "q\n", "output": "é\ud83d", "score": 0.5, "pred": None, "ids": [1]}
+    expected = {
+        "step": 4,
+        "input": "q\n",
+        "output": "é\ud83d",
+        "score": 0.5,
+        "pred": None,
+        "ids": [1],
+    }
     assert read_lines(tmp_path / "generations" / "4.jsonl") == [expected]
 
 
@@ -176,8 +205,10 @@ def test_samples_appear_whole_or_not_at_all(tmp_path):
 
 def test_plain_turns_what_json_has_not_into_text(tmp_path):
     assert plain({1: tmp_path, "a": (1, {2.5}), "b": np.array(["x"], dtype=object)}) == {
-        "1": str(tmp_path), "a": [1, [2.5]], "b": ["x"],
-    }  # fmt: skip
+        "1": str(tmp_path),
+        "a": [1, [2.5]],
+        "b": ["x"],
+    }
 
 
 def test_unknown_trackers_are_named_with_the_nearest(tmp_path):
@@ -209,7 +240,9 @@ def test_a_tracker_of_ones_own(tmp_path):
 
 
 def test_tensorboard_events_can_be_read_back_and_are_purged_on_rewind(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
 
     def steps():
         reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -242,7 +275,8 @@ def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, mon
     run_id = (tmp_path / "wandb_run_id").read_text()
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 1
-    deadline = time.monotonic() + 20  # wandb's own process may still write after `finish`; it ends before ours does
+    # wandb's own process may still write after `finish`; it ends before ours does
+    deadline = time.monotonic() + 20
     while b"val/generations" not in files[0].read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert b"val/generations" in files[0].read_bytes()
@@ -260,5 +294,7 @@ def test_wandb_without_a_login_is_told_with_the_ways_out(tmp_path, monkeypatch):
         raise wandb.errors.UsageError("No API key configured.")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match="trainer.logger=wandb cannot be used: No API key.*WANDB_MODE=offline"):
+    with pytest.raises(
+        ConfigError, match="trainer.logger=wandb cannot be used: No API key.*WANDB_MODE=offline"
+    ):
         make_tracker(tmp_path, ["wandb"])

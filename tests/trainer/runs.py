@@ -12,7 +12,8 @@ from verl.checkpoint.sharded import MODEL, OPTIMIZER, SHARDED_FOLDER, SavedTenso
 from verl.trainer.main_ppo import main
 from verl.utils.logging import logger
 
-# The packaged model on its ten prompts, smaller than its defaults: a step takes a tenth of a second.
+# The packaged model on its ten prompts, smaller than its defaults: a step takes a tenth of a
+# second.
 TOY = [
     "data.dataset_name=toy",
     "data.train_batch_size=4",
@@ -27,10 +28,15 @@ PPO = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3"]
 
 
 def command_line(folder: Path, *overrides: str, base: list[str] | None = None) -> list[str]:
-    """The arguments of a run with metrics.jsonl and checkpoints in `folder`; `overrides` replace those of `base`."""
+    """The arguments of a run with metrics.jsonl and checkpoints in `folder`; `overrides` replace
+    those of `base`."""
     where = [f"trainer.default_local_dir={folder}", 'trainer.logger=["console","file"]']
     given = {override.partition("=")[0] for override in overrides}
-    first = [override for override in [*(TOY if base is None else base), *where] if override.split("=")[0] not in given]
+    first = [
+        override
+        for override in [*(TOY if base is None else base), *where]
+        if override.split("=")[0] not in given
+    ]
     return [*first, *overrides]
 
 
@@ -40,7 +46,8 @@ def run(folder: Path, *overrides: str, base: list[str] | None = None) -> int:
 
 
 def run_in_child(action: Callable[[], int]) -> int:
-    """The wait status of a forked process that does `action`: what kills it does not kill the tests."""
+    """The wait status of a forked process that does `action`: what kills it does not kill the
+    tests."""
     child = os.fork()
     if child == 0:
         status = 99
@@ -62,12 +69,21 @@ def step_lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in metric_lines(folder) if line["step"] > 0]
 
 
-TIMES = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "perf/rollout_")
+TIMES = (
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/rollout_",
+)
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines less what a clock says."""
-    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIMES)}
+        for line in lines
+    ]
 
 
 def weights(folder: Path, step: int, role: str = "actor") -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Algorithms in whole steps: every estimator with every loss, DAPO, ReMax, PF-PPO, the corrections, and resume."""
+"""Algorithms in whole steps: every estimator with every loss, DAPO, ReMax, PF-PPO, the corrections,
+and resume."""
 
 import logging
 import math
@@ -23,7 +24,11 @@ from verl.workers.losses import PolicyObjective
 
 pytestmark = pytest.mark.timeout(120)
 
-ACTOR, CORRECTION, FILTER = "actor_rollout_ref.actor", "algorithm.rollout_correction", "algorithm.filter_groups"
+ACTOR, CORRECTION, FILTER = (
+    "actor_rollout_ref.actor",
+    "algorithm.rollout_correction",
+    "algorithm.filter_groups",
+)
 LOSSES = sorted(name for name in policy_losses if not name.startswith("test_"))
 ESTIMATORS = sorted(name for name in advantage_estimators if not name.startswith("test_"))
 
@@ -47,14 +52,22 @@ def trainer_of(folder, *overrides: str, **parts: Any) -> PPOTrainer:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
-    """With critic, reference and greedy scores, so that every estimator finds what it reads; two updates a step."""
+    """With critic, reference and greedy scores, so that every estimator finds what it reads; two
+    updates a step."""
     folder = tmp_path_factory.mktemp("pairs")
     given = [
-        "algorithm.adv_estimator=remax", "critic.enable=True", "data.train_batch_size=4", "trainer.logger=[]",
-        "data.max_response_length=4", "actor_rollout_ref.rollout.n=2", f"{ACTOR}.ppo_mini_batch_size=2",
-        f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.policy_loss.clip_cov_lb=0", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2",
+        "algorithm.adv_estimator=remax",
+        "critic.enable=True",
+        "data.train_batch_size=4",
+        "trainer.logger=[]",
+        "data.max_response_length=4",
+        "actor_rollout_ref.rollout.n=2",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.policy_loss.clip_cov_lb=0",
+        f"{ACTOR}.policy_loss.clip_cov_ratio=0.2",
         "algorithm.gdpo_reward_keys=[score,length]",
-    ]  # fmt: skip
+    ]
     trainer = trainer_of(folder, *given, reward_fn=varied_reward, val_reward_fn=varied_reward)
     trainer.sync_weights()
     yield trainer
@@ -67,33 +80,45 @@ def test_every_estimator_takes_three_steps_with_every_loss(trainer, monkeypatch,
     if estimator != "gae":
         monkeypatch.setattr(trainer, "critic_wg", None)
     if estimator != "remax":  # no greedy scores
-        monkeypatch.setattr(trainer, "collect", lambda prompts: PPOTrainer.collect(trainer, prompts))
+        monkeypatch.setattr(
+            trainer, "collect", lambda prompts: PPOTrainer.collect(trainer, prompts)
+        )
     trainer.estimator = advantage_estimators.get(estimator)
     worker = trainer.actor_rollout_wg.worker
     for loss in LOSSES:
         worker.config.actor.policy_loss.loss_mode = loss
         worker.objective = PolicyObjective(worker.config.actor)
-        before = {name: tensor.clone() for name, tensor in worker.engine.hf_model.state_dict().items()}
+        before = {
+            name: tensor.clone() for name, tensor in worker.engine.hf_model.state_dict().items()
+        }
         norms = []
         for _ in range(3):
             trainer.global_step += 1
             trainer.metrics = {}
             batch = trainer.step(next(iter(trainer.train_loader)))
             assert batch.batch["advantages"].isfinite().all()
-            assert all(math.isfinite(value) for value in trainer.metrics.values()), (estimator, loss)
+            assert all(math.isfinite(value) for value in trainer.metrics.values()), (
+                estimator,
+                loss,
+            )
             assert trainer.metrics["actor/skipped_updates"] == 0
             norms.append(trainer.metrics["actor/grad_norm"])
         assert max(norms) > 0
         assert not same_bits(before, worker.engine.hf_model.state_dict())
 
 
-# ---------------------------------------------------------------- the planned pre-pass of the covariance losses
+# ---------------------------------------------------------------- the planned pre-pass of the covar
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
 def test_a_loss_of_the_whole_mini_batch_does_not_see_micro_batches(tmp_path, loss):
-    own = [f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.policy_loss.clip_cov_lb=0", "trainer.max_steps=1",
-           f"{ACTOR}.policy_loss.{loss}_ratio=0.2", f"{ACTOR}.ppo_epochs=2"]  # fmt: skip
+    own = [
+        f"{ACTOR}.policy_loss.loss_mode={loss}",
+        f"{ACTOR}.policy_loss.clip_cov_lb=0",
+        "trainer.max_steps=1",
+        f"{ACTOR}.policy_loss.{loss}_ratio=0.2",
+        f"{ACTOR}.ppo_epochs=2",
+    ]
     whole, cut, other = tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
     assert run(whole, *own) == 0
     assert run(cut, *own, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == 0
@@ -114,9 +139,17 @@ def test_a_loss_of_the_whole_mini_batch_does_not_see_micro_batches(tmp_path, los
 def scored_batch(scores: list[float], uids: list[str], dropped: tuple[int, ...] = ()) -> DataProto:
     mask = torch.ones(len(scores), 2, dtype=torch.int64)
     mask[list(dropped)] = 0
-    columns = {"token_level_scores": torch.tensor([[0.0, score] for score in scores]), "response_mask": mask}
-    extra = {"uid": np.array(uids, dtype=object), "acc": np.array([score > 0.5 for score in scores], dtype=object)}
-    return DataProto.from_dict(tensors=columns, non_tensors=extra, meta_info={"reward_fields": ["acc"]})
+    columns = {
+        "token_level_scores": torch.tensor([[0.0, score] for score in scores]),
+        "response_mask": mask,
+    }
+    extra = {
+        "uid": np.array(uids, dtype=object),
+        "acc": np.array([score > 0.5 for score in scores], dtype=object),
+    }
+    return DataProto.from_dict(
+        tensors=columns, non_tensors=extra, meta_info={"reward_fields": ["acc"]}
+    )
 
 
 def test_prompts_whose_responses_are_alike_are_told_apart():
@@ -124,17 +157,24 @@ def test_prompts_whose_responses_are_alike_are_told_apart():
     assert rows_that_differ(batch, "score").tolist() == [True, True, True, True, False, False]
     assert rows_that_differ(batch, "acc").tolist() == [True, True, False, False, False, False]
     dropped = scored_batch([0.0, 1.0, 1.0, 0.5, 0.5, 0.0], ["a"] * 3 + ["b"] * 3, dropped=(0, 5))
-    assert not rows_that_differ(dropped, "score").any(), "a reward that could not be had is no difference"
+    assert not rows_that_differ(dropped, "score").any(), (
+        "a reward that could not be had is no difference"
+    )
     with pytest.raises(ConfigError, match=r"metric='accuracy'.*score, acc"):
         rows_that_differ(batch, "accuracy")
 
 
 def test_a_field_that_tells_prompts_apart_is_one_value_a_response():
     batch = scored_batch([0.0, 1.0], ["a", "a"])
-    batch.non_tensor_batch["acc"] = np.array([torch.tensor(1.0), torch.tensor(1.0), None], dtype=object)[:-1]
+    batch.non_tensor_batch["acc"] = np.array(
+        [torch.tensor(1.0), torch.tensor(1.0), None], dtype=object
+    )[:-1]
     assert not rows_that_differ(batch, "acc").any()
     batch.non_tensor_batch["acc"] = np.array([["1"], ["2"], None], dtype=object)[:-1]
-    with pytest.raises(ConfigError, match=r"metric='acc' must be a field of one number or text .*\['1'\] of type list"):
+    with pytest.raises(
+        ConfigError,
+        match=r"metric='acc' must be a field of one number or text .*\['1'\] of type list",
+    ):
         rows_that_differ(batch, "acc")
 
 
@@ -171,7 +211,9 @@ def test_a_dapo_batch_is_full_of_prompts_that_teach(tmp_path):
         assert 0 < line["train/kept_prompts"] <= 1
     rounds = [line["train/num_gen_batches"] for line in lines]
     assert max(rounds) > 1, "some prompts of the toy set have no spread"
-    assert trainer.train_loader.state_dict()["epoch"] == int(sum(rounds)) // 2, "two batches an epoch, counted all"
+    assert trainer.train_loader.state_dict()["epoch"] == int(sum(rounds)) // 2, (
+        "two batches an epoch, counted all"
+    )
     later = next(batch for batch, number in zip(trainer.batches, rounds) if number > 1)
     numbers = [int(uid.split("-")[1]) for uid in later.non_tensor_batch["uid"]]
     assert max(numbers) >= 4, "further prompts have numbers, and with them noise, of their own"
@@ -195,9 +237,17 @@ def alike(data: DataProto, return_dict: bool = False) -> Any:
 def test_the_bound_of_dynamic_sampling(tmp_path):
     bound = [*DAPO, f"{FILTER}.max_num_gen_batches=2", "trainer.max_steps=1"]
     stopped = trainer_of(tmp_path / "error", *bound, reward_fn=alike, val_reward_fn=alike)
-    with pytest.raises(DataError, match=r"2 batches of prompts gave 0 .*4 are wanted.*on_exhausted=fill"):
+    with pytest.raises(
+        DataError, match=r"2 batches of prompts gave 0 .*4 are wanted.*on_exhausted=fill"
+    ):
         stopped.fit()
-    filled = trainer_of(tmp_path / "fill", *bound, f"{FILTER}.on_exhausted=fill", reward_fn=alike, val_reward_fn=alike)
+    filled = trainer_of(
+        tmp_path / "fill",
+        *bound,
+        f"{FILTER}.on_exhausted=fill",
+        reward_fn=alike,
+        val_reward_fn=alike,
+    )
     filled.fit()
     (line,) = step_lines(tmp_path / "fill")
     assert (line["train/num_gen_batches"], line["train/kept_prompts"]) == (2, 0)
@@ -217,7 +267,9 @@ def test_remax_compares_with_the_greedy_response(tmp_path):
     trainer.tracker.finish()
     assert torch.equal(batch.batch["reward_baselines"], greedy.repeat_interleave(3))
     scores = batch.batch["token_level_scores"].sum(-1)
-    torch.testing.assert_close(batch.batch["advantages"][:, 0], scores - greedy.repeat_interleave(3))
+    torch.testing.assert_close(
+        batch.batch["advantages"][:, 0], scores - greedy.repeat_interleave(3)
+    )
 
 
 def test_remax_drops_a_prompt_whose_greedy_response_has_no_score(tmp_path):
@@ -242,7 +294,9 @@ def test_remax_drops_a_prompt_whose_greedy_response_has_no_score(tmp_path):
     kept = batch.batch["reward_baselines"][3:]
     assert trainer.metrics["critic/greedy_score/mean"] == pytest.approx(kept.mean().item())
     lost |= {1, 2, 3}
-    with pytest.raises(RewardError, match="All samples of this step were dropped: .* greedy response"):
+    with pytest.raises(
+        RewardError, match="All samples of this step were dropped: .* greedy response"
+    ):
         trainer.collect(prompts)
 
 
@@ -253,13 +307,18 @@ def test_the_plain_step_refuses_what_it_would_leave_out(tmp_path, override):
 
 
 def test_pf_ppo_learns_from_samples_with_a_reward(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path, "algorithm.use_pf_ppo=True", "algorithm.adv_estimator=gae", "trainer.max_steps=1")
+    trainer = trainer_of(
+        tmp_path, "algorithm.use_pf_ppo=True", "algorithm.adv_estimator=gae", "trainer.max_steps=1"
+    )
     seen = []
-    for group, name in ((trainer.actor_rollout_wg, "update_actor"), (trainer.critic_wg, "update_critic")):
+    for group, name in (
+        (trainer.actor_rollout_wg, "update_actor"),
+        (trainer.critic_wg, "update_critic"),
+    ):
         update = getattr(group, name)
         monkeypatch.setattr(
             group, name, lambda rows, *args, update=update: seen.append(rows) or update(rows, *args)
-        )  # fmt: skip
+        )
     trainer.fit()
     critic, actor = (rows.batch["token_level_scores"].sum(-1) for rows in seen)
     assert torch.equal(critic, actor)
@@ -281,7 +340,8 @@ def off_policy(trainer: PPOTrainer, shift: torch.Tensor) -> DataProto:
 
 def test_the_actor_gets_weights_and_rejections_and_the_batch_stays(tmp_path):
     shift = torch.zeros(16, 1)
-    shift[3], shift[5] = 2.0, -0.3  # the trainer finds row 3 far less likely, and row 5 a little likelier, a token
+    # the trainer finds row 3 far less likely, and row 5 a little likelier, a token
+    shift[3], shift[5] = 2.0, -0.3
     given = [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=geometric"]
     trainer = trainer_of(tmp_path, *given, "trainer.logger=[]")
     batch = off_policy(trainer, shift)
@@ -303,19 +363,30 @@ def test_the_actor_gets_weights_and_rejections_and_the_batch_stays(tmp_path):
 
 def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
     trainer = trainer_of(
-        tmp_path, "trainer.logger=[]", f"{CORRECTION}.rollout_is=sequence", f"{ACTOR}.use_kl_loss=True"
+        tmp_path,
+        "trainer.logger=[]",
+        f"{CORRECTION}.rollout_is=sequence",
+        f"{ACTOR}.use_kl_loss=True",
     )
     batch = off_policy(trainer, torch.zeros(16, 1))
     objective = trainer.actor_rollout_wg.worker.objective
     names = ["advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs"]
     mask = batch.batch["response_mask"].bool()
     columns = {name: batch.batch[name][mask] for name in names}
-    columns |= {"response_mask": mask[mask].long(), "weights": torch.full_like(columns["advantages"], 0.5)}
-    outputs = {"log_probs": columns["old_log_probs"] - 0.1, "entropy": torch.zeros_like(columns["advantages"])}
+    columns |= {
+        "response_mask": mask[mask].long(),
+        "weights": torch.full_like(columns["advantages"], 0.5),
+    }
+    outputs = {
+        "log_probs": columns["old_log_probs"] - 0.1,
+        "entropy": torch.zeros_like(columns["advantages"]),
+    }
     sequence = mask.nonzero()[:, 0]
     plain = objective(outputs, columns, sequence)
     halved = objective(
-        outputs, {**columns, "rollout_is_weights": torch.full_like(columns["advantages"], 0.5)}, sequence
+        outputs,
+        {**columns, "rollout_is_weights": torch.full_like(columns["advantages"], 0.5)},
+        sequence,
     )
     torch.testing.assert_close(halved.sums["actor/pg_loss"], plain.sums["actor/pg_loss"] / 2)
     assert torch.equal(halved.sums["actor/kl_loss"], plain.sums["actor/kl_loss"])
@@ -323,7 +394,9 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
 
 
 def test_bypass_takes_the_rollouts_log_probs(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path, "trainer.logger=[]", f"{CORRECTION}.bypass_mode=True", f"{ACTOR}.ppo_epochs=2")
+    trainer = trainer_of(
+        tmp_path, "trainer.logger=[]", f"{CORRECTION}.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"
+    )
     monkeypatch.delattr(type(trainer.actor_rollout_wg.worker), "compute_log_prob")
     batch = off_policy(trainer, torch.full((16, 1), -0.1))
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
@@ -331,51 +404,72 @@ def test_bypass_takes_the_rollouts_log_probs(tmp_path, monkeypatch):
     assert trainer.metrics["actor/grad_norm"] > 0
 
 
-# ---------------------------------------------------------------- controllers, and what the log says
+# ---------------------------------------------------------------- controllers, and what the log say
 
 
 def test_the_entropy_coefficient_is_moved_and_resumes(tmp_path):
-    given = ["algorithm.entropy_ctrl.type=adaptive", "algorithm.entropy_ctrl.target_entropy=20", "trainer.save_freq=2"]
+    given = [
+        "algorithm.entropy_ctrl.type=adaptive",
+        "algorithm.entropy_ctrl.target_entropy=20",
+        "trainer.save_freq=2",
+    ]
     assert run(tmp_path / "moved", *given, "algorithm.entropy_ctrl.delta=0.5") == 0
     assert run(tmp_path / "still", *given, "algorithm.entropy_ctrl.delta=1e-12") == 0
     moved, still = (without_times(step_lines(tmp_path / name)) for name in ("moved", "still"))
     assert moved[0] == still[0], "it starts from actor.entropy_coeff"
     assert not same_bits(weights(tmp_path / "moved", 2), weights(tmp_path / "still", 2))
-    state = torch.load(tmp_path / "moved" / "global_step_2" / "trainer" / "state.pt", weights_only=False)
+    state = torch.load(
+        tmp_path / "moved" / "global_step_2" / "trainer" / "state.pt", weights_only=False
+    )
     assert state["entropy_controller"] == {"coef": 1.0, "value": 1.0}
 
 
 def test_the_log_tells_advantage_and_loss_as_formulas(tmp_path, capfd):
-    own = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.clip_ratio_high=0.28",
-           "trainer.max_steps=1", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-           "algorithm.norm_adv_by_std_in_grpo=False", f"{CORRECTION}.rollout_is=token"]  # fmt: skip
+    own = [
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.entropy_coeff=0.01",
+        f"{ACTOR}.clip_ratio_high=0.28",
+        "trainer.max_steps=1",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        f"{CORRECTION}.rollout_is=token",
+    ]
     assert run(tmp_path, *own) == 0
     said = capfd.readouterr()
     text = said.out + said.err
     assert "A = grpo: r - mean of the group\n" in text
     assert "vanilla: max(-r A, -A clip(r, 1 - 0.2, 1 + 0.28)), at most -3.0 A where A < 0" in text
     assert "- 0.01 entropy + 0.001 KL(pi, reference) by low_var_kl" in text
-    assert "sum over a response's tokens / data.max_response_length, mean over the responses" in text
+    assert (
+        "sum over a response's tokens / data.max_response_length, mean over the responses" in text
+    )
     assert "weighted by pi_old / rollout by token, bounded above by 2 (truncate)" in text
 
 
 def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
-    """A recipe for verl 0.5, unchanged: its loss is registered by the old path, and the log warns of micro-batches."""
+    """A recipe for verl 0.5, unchanged: its loss is registered by the old path, and the log warns
+    of micro-batches."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
         "from verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss\n"
         "@register_policy_loss('recipe_loss')\n"
-        "def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode='token-mean', config=None):\n"
+        "def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode='token-mean', "
+        "config=None):\n"
         "    kl = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum()\n"
-        "    pg = agg_loss(-advantages * (log_prob - old_log_prob).exp(), response_mask, loss_agg_mode)\n"
+        "    pg = agg_loss(-advantages * (log_prob - old_log_prob).exp(), response_mask, "
+        "loss_agg_mode)\n"
         "    return pg, config.clip_ratio_c * kl * 0, kl, kl * 0\n"
         "@register_adv_est('recipe_estimator')\n"
         "def estimator(token_level_rewards, response_mask, index, config=None, **kwargs):\n"
         "    scores = token_level_rewards.sum(-1, keepdim=True) - 0.25\n"
         "    return scores * response_mask, scores * response_mask\n"
     )
-    own = [f"actor_rollout_ref.model.external_lib={recipe}", "algorithm.adv_estimator=recipe_estimator",
-           f"{ACTOR}.policy_loss.loss_mode=recipe_loss", f"{ACTOR}.ppo_mini_batch_size=2"]  # fmt: skip
+    own = [
+        f"actor_rollout_ref.model.external_lib={recipe}",
+        "algorithm.adv_estimator=recipe_estimator",
+        f"{ACTOR}.policy_loss.loss_mode=recipe_loss",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+    ]
     with pytest.warns(DeprecationWarning, match=r"register_policy_loss is now verl\.algorithms"):
         assert run(tmp_path / "whole", *own) == 0
     assert "recipe_loss: a loss of verl's padded signature" in "".join(capfd.readouterr())
@@ -387,7 +481,8 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
 
 
 def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
-    """Looking for the rows that spoilt it runs the loss again; the mismatch is of the update alone."""
+    """Looking for the rows that spoilt it runs the loss again; the mismatch is of the update
+    alone."""
     trainer = trainer_of(tmp_path, "trainer.logger=[]", "trainer.max_steps=1")
     objective = trainer.actor_rollout_wg.worker.objective
     tokens = []
@@ -413,7 +508,12 @@ def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
 
 def test_the_critic_warms_up_for_exactly_so_many_steps(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    given = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "trainer.max_steps=4", "trainer.save_freq=1"]
+    given = [
+        "algorithm.adv_estimator=gae",
+        "trainer.critic_warmup=2",
+        "trainer.max_steps=4",
+        "trainer.save_freq=1",
+    ]
     assert run(tmp_path, *given) == 0
     assert ["actor/pg_loss" in line for line in step_lines(tmp_path)] == [False, False, True, True]
     first, second, third = (weights(tmp_path, step) for step in (1, 2, 3))

@@ -1,4 +1,5 @@
-"""The facade of a program or a notebook: trains as the entry point does, answers and scores by itself."""
+"""The facade of a program or a notebook: trains as the entry point does, answers and scores by
+itself."""
 
 import json
 import runpy
@@ -57,16 +58,23 @@ def entry_point(folder: Path, *overrides: str) -> Any:
 
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reward_model(tmp_path_factory.mktemp("rm") / "rm", "gpt2", tokenizer=other_tokenizer())
+    return save_reward_model(
+        tmp_path_factory.mktemp("rm") / "rm", "gpt2", tokenizer=other_tokenizer()
+    )
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> RLTrainer:
     """No training data, no critic: for what can be used alone."""
-    model = {"actor_rollout_ref.model.path": "toy", "algorithm.adv_estimator": "grpo", "rollout_config": {"n": 2}}
+    model = {
+        "actor_rollout_ref.model.path": "toy",
+        "algorithm.adv_estimator": "grpo",
+        "rollout_config": {"n": 2},
+    }
     folder = str(tmp_path_factory.mktemp("untrained"))
     return RLTrainer(
-        {**model, "max_new_tokens": 8, "data.max_prompt_length": 24}, trainer={"default_local_dir": folder}
+        {**model, "max_new_tokens": 8, "data.max_prompt_length": 24},
+        trainer={"default_local_dir": folder},
     )
 
 
@@ -78,7 +86,9 @@ def by_transformers(state: dict[str, torch.Tensor] | None = None) -> list[str]:
     texts = []
     for chat in CHATS:
         ids = torch.tensor([apply_chat_template(tokenizer, chat)])
-        said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        said = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+        )
         texts.append(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
     return texts
 
@@ -91,10 +101,14 @@ def test_it_trains_with_the_bits_of_the_entry_point_whatever_was_asked_before(tm
     before = trainer.rollout(ASKED, greedy=True)
     metrics = trainer.train(micro_batch_size=2, gradient_accumulation_steps=4)
     sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-    sizes += [f"{role}.ppo_micro_batch_size_per_gpu=2" for role in ("actor_rollout_ref.actor", "critic")]
+    sizes += [
+        f"{role}.ppo_micro_batch_size_per_gpu=2" for role in ("actor_rollout_ref.actor", "critic")
+    ]
     entry_point(tmp_path / "theirs", "algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", *sizes)
 
-    assert without_times(step_lines(tmp_path / "ours")) == without_times(step_lines(tmp_path / "theirs"))
+    assert without_times(step_lines(tmp_path / "ours")) == without_times(
+        step_lines(tmp_path / "theirs")
+    )
     for role in ("actor", "critic"):
         assert same_bits(weights(tmp_path / "ours", 2, role), weights(tmp_path / "theirs", 2, role))
     assert metrics["training/global_step"] == 2
@@ -102,12 +116,16 @@ def test_it_trains_with_the_bits_of_the_entry_point_whatever_was_asked_before(tm
 
     state = trainer.ppo.actor_rollout_wg.worker.engine.hf_model.state_dict()
     assert before == by_transformers()
-    assert trainer.rollout(ASKED, greedy=True) == by_transformers(state) != before, "the weights of now"
+    assert trainer.rollout(ASKED, greedy=True) == by_transformers(state) != before, (
+        "the weights of now"
+    )
     critic = trainer.critic.model
     assert isinstance(critic, CriticModel)
     assert isinstance(critic.value_head, nn.Module)
     saved = weights(tmp_path / "ours", 2, "critic")
-    assert sum(tensor.numel() for tensor in saved.values()) == sum(p.numel() for p in critic.parameters())
+    assert sum(tensor.numel() for tensor in saved.values()) == sum(
+        p.numel() for p in critic.parameters()
+    )
     with pytest.raises(ConfigError, match=r"train\(\) has run already, to step 2 of 2"):
         trainer.train()
 
@@ -127,7 +145,9 @@ def test_amp_computes_in_bfloat16_over_float32_parameters(tmp_path):
 def test_what_models_are_built_by_is_settled_once_they_are_loaded(tmp_path):
     trainer = facade(tmp_path)
     trainer.rollout(ASKED[:1])
-    with pytest.raises(ConfigError, match=r"amp=True changes .*compute_dtype, but the models are loaded already"):
+    with pytest.raises(
+        ConfigError, match=r"amp=True changes .*compute_dtype, but the models are loaded already"
+    ):
         trainer.train(amp=True)
 
 
@@ -138,7 +158,9 @@ def test_prompts_come_as_texts_as_chats_or_as_a_batch(untrained):
     greedy = untrained.rollout(ASKED, greedy=True)
     assert greedy == untrained.rollout(CHATS, greedy=True) == by_transformers()
     batch = untrained.rollout(CHATS, greedy=True, as_batch=True)
-    asked = DataProto.from_dict(non_tensors={"raw_prompt_ids": batch.non_tensor_batch["raw_prompt_ids"]})
+    asked = DataProto.from_dict(
+        non_tensors={"raw_prompt_ids": batch.non_tensor_batch["raw_prompt_ids"]}
+    )
     assert untrained.rollout(asked, greedy=True) == greedy
     assert list(asked.non_tensor_batch) == ["raw_prompt_ids"], "the caller's batch stays as it is"
 
@@ -161,7 +183,10 @@ def test_noise_follows_the_seed(untrained):
         ([CHATS[0], 3], "Prompt 1 must be a list of messages"),
         (CHATS[0], "Prompt 0 must be a list of messages"),
         (["ok", "1 + " * 30], "Prompt 1 has .* tokens, data.max_prompt_length allows 24. Raise it"),
-        (DataProto.from_dict(non_tensors={"raw_prompt": CHATS}), "needs the object column raw_prompt_ids"),
+        (
+            DataProto.from_dict(non_tensors={"raw_prompt": CHATS}),
+            "needs the object column raw_prompt_ids",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_told(untrained, prompts, told):
@@ -190,27 +215,37 @@ def test_what_there_is_not_is_told(untrained):
 
 
 def test_a_reward_model_of_another_family_scores_in_its_own_tokens(tmp_path, reward_folder):
-    trainer = facade(tmp_path, **{"reward_model": {"enable": True, "model": {"path": str(reward_folder)}}})
+    trainer = facade(
+        tmp_path, **{"reward_model": {"enable": True, "model": {"path": str(reward_folder)}}}
+    )
     model, tokenizer = RewardModel.from_pretrained(reward_folder), load_tokenizer(reward_folder)
     said = ["14", "no idea", "7"]
     for prompts in (None, ASKED, CHATS):
         scores = trainer.compute_reward(said, prompts)
         assert scores.shape == (3,)
         assert scores.std() > 0.1, "too flat to tell a difference"
-        torch.testing.assert_close(scores, compute_reward(model, said, prompts), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            scores, compute_reward(model, said, prompts), atol=1e-4, rtol=1e-5
+        )
     ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in [*said[:2], "77"]]
-    torch.testing.assert_close(trainer.compute_reward(ids), model.score([row.tolist() for row in ids]))
+    torch.testing.assert_close(
+        trainer.compute_reward(ids), model.score([row.tolist() for row in ids])
+    )
 
     batch = trainer.rollout(ASKED, as_batch=True)
     texts = trainer.rollout(ASKED)
     torch.testing.assert_close(trainer.compute_reward(batch), trainer.compute_reward(texts, ASKED))
-    with pytest.raises(RewardError, match=r"The input of response 1 has .* it takes 256.*max_response_length\.$"):
+    with pytest.raises(
+        RewardError, match=r"The input of response 1 has .* it takes 256.*max_response_length\.$"
+    ):
         trainer.compute_reward(["short", "long" * 80])
     with pytest.raises(RewardError, match="The input of response 2 has one token"):
         trainer.compute_reward([*ids[:2], ids[2][:1]])
     with pytest.raises(RewardError, match="Response 1 is empty"):
         trainer.compute_reward(["a", ""])
-    with pytest.raises(ConfigError, match="reads ground_truth for texts .* here the reward model scores"):
+    with pytest.raises(
+        ConfigError, match="reads ground_truth for texts .* here the reward model scores"
+    ):
         trainer.compute_reward(said, ground_truth=said)
     with torch.no_grad():
         trainer.ppo.rm_wg.worker.engine.hf_model.score.weight.fill_(float("nan"))
@@ -219,22 +254,36 @@ def test_a_reward_model_of_another_family_scores_in_its_own_tokens(tmp_path, rew
 
 
 def test_without_a_reward_model_the_reward_function_scores(untrained):
-    scores = untrained.compute_reward(["14", "8", "the 12?"], ASKED, data_source="toy", ground_truth=["14", "7", "12"])
+    scores = untrained.compute_reward(
+        ["14", "8", "the 12?"], ASKED, data_source="toy", ground_truth=["14", "7", "12"]
+    )
     assert scores.tolist()[:2] == [1.0, 0.0]
     assert scores.dtype == torch.float32
-    gsm8k = untrained.compute_reward(["#### 72", "#### 7"], data_source="openai/gsm8k", ground_truth="72")
-    assert gsm8k.tolist() == [1.0, 0.0], "texts as they are, also of characters that the actor's tokenizer lacks"
+    gsm8k = untrained.compute_reward(
+        ["#### 72", "#### 7"], data_source="openai/gsm8k", ground_truth="72"
+    )
+    assert gsm8k.tolist() == [1.0, 0.0], (
+        "texts as they are, also of characters that the actor's tokenizer lacks"
+    )
 
 
-@pytest.mark.parametrize("column", [np.array, pd.Series, tuple, lambda entries: np.array(entries, dtype=object)])
+@pytest.mark.parametrize(
+    "column", [np.array, pd.Series, tuple, lambda entries: np.array(entries, dtype=object)]
+)
 def test_one_entry_a_response_may_be_any_column(untrained, column):
     sources, truths = ["openai/gsm8k", "toy"], ["42", "18"]
     columns = {"data_source": column(sources), "ground_truth": column(truths)}
     assert untrained.compute_reward(["#### 42", "18"], **columns).tolist() == [1.0, 1.0]
     for one in ("42", np.array("42"), np.str_("42")):
-        assert untrained.compute_reward(["#### 42"] * 2, data_source="gsm8k", ground_truth=one).tolist() == [1.0, 1.0]
-    with pytest.raises(DataError, match="entry of ground_truth for each of 1 responses, got a table of 1 rows"):
-        untrained.compute_reward(["1"], data_source="toy", ground_truth=pd.DataFrame({"answer": ["1"]}))
+        assert untrained.compute_reward(
+            ["#### 42"] * 2, data_source="gsm8k", ground_truth=one
+        ).tolist() == [1.0, 1.0]
+    with pytest.raises(
+        DataError, match="entry of ground_truth for each of 1 responses, got a table of 1 rows"
+    ):
+        untrained.compute_reward(
+            ["1"], data_source="toy", ground_truth=pd.DataFrame({"answer": ["1"]})
+        )
 
 
 REWARD = """
@@ -259,18 +308,38 @@ def test_a_failing_reward_is_an_error_with_the_number_of_its_response(tmp_path):
     [
         (["1"], {}, ConfigError, "a rule needs data_source and ground_truth. Give"),
         (["1"], {"data_source": "toy"}, ConfigError, "a rule needs ground_truth. Give"),
-        (["1"], {"data_source": "toi", "ground_truth": "1"}, RewardError, "No reward rule for data_source 'toi'"),
+        (
+            ["1"],
+            {"data_source": "toi", "ground_truth": "1"},
+            RewardError,
+            "No reward rule for data_source 'toi'",
+        ),
         (
             ["1"],
             {"data_source": "toy", "ground_truth": ["1", "2"]},
             DataError,
             "entry of ground_truth for each of 1 resp",
         ),
-        (["1", ""], {"data_source": "toy", "ground_truth": "1"}, RewardError, "Response 1 must be a text"),
-        ([[3, 4]], {"data_source": "toy", "ground_truth": "1"}, RewardError, "Response 0 must be a text .* got .3, 4"),
+        (
+            ["1", ""],
+            {"data_source": "toy", "ground_truth": "1"},
+            RewardError,
+            "Response 1 must be a text",
+        ),
+        (
+            [[3, 4]],
+            {"data_source": "toy", "ground_truth": "1"},
+            RewardError,
+            "Response 0 must be a text .* got .3, 4",
+        ),
         ([], {"data_source": "toy", "ground_truth": "1"}, DataError, "at least one"),
         ("1", {"data_source": "toy", "ground_truth": "1"}, DataError, "needs a list of responses"),
-        (None, {"data_source": "toy", "ground_truth": "1"}, DataError, "needs a list of responses, .* got None"),
+        (
+            None,
+            {"data_source": "toy", "ground_truth": "1"},
+            DataError,
+            "needs a list of responses, .* got None",
+        ),
     ],
 )
 def test_what_no_function_can_score_is_told(untrained, responses, columns, error, told):
@@ -297,12 +366,17 @@ def test_own_data_and_an_own_reward_need_nothing_in_the_config(tmp_path):
     keys = {**TOY, "data": {"train_batch_size": 4}, "actor_rollout_ref.model.path": "toy"}
     parts = {"train_dataset": Sums(), "reward_fn": reward, "val_reward_fn": reward}
     trainer = RLTrainer(
-        keys, algorithm={"adv_estimator": "grpo"}, trainer={"default_local_dir": str(tmp_path)}, **parts
+        keys,
+        algorithm={"adv_estimator": "grpo"},
+        trainer={"default_local_dir": str(tmp_path)},
+        **parts,
     )
     metrics = trainer.train()
     assert metrics["critic/score/mean"] == metrics["response_length/mean"]
     validated = {**keys, "algorithm.adv_estimator": "grpo", "trainer.test_freq": 1}
-    with pytest.raises(ConfigError, match="has no validation split. Set data.val_files, or give a val_dataset"):
+    with pytest.raises(
+        ConfigError, match="has no validation split. Set data.val_files, or give a val_dataset"
+    ):
         PPOTrainer(validated, **parts)
     by_class = PPOTrainer(validated, **parts, val_dataset=Sums())
     assert len(by_class.train_loader) == len(by_class.val_loader) * 2
@@ -358,19 +432,33 @@ def program(tmp_path_factory: pytest.TempPathFactory, reward_folder: Path) -> Pa
 @pytest.fixture(scope="module")
 def alone(program: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["program.py", str(program / "run.yaml"), str(program / "alone.json"), "{}", "4"])
+        patch.setattr(
+            "sys.argv",
+            ["program.py", str(program / "run.yaml"), str(program / "alone.json"), "{}", "4"],
+        )
         runpy.run_path(str(program / "program.py"))
     return json.loads((program / "alone.json").read_text())
 
 
-APART = {"actor_placement": [0], "critic_placement": [1], "reward_model_placement": [1], "enable_hybrid_engine": False}
+APART = {
+    "actor_placement": [0],
+    "critic_placement": [1],
+    "reward_model_placement": [1],
+    "enable_hybrid_engine": False,
+}
 
 
 @pytest.mark.parametrize(("keywords", "steps", "place"), [({}, 2, "[0, 1]"), (APART, 4, "[1]")])
-def test_two_ranks_answer_score_and_train_as_one_process(alone, program, tmp_path, keywords, steps, place):
+def test_two_ranks_answer_score_and_train_as_one_process(
+    alone, program, tmp_path, keywords, steps, place
+):
     arguments = ["run.yaml", str(tmp_path / "told.json"), json.dumps(keywords), str(steps)]
     done = subprocess.run(
-        [*TORCHRUN, "program.py", *arguments], cwd=program, capture_output=True, text=True, timeout=170
+        [*TORCHRUN, "program.py", *arguments],
+        cwd=program,
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     told = json.loads((tmp_path / "told.json").read_text())

@@ -1,4 +1,5 @@
-"""What a user can get wrong ends in one clear message and exit code 1, and never in a traceback of ours."""
+"""What a user can get wrong ends in one clear message and exit code 1, and never in a traceback of
+ours."""
 
 import json
 import signal
@@ -48,7 +49,9 @@ def message(capfd: pytest.CaptureFixture[str], status: int) -> str:
 
 def reward_file(tmp_path: Path, body: str) -> list[str]:
     path = tmp_path / "reward.py"
-    path.write_text(f"import math, time\n\ndef compute_score(data_source, solution_str, **_):\n    {body}\n")
+    path.write_text(
+        f"import math, time\n\ndef compute_score(data_source, solution_str, **_):\n    {body}\n"
+    )
     return [f"custom_reward_function.path={path}"]
 
 
@@ -84,7 +87,9 @@ def test_a_missing_file(tmp_path, capfd):
 
 def test_fewer_rows_than_a_batch(tmp_path, capfd):
     path = write_lines(tmp_path / "train.jsonl", toy_rows()[:3])
-    assert "batch of 4 prompts does not fit a dataset of 3" in message(capfd, run(tmp_path, base=on_files(path)))
+    assert "batch of 4 prompts does not fit a dataset of 3" in message(
+        capfd, run(tmp_path, base=on_files(path))
+    )
 
 
 def test_a_prompt_longer_than_allowed(tmp_path, capfd):
@@ -99,7 +104,9 @@ def test_a_prompt_longer_than_allowed(tmp_path, capfd):
 
 
 def test_a_data_source_without_a_rule(tmp_path, capfd):
-    path = write_lines(tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()])
+    path = write_lines(
+        tmp_path / "train.jsonl", [{**row, "data_source": "tey"} for row in toy_rows()]
+    )
     # Told before a weight is loaded.
     model = f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
     text = message(capfd, run(tmp_path, model, base=on_files(path)))
@@ -124,7 +131,9 @@ def test_a_row_that_no_rule_scores_is_named_at_start(tmp_path, capfd, change, to
     assert text.startswith(f"{path}, row 3: ")
     assert told in text
     valid = [f"data.val_files={path}", "trainer.test_freq=1"]
-    assert "row 3" in message(capfd, run(tmp_path, model, *valid, base=on_files(Path(toy_files()[0]))))
+    assert "row 3" in message(
+        capfd, run(tmp_path, model, *valid, base=on_files(Path(toy_files()[0])))
+    )
 
 
 def test_a_reward_that_is_no_number(tmp_path, capfd):
@@ -148,7 +157,10 @@ def test_settings_of_ray_for_one_rank_are_said_to_have_no_effect(tmp_path, capfd
 def test_a_reward_function_whose_package_is_missing(tmp_path, capfd):
     path = tmp_path / "reward.py"
     path.write_text("import math\nimport not_there.part\n", encoding="utf-8")
-    told = f"'{path}', line 2: the package 'not_there' is not installed. Install it: pip install not_there"
+    told = (
+        f"'{path}', line 2: the package 'not_there' is not installed. Install it: pip install "
+        "not_there"
+    )
     assert message(capfd, run(tmp_path, f"custom_reward_function.path={path}")) == told
 
 
@@ -164,14 +176,30 @@ def test_a_reward_function_that_sleeps(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("name", "answer", "told"),
     [
-        ("lone", "rewards", "must return a pair (advantages, returns), both of shape (16, 8) (rows, response tokens), "
-         "got Tensor of shape (16, 8)."),
-        ("flat", "(rewards.sum(-1), rewards)", "got a tuple of 2: Tensor of shape (16,), Tensor of shape (16, 8)."),
+        (
+            "lone",
+            "rewards",
+            "must return a pair (advantages, returns), both of shape (16, 8) (rows, response "
+            "tokens), got Tensor of shape (16, 8).",
+        ),
+        (
+            "flat",
+            "(rewards.sum(-1), rewards)",
+            "got a tuple of 2: Tensor of shape (16,), Tensor of shape (16, 8).",
+        ),
         ("nothing", "None", "got NoneType."),
-        ("divides", "(rewards / 0, rewards)", "gave NaN or infinity for finite rewards in 16 of 16 rows"),
-        ("raises", "rewards.nonsense", "raised AttributeError in line 6: 'Tensor' object has no attribute 'nonsense'"),
+        (
+            "divides",
+            "(rewards / 0, rewards)",
+            "gave NaN or infinity for finite rewards in 16 of 16 rows",
+        ),
+        (
+            "raises",
+            "rewards.nonsense",
+            "raised AttributeError in line 6: 'Tensor' object has no attribute 'nonsense'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_estimator_of_the_users_is_named(tmp_path, capfd, name, answer, told):
     path = tmp_path / "mine.py"
     path.write_text(f"""from verl.algorithms.advantages import advantage_estimators
@@ -191,12 +219,28 @@ def estimator(inputs):
 @pytest.mark.parametrize(
     ("name", "answer", "told"),
     [
-        ("raises", "inputs.nonsense", "raised AttributeError in line 5: 'PolicyLossInputs' object has no"),
-        ("vector", "PolicyLossOutput(loss=terms, means={})", "a scalar tensor as loss, got Tensor of shape ("),
-        ("bare", "terms.sum()", "must return a PolicyLossOutput with a scalar tensor as loss, got Tensor of shape ()."),
+        (
+            "raises",
+            "inputs.nonsense",
+            "raised AttributeError in line 5: 'PolicyLossInputs' object has no",
+        ),
+        (
+            "vector",
+            "PolicyLossOutput(loss=terms, means={})",
+            "a scalar tensor as loss, got Tensor of shape (",
+        ),
+        (
+            "bare",
+            "terms.sum()",
+            "must return a PolicyLossOutput with a scalar tensor as loss, got Tensor of shape ().",
+        ),
         ("number", "PolicyLossOutput(loss=1.0, means={})", "got float."),
         ("words", "'a loss'", "a scalar tensor as loss, got str."),
-        ("detached", "PolicyLossOutput(loss=terms.detach().sum(), means={})", "got one without a gradient"),
+        (
+            "detached",
+            "PolicyLossOutput(loss=terms.detach().sum(), means={})",
+            "got one without a gradient",
+        ),
     ],
 )
 def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, told):
@@ -208,9 +252,13 @@ def test_a_policy_loss_of_the_users_is_named(tmp_path, capfd, name, answer, told
 
 
 def test_a_policy_loss_of_the_users_that_is_not_finite_is_named(tmp_path, capfd):
-    path, own = own_policy_loss(tmp_path, "divides", "PolicyLossOutput(loss=terms.sum() * math.nan, means={})")
+    path, own = own_policy_loss(
+        tmp_path, "divides", "PolicyLossOutput(loss=terms.sum() * math.nan, means={})"
+    )
     assert run(tmp_path, *own) == 0
-    warning = f"The policy loss 'test_divides' ({path}) gave nan for finite log-probs and advantages."
+    warning = (
+        f"The policy loss 'test_divides' ({path}) gave nan for finite log-probs and advantages."
+    )
     assert capfd.readouterr().out.count(warning) == 1
 
 
@@ -235,23 +283,37 @@ def test_a_failing_reward_may_count_as_zero(tmp_path):
 
 
 def test_dropped_samples_count_nowhere(tmp_path):
-    """Samples of two characters raise, the others get 1: if the dropped ones counted as 0, these would be above it."""
+    """Samples of two characters raise, the others get 1: if the dropped ones counted as 0, these
+    would be above it."""
     some = reward_file(tmp_path, "return 1 if len(solution_str) != 2 else {}['odd']")
     assert run(tmp_path, *some, "reward_model.on_error=drop", "actor_rollout_ref.rollout.n=8") == 0
     for line in step_lines(tmp_path):
         assert 0 < line["reward/num_errors"] < 32
         assert line["critic/score/min"] == line["critic/score/max"] == 1
         highest = line["critic/advantages/max"]
-        assert highest < 1e-3 or highest == pytest.approx(1, abs=1e-3), "0, or the plain reward of one left alone"
+        assert highest < 1e-3 or highest == pytest.approx(1, abs=1e-3), (
+            "0, or the plain reward of one left alone"
+        )
 
 
 def test_samples_whose_reward_was_dropped_count_in_no_validation(tmp_path):
-    """Short answers raise, the others get 1: what is dropped is neither in the scores nor among the samples."""
+    """Short answers raise, the others get 1: what is dropped is neither in the scores nor among the
+    samples."""
     body = "return {'score': 1, 'pred': solution_str} if len(solution_str) != 2 else {}['odd']"
-    sampled = [f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("n=4", "do_sample=True", "temperature=1.0")]
+    sampled = [
+        f"actor_rollout_ref.rollout.val_kwargs.{name}"
+        for name in ("n=4", "do_sample=True", "temperature=1.0")
+    ]
     folder = tmp_path / "validation"
-    asked = ["trainer.val_only=True", "trainer.val_before_train=True", f"trainer.validation_data_dir={folder}"]
-    assert run(tmp_path, *reward_file(tmp_path, body), "reward_model.on_error=drop", *sampled, *asked) == 0
+    asked = [
+        "trainer.val_only=True",
+        "trainer.val_before_train=True",
+        f"trainer.validation_data_dir={folder}",
+    ]
+    assert (
+        run(tmp_path, *reward_file(tmp_path, body), "reward_model.on_error=drop", *sampled, *asked)
+        == 0
+    )
     rows = [json.loads(line) for line in (folder / "0.jsonl").read_text().splitlines()]
     assert 0 < len(rows) < 40
     assert all(row["score"] == 1 and len(row["pred"]) != 2 for row in rows)
@@ -279,18 +341,30 @@ def test_a_reward_file_with_a_syntax_error(tmp_path, capfd):
     ("override", "expected"),
     [
         ("trainer.max_stepz=3", "trainer.max_steps"),
-        ("actor_rollout_ref.actor.loss_extra=[{name: sft, coef: 1}]", "extra loss term 'sft'. Nearest known: "),
-        ("algorithm.adv_estimator=gprp", "Unknown advantage estimator (algorithm.adv_estimator) 'gprp'. Nearest"),
+        (
+            "actor_rollout_ref.actor.loss_extra=[{name: sft, coef: 1}]",
+            "extra loss term 'sft'. Nearest known: ",
+        ),
+        (
+            "algorithm.adv_estimator=gprp",
+            "Unknown advantage estimator (algorithm.adv_estimator) 'gprp'. Nearest",
+        ),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "Nearest known: vanilla"),
         ("reward_model.reward_manager=naiv", "Nearest known: naive"),
         ("actor_rollout_ref.rollout.name=embeded", "Nearest known: embedded"),
-        ("actor_rollout_ref.actor.loss_extra=[{name: nothing}]", "Unknown extra loss term 'nothing'"),
+        (
+            "actor_rollout_ref.actor.loss_extra=[{name: nothing}]",
+            "Unknown extra loss term 'nothing'",
+        ),
         ("trainer.logger=consol", "Nearest known: console"),
-        ("actor_rollout_ref.model.path=./no_such_folder", "Expected a model folder at './no_such_folder', found none"),
+        (
+            "actor_rollout_ref.model.path=./no_such_folder",
+            "Expected a model folder at './no_such_folder', found none",
+        ),
         ("actor_rollout_ref.model.external_lib=no_such_module", "Cannot import 'no_such_module'"),
         ("custom_reward_function.path=no_such_file.py", "found none at 'no_such_file.py'"),
     ],
-)  # fmt: skip
+)
 def test_a_name_that_does_not_exist(tmp_path, capfd, override, expected):
     text = message(capfd, run(tmp_path, override))
     assert expected in text
@@ -351,7 +425,10 @@ def test_updates_that_are_never_finite_stop_the_run_and_leave_the_weights(tmp_pa
         "def broken(inputs, columns):\n"
         "    return (inputs.log_probs * float('nan')).sum()\n"
     )
-    broken = [f"actor_rollout_ref.model.external_lib={library}", "actor_rollout_ref.actor.loss_extra=[{name: broken}]"]
+    broken = [
+        f"actor_rollout_ref.model.external_lib={library}",
+        "actor_rollout_ref.actor.loss_extra=[{name: broken}]",
+    ]
     limit = ["trainer.max_nonfinite_steps=2", "trainer.max_steps=5", "trainer.save_freq=1"]
     text = message(capfd, run(tmp_path, *broken, *limit))
     assert "2 steps in a row had a non-finite loss or gradient" in text
@@ -371,8 +448,17 @@ def test_a_row_is_named_with_its_file(tmp_path, capfd):
 
 def test_a_folder_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    settings = [f"trainer.default_local_dir={tmp_path / 'file'}", "trainer.save_freq=1", "trainer.logger=[console]"]
-    text = message(capfd, run(tmp_path, *settings, f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"))
+    settings = [
+        f"trainer.default_local_dir={tmp_path / 'file'}",
+        "trainer.save_freq=1",
+        "trainer.logger=[console]",
+    ]
+    text = message(
+        capfd,
+        run(
+            tmp_path, *settings, f"actor_rollout_ref.model.path={folder_without_weights(tmp_path)}"
+        ),
+    )
     assert "trainer.default_local_dir" in text
     assert len(text.splitlines()) == 1
 
@@ -385,7 +471,8 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capfd):
 
 @pytest.fixture
 def hears_ctrl_c() -> Iterator[None]:
-    """A job that a shell runs in the background is started deaf to it, and so are the tests in it."""
+    """A job that a shell runs in the background is started deaf to it, and so are the tests in
+    it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -397,7 +484,9 @@ ENDS = {"SIGINT": (INTERRUPTED, "Interrupted.\n"), "SIGTERM": (TERMINATED, "Ende
 @pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("name", ENDS)
 def test_ctrl_c_and_sigterm_end_a_start_in_one_line(tmp_path, capfd, monkeypatch, name):
-    (tmp_path / f"told_by_{name}.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    (tmp_path / f"told_by_{name}.py").write_text(
+        f"import os, signal\nos.kill(os.getpid(), signal.{name})\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     code = run(tmp_path, f"actor_rollout_ref.model.external_lib=told_by_{name}")
@@ -410,7 +499,9 @@ def test_ctrl_c_and_sigterm_end_a_start_in_one_line(tmp_path, capfd, monkeypatch
 def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, name):
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    reward = reward_file(tmp_path, f"import os, signal; os.kill(os.getpid(), signal.{name}); time.sleep(5)")
+    reward = reward_file(
+        tmp_path, f"import os, signal; os.kill(os.getpid(), signal.{name}); time.sleep(5)"
+    )
     assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
     again = ["trainer.save_freq=1", "reward_model.preflight=False", *reward]
     before = signal.getsignal(signal.SIGTERM)  # Ray's, where a test of this process has begun it

@@ -1,4 +1,5 @@
-"""Scores of responses in a file: estimators against enumeration, and the whole job against scores by hand."""
+"""Scores of responses in a file: estimators against enumeration, and the whole job against scores
+by hand."""
 
 import itertools
 import json
@@ -20,7 +21,7 @@ from verl.trainer.scores import bootstrap_intervals, majority_at_k, pass_at_k
 
 REPOSITORY = Path(__file__).parents[2]
 
-# ---- estimators ------------------------------------------------------------------------------------------------------
+# ---- estimators ----------------------------------------------------------------------------------
 
 
 def test_pass_at_k_is_the_share_of_choices_with_a_response_that_passes():
@@ -46,13 +47,19 @@ def test_majority_at_k_is_the_mean_over_all_choices_of_k(votes):
         assert majority_at_k(answers, scores, k) == pytest.approx(expected, abs=1e-12)
 
 
-def majority_score(choice: tuple[int, ...], answers: list[str | None], scores: list[float]) -> float:
+def majority_score(
+    choice: tuple[int, ...], answers: list[str | None], scores: list[float]
+) -> float:
     """The mean score of the most frequent answer, of several such the mean of all."""
     votes = Counter(answers[i] for i in choice if answers[i] is not None)
     if not votes:
         return float(np.mean([scores[i] for i in choice]))
     winners = [answer for answer, count in votes.items() if count == max(votes.values())]
-    return float(np.mean([np.mean([scores[i] for i in choice if answers[i] == answer]) for answer in winners]))
+    return float(
+        np.mean(
+            [np.mean([scores[i] for i in choice if answers[i] == answer]) for answer in winners]
+        )
+    )
 
 
 def test_majority_of_many_responses():
@@ -77,13 +84,19 @@ def test_bounds_are_those_of_a_mean_of_many_prompts():
     assert (again == low).all()
 
 
-# ---- the whole job ---------------------------------------------------------------------------------------------------
+# ---- the whole job -------------------------------------------------------------------------------
 
 
 def row(source: str, truth: str, *responses: str, **columns: Any) -> dict[str, Any]:
     reward_model = {"style": "rule", "ground_truth": truth}
     prompt = [{"role": "user", "content": f"What is {truth}?"}]
-    return {"data_source": source, "prompt": prompt, "reward_model": reward_model, "responses": responses, **columns}
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "reward_model": reward_model,
+        "responses": responses,
+        **columns,
+    }
 
 
 TWO_SOURCES = [
@@ -129,11 +142,16 @@ def test_rules_score_by_data_source(tmp_path, capsys):
 
 
 def test_prompts_with_other_numbers_of_responses_count_where_they_can(tmp_path):
-    report = evaluate(tmp_path, [row("toy", "4", "4", "5"), row("toy", "6", *"66666")], "metrics.k=[4,1]")
+    report = evaluate(
+        tmp_path, [row("toy", "4", "4", "5"), row("toy", "6", *"66666")], "metrics.k=[4,1]"
+    )
     toy = report["data_sources"]["toy"]
     assert {name: entry["prompts"] for name, entry in toy.items() if isinstance(entry, dict)} == {
-        "mean": 2, "pass@1": 2, "pass@4": 1, "maj@4": 1,
-    }  # fmt: skip
+        "mean": 2,
+        "pass@1": 2,
+        "pass@4": 1,
+        "maj@4": 1,
+    }
 
 
 CUSTOM = """
@@ -163,7 +181,9 @@ def test_a_custom_function_says_what_passes_and_what_is_voted_for(tmp_path, cust
     lines = [row("mine", "a", "a", "a", "b", extra_info={"bonus": 1})]
     found = values(evaluate(tmp_path, lines, *custom)["data_sources"]["mine"])
     assert found["mean"] == pytest.approx(1 / 3)
-    assert found["pass@1"] == pytest.approx(2 / 3), "by acc: the mean score is no share of right answers"
+    assert found["pass@1"] == pytest.approx(2 / 3), (
+        "by acc: the mean score is no share of right answers"
+    )
     assert found["maj@3"] == 1.0
 
 
@@ -186,7 +206,9 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     assert values(report["all"])["mean"] == 1.0
     assert (report["all"]["responses"], report["failures"]["dropped"]) == (2, 2)
     assert "2 dropped" in capsys.readouterr().out
-    found = values(evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop", "metrics.k=[2,4]")["all"])
+    found = values(
+        evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop", "metrics.k=[2,4]")["all"]
+    )
     assert (found["pass@2"], "pass@4" in found) == (1.0, False), "what was paid for is told"
     assert "metrics.k above 2 is left out" in capsys.readouterr().out
     assert main([f"data.path={tmp_path / 'responses.jsonl'}", *quick]) == 1
@@ -219,7 +241,10 @@ def test_what_is_wrong_is_told(tmp_path, capsys, line, overrides, told):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("metrics.k=[1,2]", "metrics.k=[1, 2] asks for more responses than any prompt has, which is 1"),
+        (
+            "metrics.k=[1,2]",
+            "metrics.k=[1, 2] asks for more responses than any prompt has, which is 1",
+        ),
         ("data.output_path={}", "data.output_path must name a file, got the folder"),
         ("data.output_path={}/responses.jsonl/scores.json", "scores.json' cannot be written: "),
     ],
@@ -241,10 +266,13 @@ def test_the_old_name_of_the_r1_recipe_is_the_same_thing(tmp_path, monkeypatch):
     output = tmp_path / "old" / "scores.json"
     function = REPOSITORY / "recipe" / "r1" / "reward_score.py"
     asked = [
-        f"data.path={tmp_path / 'responses.jsonl'}", "data.prompt_key=prompt", "data.response_key=responses",
-        f"data.output_path={output}", f"custom_reward_function.path={function}",
+        f"data.path={tmp_path / 'responses.jsonl'}",
+        "data.prompt_key=prompt",
+        "data.response_key=responses",
+        f"data.output_path={output}",
+        f"custom_reward_function.path={function}",
         "custom_reward_function.name=reward_func",
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr(sys, "argv", ["main_eval", *asked])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("recipe.r1.main_eval", run_name="__main__")
@@ -254,7 +282,12 @@ def test_the_old_name_of_the_r1_recipe_is_the_same_thing(tmp_path, monkeypatch):
 
 def test_the_r1_recipe_scores_its_competitions_as_mathematics(tmp_path):
     function = REPOSITORY / "recipe" / "r1" / "reward_score.py"
-    by_recipe = [f"custom_reward_function.path={function}", "custom_reward_function.name=reward_func"]
-    lines = [row("Maxwell-Jia/AIME_2024", "113", r"\boxed{113}", r"so it is \boxed{113}", r"\boxed{7}")]
+    by_recipe = [
+        f"custom_reward_function.path={function}",
+        "custom_reward_function.name=reward_func",
+    ]
+    lines = [
+        row("Maxwell-Jia/AIME_2024", "113", r"\boxed{113}", r"so it is \boxed{113}", r"\boxed{7}")
+    ]
     found = values(evaluate(tmp_path, lines, *by_recipe)["all"])
     assert (found["mean"], found["maj@3"]) == (pytest.approx(2 / 3), 1.0)

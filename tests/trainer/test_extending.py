@@ -1,4 +1,5 @@
-"""A new algorithm is a page of the user's own: a subclass of the trainer, or a file that registers what is new."""
+"""A new algorithm is a page of the user's own: a subclass of the trainer, or a file that registers
+what is new."""
 
 from typing import Any
 
@@ -60,7 +61,9 @@ class OwnAdvantages(PPOTrainer):
 
     def estimate_advantages(self, batch):
         batch = super().estimate_advantages(batch)
-        batch.batch["advantages"] = batch.batch["advantages"] * (1 - batch.batch["old_log_probs"].exp())
+        batch.batch["advantages"] = batch.batch["advantages"] * (
+            1 - batch.batch["old_log_probs"].exp()
+        )
         return batch
 
 
@@ -73,7 +76,8 @@ def test_an_own_estimate_advantages_finds_old_log_probs(tmp_path, monkeypatch):
 
 
 class DynamicSampling(RayPPOTrainer):
-    """Prompts whose samples all have one score teach nothing: they are left out before the update."""
+    """Prompts whose samples all have one score teach nothing: they are left out before the
+    update."""
 
     def fit(self):
         self.kept = []
@@ -167,18 +171,32 @@ def test_parts_may_be_given_instead_of_named(tmp_path):
 
         def __getitem__(self, row):
             ids = [3 + row, 5, 7]
-            return {"raw_prompt_ids": ids, "raw_prompt": [], "data_source": "sums", "reward_model": {}, "index": row}
+            return {
+                "raw_prompt_ids": ids,
+                "raw_prompt": [],
+                "data_source": "sums",
+                "reward_model": {},
+                "index": row,
+            }
 
     def reward(data, return_dict=False):
         """The longer the better."""
         mask = data.batch["response_mask"]
         scores = torch.zeros(mask.shape)
         scores[torch.arange(len(mask)), mask.sum(-1) - 1] = mask.sum(-1).float()
-        extra = {"uid": [0] * len(mask), "tokens": mask.sum(-1).tolist(), "nothing": [float("nan")] * len(mask)}
+        extra = {
+            "uid": [0] * len(mask),
+            "tokens": mask.sum(-1).tolist(),
+            "nothing": [float("nan")] * len(mask),
+        }
         return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
 
     train(PPOTrainer, tmp_path, train_dataset=Sums(), reward_fn=reward, val_reward_fn=reward)
     for line in step_lines(tmp_path):
-        assert line["critic/score/mean"] == line["response_length/mean"] == line["reward/tokens/mean"]
+        assert (
+            line["critic/score/mean"] == line["response_length/mean"] == line["reward/tokens/mean"]
+        )
         assert "reward/nothing/mean" not in line
-        assert line["critic/advantages/max"] > 0, "the reward's field `uid` must not replace the prompts' own"
+        assert line["critic/advantages/max"] > 0, (
+            "the reward's field `uid` must not replace the prompts' own"
+        )

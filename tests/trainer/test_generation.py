@@ -1,4 +1,5 @@
-"""Responses to a file of prompts: what is written, what a killed run leaves, and who may go on with it."""
+"""Responses to a file of prompts: what is written, what a killed run leaves, and who may go on with
+it."""
 
 import os
 import signal
@@ -24,15 +25,25 @@ pytestmark = pytest.mark.timeout(180)
 
 # Three batches: of four, four and two prompts.
 COMMAND = [
-    "data.path=toy", "model.path=toy", "data.batch_size=4", "data.n_samples=3", "data.max_response_length=8",
-    "rollout.temperature=2", "rollout.deterministic=True", "trainer.num_threads=1",
-]  # fmt: skip
+    "data.path=toy",
+    "model.path=toy",
+    "data.batch_size=4",
+    "data.n_samples=3",
+    "data.max_response_length=8",
+    "rollout.temperature=2",
+    "rollout.deterministic=True",
+    "trainer.num_threads=1",
+]
 BATCHES = 3
 
 
 def command(output: Path, *overrides: str) -> list[str]:
     given = {override.partition("=")[0] for override in overrides}
-    return [*(key for key in COMMAND if key.partition("=")[0] not in given), f"data.output_path={output}", *overrides]
+    return [
+        *(key for key in COMMAND if key.partition("=")[0] not in given),
+        f"data.output_path={output}",
+        *overrides,
+    ]
 
 
 def generate(output: Path, *overrides: str) -> int:
@@ -58,7 +69,14 @@ def whole(tmp_path_factory) -> Path:
 def test_all_columns_and_the_responses_are_written(whole):
     written = rows(whole)
     assert len(written) == 10
-    assert list(written[0]) == ["data_source", "prompt", "ability", "reward_model", "extra_info", "responses"]
+    assert list(written[0]) == [
+        "data_source",
+        "prompt",
+        "ability",
+        "reward_model",
+        "extra_info",
+        "responses",
+    ]
     assert written[3]["prompt"][0]["content"] == written[3]["extra_info"]["question"]
     assert {len(row["responses"]) for row in written} == {3}
     texts = [text for row in written for text in row["responses"]]
@@ -72,7 +90,12 @@ def test_responses_do_not_depend_on_batches_or_the_engine(whole, tmp_path):
     assert responses(tmp_path / "other.parquet") == responses(whole)
     slow = ["rollout.name=hf", "rollout.deterministic=False"]
     assert generate(tmp_path / "hf.parquet", *slow) == 0
-    same = np.mean([mine == theirs for mine, theirs in zip(responses(tmp_path / "hf.parquet"), responses(whole))])
+    same = np.mean(
+        [
+            mine == theirs
+            for mine, theirs in zip(responses(tmp_path / "hf.parquet"), responses(whole))
+        ]
+    )
     assert same >= 0.9, "the last bit of a log-prob may tip one draw, not more"
 
 
@@ -83,7 +106,7 @@ def test_the_seed_and_the_temperature_are_heeded(whole, tmp_path):
     assert all(len(set(texts)) == 1 for texts in responses(tmp_path / "greedy.parquet"))
 
 
-# ---- killed runs -----------------------------------------------------------------------------------------------------
+# ---- killed runs ---------------------------------------------------------------------------------
 
 
 def die_before_call(number: int, owner: Any, name: str) -> Callable[[], None]:
@@ -105,8 +128,9 @@ def die_before_call(number: int, owner: Any, name: str) -> Callable[[], None]:
 
 
 def die_writing_file(number: int) -> Callable[[], None]:
-    """Kill this process when the `number`th file is written but not yet renamed. The first is the identity, then come
-    the batches, at last the output. Each is synced before it is renamed, and its folder afterwards."""
+    """Kill this process when the `number`th file is written but not yet renamed. The first is the
+    identity, then come the batches, at last the output. Each is synced before it is renamed, and
+    its folder afterwards."""
     return die_before_call(2 * number - 1, finished_batches, "sync")
 
 
@@ -130,7 +154,9 @@ def test_a_killed_run_ends_as_one_that_was_not(whole, tmp_path, patch, batches_d
     assert len(list((tmp_path / "out.parquet.parts").glob("batch_*"))) == batches_done
     assert generate(output) == 0
     assert output.read_bytes() == whole.read_bytes()
-    assert [path.name for path in tmp_path.iterdir() if path.name != "verl_cache"] == ["out.parquet"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "verl_cache"] == [
+        "out.parquet"
+    ]
 
 
 def test_only_what_is_missing_is_generated(tmp_path, capsys):
@@ -162,7 +188,9 @@ def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
     assert "rollout.top_p was 1.0, now 0.5" in told
     assert "data.n_samples was 3, now 2" in told
     assert "temperature" not in told
-    assert generate(output, "rollout.max_num_seqs=7") == 0, "what changes the speed alone is no other configuration"
+    assert generate(output, "rollout.max_num_seqs=7") == 0, (
+        "what changes the speed alone is no other configuration"
+    )
     assert output.read_bytes() == whole.read_bytes()
     assert generate(output, "rollout.top_p=0.5") == 1
     assert "is written already, with another configuration" in capsys.readouterr().err
@@ -213,7 +241,7 @@ def test_other_weights_at_the_same_place_are_another_model(tmp_path):
     assert weights_fingerprint(str(tmp_path)) != before
 
 
-# ---- inputs ----------------------------------------------------------------------------------------------------------
+# ---- inputs --------------------------------------------------------------------------------------
 
 
 def ask(question: str, **columns: Any) -> dict[str, Any]:
@@ -225,9 +253,19 @@ def test_columns_of_parquet_keep_their_types(tmp_path):
     table = table.append_column("id", pa.array([7, 8], pa.int16()))
     table = table.append_column("when", pa.array([0, 1], pa.timestamp("ms", "UTC")))
     pq.write_table(table, tmp_path / "in.parquet")
-    assert generate(tmp_path / "out.parquet", f"data.path={tmp_path / 'in.parquet'}", "data.response_key=said") == 0
+    assert (
+        generate(
+            tmp_path / "out.parquet",
+            f"data.path={tmp_path / 'in.parquet'}",
+            "data.response_key=said",
+        )
+        == 0
+    )
     schema = pq.read_schema(tmp_path / "out.parquet")
-    assert (schema.field("id").type, schema.field("when").type) == (pa.int16(), pa.timestamp("ms", "UTC"))
+    assert (schema.field("id").type, schema.field("when").type) == (
+        pa.int16(),
+        pa.timestamp("ms", "UTC"),
+    )
     assert schema.field("said").type == pa.list_(pa.string())
 
 
@@ -237,7 +275,10 @@ def test_overlong_prompts_are_told_dropped_or_cut(tmp_path, capsys):
     limit = "data.max_prompt_length=40"
     assert generate(tmp_path / "out.parquet", path, limit) == 1
     assert "in.jsonl, row 1: the prompt has" in capsys.readouterr().err
-    assert generate(tmp_path / "dropped.parquet", path, limit, "data.filter_overlong_prompts=True") == 0
+    assert (
+        generate(tmp_path / "dropped.parquet", path, limit, "data.filter_overlong_prompts=True")
+        == 0
+    )
     assert [row["id"] for row in rows(tmp_path / "dropped.parquet")] == [0, 2]
     assert "Kept 2 of 3 rows" in capsys.readouterr().out
     assert generate(tmp_path / "cut.parquet", path, limit, "data.truncation=left") == 0
@@ -269,24 +310,43 @@ def test_errors_of_shared_parts_name_keys_as_they_are_written_here(tmp_path, cap
     assert "embedded" in told
 
 
-# ---- ranks, and what comes next --------------------------------------------------------------------------------------
+# ---- ranks, and what comes next ------------------------------------------------------------------
 
 
 def test_two_ranks_of_torchrun_give_the_responses_of_one_process(whole, tmp_path):
     output = tmp_path / "out.parquet"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "-m",
+    ]
     asked = command(output, "data.batch_size=5", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
     done = subprocess.run(
-        [*launcher, "verl.trainer.main_generation", *asked], capture_output=True, text=True, timeout=150
+        [*launcher, "verl.trainer.main_generation", *asked],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert responses(output) == responses(whole)
 
 
 def test_what_was_generated_can_be_evaluated(whole, capsys):
-    assert main_eval([f"data.path={whole}", "data.prompt_key=prompt", "data.response_key=responses"]) == 0
+    assert (
+        main_eval([f"data.path={whole}", "data.prompt_key=prompt", "data.response_key=responses"])
+        == 0
+    )
     [mean] = [
-        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("toy") and "mean" in line
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("toy") and "mean" in line
     ]
-    right = [text.strip() == row["reward_model"]["ground_truth"] for row in rows(whole) for text in row["responses"]]
+    right = [
+        text.strip() == row["reward_model"]["ground_truth"]
+        for row in rows(whole)
+        for text in row["responses"]
+    ]
     assert float(mean[2]) == pytest.approx(np.mean(right), abs=1e-4)

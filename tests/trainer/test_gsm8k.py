@@ -21,10 +21,24 @@ pytestmark = [
 
 SPREAD = ("mean", "max", "min")
 ALWAYS = [
-    *(f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "grad_norm", "lr", "kl_loss")),
-    *(f"critic/{name}/{of}" for name in ("score", "rewards", "advantages", "returns") for of in SPREAD),
-    *(f"{name}/{of}" for name in ("response_length", "prompt_length") for of in (*SPREAD, "clip_ratio")),
-    *(f"timing_s/{name}" for name in ("gen", "reward", "ref", "adv", "update_actor", "sync_weights", "step")),
+    *(
+        f"actor/{name}"
+        for name in ("pg_loss", "pg_clipfrac", "ppo_kl", "entropy", "grad_norm", "lr", "kl_loss")
+    ),
+    *(
+        f"critic/{name}/{of}"
+        for name in ("score", "rewards", "advantages", "returns")
+        for of in SPREAD
+    ),
+    *(
+        f"{name}/{of}"
+        for name in ("response_length", "prompt_length")
+        for of in (*SPREAD, "clip_ratio")
+    ),
+    *(
+        f"timing_s/{name}"
+        for name in ("gen", "reward", "ref", "adv", "update_actor", "sync_weights", "step")
+    ),
     *(f"timing_per_token_ms/{name}" for name in ("gen", "ref", "adv", "update_actor")),
     "perf/throughput",
     "perf/total_num_tokens",
@@ -54,7 +68,12 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train.parquet and test.parquet, as the example script makes them."""
     folder = tmp_path_factory.mktemp("gsm8k")
     script = Path(__file__).parents[2] / "examples" / "data_preprocess" / "gsm8k.py"
-    arguments = ["--local_dataset_path", str(SHARED / "data" / "gsm8k"), "--local_save_dir", str(folder)]
+    arguments = [
+        "--local_dataset_path",
+        str(SHARED / "data" / "gsm8k"),
+        "--local_save_dir",
+        str(folder),
+    ]
     runpy.run_path(str(script))["main"](arguments)
     return folder
 
@@ -81,7 +100,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_files_have_all_rows(parquet):
-    counts = [pq.read_metadata(parquet / f"{split}.parquet").num_rows for split in ("train", "test")]
+    counts = [
+        pq.read_metadata(parquet / f"{split}.parquet").num_rows for split in ("train", "test")
+    ]
     assert counts == [7_473, 1_319]
 
 
@@ -117,7 +138,9 @@ def test_two_steps_report_every_metric(tmp_path, parquet, model, algorithm, expe
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert [name for name in expected if name not in line] == []
-        assert [name for name, value in line.items() if value is None or not math.isfinite(value)] == []
+        assert [
+            name for name, value in line.items() if value is None or not math.isfinite(value)
+        ] == []
         assert line["training/rollout_probs_diff_max"] < 1e-4
         assert line["prompt_length/max"] > 50
         assert line["response_length/max"] <= 16

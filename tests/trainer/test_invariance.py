@@ -1,4 +1,5 @@
-"""What must not change a run: how it is cut into micro-batches, and log-probs that are computed twice or once."""
+"""What must not change a run: how it is cut into micro-batches, and log-probs that are computed
+twice or once."""
 
 import pytest
 
@@ -12,7 +13,9 @@ KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.entro
 
 
 def assert_close_runs(one, other) -> None:
-    for line, expected in zip(without_times(step_lines(one)), without_times(step_lines(other)), strict=True):
+    for line, expected in zip(
+        without_times(step_lines(one)), without_times(step_lines(other)), strict=True
+    ):
         assert line.keys() == expected.keys()
         differing = {
             name: (value, expected[name])
@@ -37,7 +40,10 @@ def relative_distance(one, other) -> float:
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=5",
             "critic.ppo_micro_batch_size_per_gpu=1",
         ],
-        ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=72", "critic.ppo_max_token_len_per_gpu=72"],
+        [
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=72",
+            "critic.ppo_max_token_len_per_gpu=72",
+        ],
     ],
     ids=["rows", "tokens"],
 )
@@ -46,7 +52,8 @@ def test_metrics_do_not_depend_on_micro_batches(tmp_path, algorithm, sizes):
     assert run(tmp_path / "cut", *one_step, *sizes) == 0
     assert run(tmp_path / "whole", *one_step) == 0
     assert_close_runs(tmp_path / "cut", tmp_path / "whole")
-    # Adam turns rounding of a gradient near zero into a step of its own; of the weights that is little.
+    # Adam turns rounding of a gradient near zero into a step of its own; of the weights that is
+    # little.
     assert relative_distance(weights(tmp_path / "cut", 1), weights(tmp_path / "whole", 1)) < 1e-4
 
 
@@ -57,10 +64,15 @@ class Reading(PPOTrainer):
 def test_old_log_probs_computed_or_skipped_give_the_same_update(tmp_path):
     train(Reading, tmp_path / "computed", *KL, "trainer.save_freq=2")
     train(PPOTrainer, tmp_path / "skipped", *KL, "trainer.save_freq=2")
-    computed, skipped = (without_times(step_lines(tmp_path / name)) for name in ("computed", "skipped"))
+    computed, skipped = (
+        without_times(step_lines(tmp_path / name)) for name in ("computed", "skipped")
+    )
     assert computed[0].keys() == skipped[0].keys()
     assert_close_runs(tmp_path / "computed", tmp_path / "skipped")
-    assert relative_distance(weights(tmp_path / "computed", 2), weights(tmp_path / "skipped", 2)) < 1e-5
+    assert (
+        relative_distance(weights(tmp_path / "computed", 2), weights(tmp_path / "skipped", 2))
+        < 1e-5
+    )
 
 
 def test_the_slow_reference_engine_gives_the_same_run(tmp_path):

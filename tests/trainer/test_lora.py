@@ -21,7 +21,9 @@ RUN = [
 
 
 def adapters(folder, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / f"global_step_{step}" / "actor" / "lora_adapter" / "adapter_model.safetensors")
+    return load_file(
+        folder / f"global_step_{step}" / "actor" / "lora_adapter" / "adapter_model.safetensors"
+    )
 
 
 def test_a_toy_run_learns_and_its_kl_starts_at_zero(tmp_path):
@@ -35,21 +37,31 @@ def test_a_toy_run_learns_and_its_kl_starts_at_zero(tmp_path):
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
-    small = [*RUN, "actor_rollout_ref.rollout.n=4", "data.train_batch_size=4", "trainer.save_freq=2"]
+    small = [
+        *RUN,
+        "actor_rollout_ref.rollout.n=4",
+        "data.train_batch_size=4",
+        "trainer.save_freq=2",
+    ]
     base = ["data.dataset_name=toy"]
     assert run(tmp_path / "whole", *small, "trainer.max_steps=4", base=base) == 0
     assert run(tmp_path / "cut", *small, "trainer.max_steps=2", base=base) == 0
     assert run(tmp_path / "cut", *small, "trainer.max_steps=4", base=base) == 0
     assert same_bits(adapters(tmp_path / "whole", 4), adapters(tmp_path / "cut", 4))
     assert not same_bits(adapters(tmp_path / "whole", 4), adapters(tmp_path / "whole", 2))
-    assert without_times(step_lines(tmp_path / "cut")) == without_times(step_lines(tmp_path / "whole"))
+    assert without_times(step_lines(tmp_path / "cut")) == without_times(
+        step_lines(tmp_path / "whole")
+    )
 
 
 def test_adapters_are_not_scaled_otherwise_than_they_were(tmp_path, capfd):
     assert run(tmp_path, *RUN, "trainer.max_steps=1", "trainer.save_freq=1") == 0
     other = "actor_rollout_ref.model.lora_alpha=999"
     assert run(tmp_path, *RUN, "trainer.max_steps=2", "trainer.save_freq=1", other) == 1
-    assert "were trained with lora_alpha=32, this run has 999. Set lora_alpha=32." in capfd.readouterr().err
+    assert (
+        "were trained with lora_alpha=32, this run has 999. Set lora_alpha=32."
+        in capfd.readouterr().err
+    )
 
 
 def test_a_module_that_is_not_there_is_told_before_the_first_step(tmp_path, capfd):

@@ -93,7 +93,7 @@ def test_timing_metrics():
     assert metrics["perf/throughput"] == pytest.approx(12 / 16)
 
 
-# ---- validation ------------------------------------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def test_mean_best_and_majority_by_source():
@@ -111,7 +111,9 @@ def test_mean_best_and_majority_by_source():
 
 
 def test_prompts_count_the_same_however_many_samples_they_have():
-    assert validation_metrics(["a"] * 3, [0, 0, 1], [1.0, 1.0, 0.0])["val-core/a/reward/mean@2"] == 0.5
+    assert (
+        validation_metrics(["a"] * 3, [0, 0, 1], [1.0, 1.0, 0.0])["val-core/a/reward/mean@2"] == 0.5
+    )
 
 
 def test_a_tie_of_answers_goes_to_the_first():
@@ -121,16 +123,26 @@ def test_a_tie_of_answers_goes_to_the_first():
 
 def test_no_majority_without_answers():
     assert "val-core/a/reward/maj@2" not in validation_metrics(["a"] * 2, [0, 0], [1.0, 0.0])
-    assert "val-core/a/reward/maj@2" not in validation_metrics(["a"] * 2, [0, 0], [1.0, 0.0], [None, None])
+    assert "val-core/a/reward/maj@2" not in validation_metrics(
+        ["a"] * 2, [0, 0], [1.0, 0.0], [None, None]
+    )
 
 
 def test_anything_may_be_an_answer():
-    assert [setup.vote(answer) for answer in (None, math.nan, [1, 2], 3, "x")] == [None, None, "[1, 2]", "3", "x"]
+    assert [setup.vote(answer) for answer in (None, math.nan, [1, 2], 3, "x")] == [
+        None,
+        None,
+        "[1, 2]",
+        "3",
+        "x",
+    ]
 
 
 def test_a_response_without_answer_does_not_vote():
     answers = [None, None, "x", None, None, None]
-    metrics = validation_metrics(["a"] * 6, [0, 0, 0, 1, 1, 1], [0.0, 0.0, 1.0, 0.0, 0.0, 0.75], answers)
+    metrics = validation_metrics(
+        ["a"] * 6, [0, 0, 0, 1, 1, 1], [0.0, 0.0, 1.0, 0.0, 0.0, 0.75], answers
+    )
     assert metrics["val-core/a/reward/maj@3"] == pytest.approx((1.0 + 0.25) / 2)
 
 
@@ -138,7 +150,13 @@ def test_no_samples_no_metrics():
     assert validation_metrics([], [], []) == {}
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.floats(-1, 1)), min_size=1, max_size=24))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.floats(-1, 1)),
+        min_size=1,
+        max_size=24,
+    )
+)
 def test_best_is_never_below_the_mean_and_order_does_not_matter(rows):
     rows = [(source, f"{source}{prompt}", score) for source, prompt, score in rows]
     metrics = validation_metrics(*map(list, zip(*rows)))
@@ -149,13 +167,15 @@ def test_best_is_never_below_the_mean_and_order_does_not_matter(rows):
     assert turned == {name: pytest.approx(value) for name, value in metrics.items()}
 
 
-# ---- what a reward leaves in the batch -------------------------------------------------------------------------------
+# ---- what a reward leaves in the batch -----------------------------------------------------------
 
 
 def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
     batch = batch_of()
     extra = {"pred": ["1", None, "3"], "uid": [0, 0, 0], "matrix": [np.ones(2)] * 3}
-    setup.record_scores(batch, {"reward_tensor": torch.ones(3, 4), "reward_extra_info": extra, "dropped": [1]})
+    setup.record_scores(
+        batch, {"reward_tensor": torch.ones(3, 4), "reward_extra_info": extra, "dropped": [1]}
+    )
     assert list(batch.non_tensor_batch["uid"]) == ["a", "a", "b"]
     assert list(batch.non_tensor_batch["pred"]) == ["1", None, "3"]
     assert batch.non_tensor_batch["matrix"].shape == (3,)
@@ -167,13 +187,19 @@ def test_record_scores_keeps_extra_fields_but_never_replaces_a_column():
 def test_record_scores_refuses_a_batch_without_any_score():
     with pytest.raises(RewardError, match="All samples of this step were dropped"):
         setup.record_scores(
-            batch_of(), {"reward_tensor": torch.zeros(3, 4), "reward_extra_info": {}, "dropped": [0, 1, 2]}
+            batch_of(),
+            {"reward_tensor": torch.zeros(3, 4), "reward_extra_info": {}, "dropped": [0, 1, 2]},
         )
 
 
 def test_record_scores_names_the_field_of_an_own_manager_that_no_batch_can_carry():
-    result = {"reward_tensor": torch.ones(3, 4), "reward_extra_info": {"match": [None, re.match("a", "a"), None]}}
-    with pytest.raises(RewardError, match="field 'match' of row 1 is of type Match and cannot be sent"):
+    result = {
+        "reward_tensor": torch.ones(3, 4),
+        "reward_extra_info": {"match": [None, re.match("a", "a"), None]},
+    }
+    with pytest.raises(
+        RewardError, match="field 'match' of row 1 is of type Match and cannot be sent"
+    ):
         setup.record_scores(batch_of(), result)
 
 
@@ -185,5 +211,11 @@ def test_reward_metrics_are_means_of_what_is_a_number():
         "none": [math.nan],
         "complex": [np.complex64(1)],
     }
-    metrics = setup.reward_metrics({"reward_extra_info": extra, "metrics": {"reward/num_errors": 0}})
-    assert metrics == {"reward/num_errors": 0, "reward/acc/mean": pytest.approx(2 / 3), "reward/some/mean": 3.0}
+    metrics = setup.reward_metrics(
+        {"reward_extra_info": extra, "metrics": {"reward/num_errors": 0}}
+    )
+    assert metrics == {
+        "reward/num_errors": 0,
+        "reward/acc/mean": pytest.approx(2 / 3),
+        "reward/some/mean": 3.0,
+    }

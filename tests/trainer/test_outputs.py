@@ -20,14 +20,22 @@ def rows_of(path):
 
 def test_samples_of_training_and_validation_are_written(tmp_path):
     told = reward_file(
-        tmp_path, "return {'score': len(solution_str), 'pred': solution_str, 'even': len(solution_str) % 2 == 0}"
+        tmp_path,
+        (
+            "return {'score': len(solution_str), 'pred': solution_str, 'even': len(solution_str) % "
+            "2 == 0}"
+        ),
     )
     folders = [
         f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
         f"trainer.validation_data_dir={tmp_path / 'validation'}",
     ]
     sampled = ["n=4", "do_sample=True", "temperature=1.0"]
-    validated = ["trainer.val_before_train=True", "trainer.test_freq=2", "trainer.log_val_generations=3"]
+    validated = [
+        "trainer.val_before_train=True",
+        "trainer.test_freq=2",
+        "trainer.log_val_generations=3",
+    ]
     validated += [f"actor_rollout_ref.rollout.val_kwargs.{setting}" for setting in sampled]
     assert run(tmp_path, *told, *folders, *validated) == 0
 
@@ -39,7 +47,10 @@ def test_samples_of_training_and_validation_are_written(tmp_path):
         assert all(row["step"] == step and "= ?" in row["input"] for row in rows)
         assert all(row["output"].startswith(row["pred"]) for row in rows)
 
-    assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == [
+        "0.jsonl",
+        "2.jsonl",
+    ]
     for line in (metric_lines(tmp_path)[0], metric_lines(tmp_path)[2]):
         scores, answers = defaultdict(list), defaultdict(list)
         for row in rows_of(tmp_path / "validation" / f"{line['step']}.jsonl"):
@@ -59,7 +70,8 @@ def test_validation_leaves_the_numbers_of_the_step_alone(tmp_path):
     assert run(tmp_path / "with", "trainer.test_freq=1") == 0
     assert run(tmp_path / "without") == 0
     with_it, without = (
-        [line["rollout/generated_tokens"] for line in step_lines(tmp_path / name)] for name in ("with", "without")
+        [line["rollout/generated_tokens"] for line in step_lines(tmp_path / name)]
+        for name in ("with", "without")
     )
     assert with_it == without
     assert all("timing_per_token_ms/testing" not in line for line in step_lines(tmp_path / "with"))
@@ -77,19 +89,28 @@ def test_a_checkpoint_is_a_hugging_face_folder_where_asked_for(tmp_path):
     assert model.generate(**text, max_new_tokens=4, do_sample=False).shape[0] == 1
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     # It is a model like any other: training can start from it.
-    assert run(tmp_path / "next", f"actor_rollout_ref.model.path={folder}", "trainer.max_steps=1") == 0
+    assert (
+        run(tmp_path / "next", f"actor_rollout_ref.model.path={folder}", "trainer.max_steps=1") == 0
+    )
 
 
 def test_tensorboard_and_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert (
-        run(tmp_path, 'trainer.logger=["tensorboard","wandb"]', "trainer.test_freq=2", "trainer.log_val_generations=2")
+        run(
+            tmp_path,
+            'trainer.logger=["tensorboard","wandb"]',
+            "trainer.test_freq=2",
+            "trainer.log_val_generations=2",
+        )
         == 0
     )
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    assert {"actor/pg_loss", "critic/score/mean", "val-core/toy/reward/mean@8"} <= set(events.Tags()["scalars"])
+    assert {"actor/pg_loss", "critic/score/mean", "val-core/toy/reward/mean@8"} <= set(
+        events.Tags()["scalars"]
+    )
     assert [event.step for event in events.Scalars("actor/lr")] == [1, 2]
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
@@ -117,6 +138,10 @@ def test_an_own_tracker_is_finished_also_when_the_run_fails(tmp_path):
     library.write_text(TRACKER)
     calls = "compute_score.calls = getattr(compute_score, 'calls', 0) + 1"
     breaks = reward_file(tmp_path, f"{calls}; return {{17: None}}.get(compute_score.calls, 1.0)")
-    own = [f"actor_rollout_ref.model.external_lib={library}", "trainer.logger=[diary]", "reward_model.preflight=False"]
+    own = [
+        f"actor_rollout_ref.model.external_lib={library}",
+        "trainer.logger=[diary]",
+        "reward_model.preflight=False",
+    ]
     assert run(tmp_path, *breaks, *own) == 1
     assert (tmp_path / "diary").read_text() == "1 end"

@@ -1,12 +1,21 @@
-"""Responses are scored while others are generated, and log-probs and values are computed beside, where that changes
-nothing but the time."""
+"""Responses are scored while others are generated, and log-probs and values are computed beside,
+where that changes nothing but the time."""
 
 import json
 import time
 
 import pytest
 
-from tests.trainer.runs import PPO, command_line, metric_lines, run, same_bits, step_lines, weights, without_times
+from tests.trainer.runs import (
+    PPO,
+    command_line,
+    metric_lines,
+    run,
+    same_bits,
+    step_lines,
+    weights,
+    without_times,
+)
 from verl.config import load_config
 from verl.rewards.manager import NaiveRewardManager
 from verl.trainer import PPOTrainer
@@ -15,7 +24,12 @@ from verl.workers import CriticWorker
 
 pytestmark = pytest.mark.timeout(60)
 
-KL = [*PPO, "trainer.test_freq=-1", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"]
+KL = [
+    *PPO,
+    "trainer.test_freq=-1",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+]
 PASSES = ("compute_log_prob", "compute_ref_log_prob", "compute_values")
 
 
@@ -27,7 +41,9 @@ def spans(folder, step: int) -> list[dict]:
 
 def scoring_begins_within_generation(folder, step: int) -> bool:
     """Whether the timeline has responses scored before the last one was there."""
-    trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())["traceEvents"]
+    trace = json.loads((folder / "timeline" / f"global_step_{step}.json").read_text())[
+        "traceEvents"
+    ]
     (gen,) = [event for event in trace if event["name"] == "gen"]
     first = [event["ts"] for event in trace if event["name"] == "reward, from the first response"]
     return [gen["ts"] < start < gen["ts"] + gen["dur"] for start in first] == [True]
@@ -47,7 +63,11 @@ def slow_reward(folder) -> list[str]:
 
 def test_the_run_is_the_same_with_and_without(tmp_path):
     options = [*KL, *slow_reward(tmp_path), "trainer.profile_steps=[2]", "trainer.save_freq=2"]
-    options += ["actor_rollout_ref.rollout.max_num_seqs=4", "data.val_batch_size=2", "trainer.val_before_train=True"]
+    options += [
+        "actor_rollout_ref.rollout.max_num_seqs=4",
+        "data.val_batch_size=2",
+        "trainer.val_before_train=True",
+    ]
     beside, after = tmp_path / "beside", tmp_path / "after"
     assert run(beside, *options) == 0
     assert run(after, *options, "reward_model.launch_reward_fn_async=False") == 0
@@ -94,7 +114,9 @@ class Filtered(PPOTrainer):
 
 
 def test_what_was_begun_for_another_batch_is_not_taken(tmp_path):
-    trainer = Filtered(load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1")))
+    trainer = Filtered(
+        load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1"))
+    )
     trainer.init_workers()
     trainer.fit()
 
@@ -122,7 +144,9 @@ def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kin
         return original_call(self, data, return_dict)
 
     monkeypatch.setattr(NaiveRewardManager, "__call__", patient)
-    trainer = kind(load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1")))
+    trainer = kind(
+        load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1"))
+    )
     trainer.init_workers()
     trainer.fit()
     plain = ["reward is done", "values"]
@@ -143,7 +167,9 @@ class OwnManager(NaiveRewardManager):  # pyright: ignore[reportGeneralTypeIssues
         (PPOTrainer, OwnManager, False),
     ],
 )
-def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(tmp_path, kind, reward_fn, is_ahead):
+def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(
+    tmp_path, kind, reward_fn, is_ahead
+):
     options = [*PPO, "trainer.max_steps=1", "reward_model.launch_reward_fn_async=True"]
     trainer = kind(load_config(command_line(tmp_path, *options)))
     reward = reward_fn(trainer.tokenizer, num_examine=0)
@@ -151,7 +177,9 @@ def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(tmp
         assert (on_told is not None) == is_ahead
 
 
-@pytest.mark.parametrize("body", ["raise ValueError('odd one')", "time.sleep(60)", "return float('nan')"])
+@pytest.mark.parametrize(
+    "body", ["raise ValueError('odd one')", "time.sleep(60)", "return float('nan')"]
+)
 def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
     file = tmp_path / "failing.py"
     file.write_text(
@@ -163,8 +191,15 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
     )
     told = []
     for asked in ("null", "False"):
-        options = [f"custom_reward_function.path={file}", "reward_model.preflight=False", "reward_model.timeout_s=0.5"]
-        options += [f"reward_model.launch_reward_fn_async={asked}", "actor_rollout_ref.rollout.max_num_seqs=4"]
+        options = [
+            f"custom_reward_function.path={file}",
+            "reward_model.preflight=False",
+            "reward_model.timeout_s=0.5",
+        ]
+        options += [
+            f"reward_model.launch_reward_fn_async={asked}",
+            "actor_rollout_ref.rollout.max_num_seqs=4",
+        ]
         assert run(tmp_path / asked, *options) == 1
         told.append(capsys.readouterr().err.partition("The reward function failed on")[2])
     assert told[0]
@@ -195,7 +230,12 @@ def test_the_samples_of_dropped_rewards_count_in_no_metric(tmp_path):
         "        raise ValueError('odd')\n"
         "    return float(len(solution_str))\n"
     )
-    options = [*KL, f"custom_reward_function.path={file}", "reward_model.on_error=drop", "trainer.max_steps=1"]
+    options = [
+        *KL,
+        f"custom_reward_function.path={file}",
+        "reward_model.on_error=drop",
+        "trainer.max_steps=1",
+    ]
     assert run(tmp_path / "beside", *options, "reward_model.launch_reward_fn_async=True") == 0
     assert run(tmp_path / "after", *options, "reward_model.launch_reward_fn_async=False") == 0
     (line,), (other,) = (without_times(step_lines(tmp_path / name)) for name in ("beside", "after"))

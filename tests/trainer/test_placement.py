@@ -21,7 +21,11 @@ from verl.utils.errors import ConfigError, WorkerError
 pytestmark = pytest.mark.timeout(180)
 
 KL = ["algorithm.use_kl_in_reward=True", "trainer.max_steps=2"]
-APART = ["trainer.placement.actor=[0]", "trainer.placement.critic=[1]", "trainer.placement.reference=[1]"]
+APART = [
+    "trainer.placement.actor=[0]",
+    "trainer.placement.critic=[1]",
+    "trainer.placement.reference=[1]",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +39,16 @@ def test_an_actor_apart_from_critic_and_reference_learns_the_same(alone, tmp_pat
     assert alone[1]["actor/reward_kl_penalty"] != 0
     events = json.loads((tmp_path / "timeline" / "global_step_2.json").read_text())["traceEvents"]
     processes = sorted(event["args"]["name"] for event in events if event["name"] == "process_name")
-    assert [name.partition(" (")[0] for name in processes] == ["critic 0, reference 0", "driver, actor_rollout 0"]
-    begun, ended = ({event["name"]: event["ts"] for event in events if event["ph"] == phase} for phase in "be")
-    assert begun["reference.compute_ref_log_prob"] < ended["actor_rollout.compute_log_prob"], "at the same time"
+    assert [name.partition(" (")[0] for name in processes] == [
+        "critic 0, reference 0",
+        "driver, actor_rollout 0",
+    ]
+    begun, ended = (
+        {event["name"]: event["ts"] for event in events if event["ph"] == phase} for phase in "be"
+    )
+    assert begun["reference.compute_ref_log_prob"] < ended["actor_rollout.compute_log_prob"], (
+        "at the same time"
+    )
 
 
 def test_actors_of_ray_in_pools_of_their_own_learn_the_same(alone, tmp_path):
@@ -101,11 +112,16 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
         "critic": [0, 1, 2],
         "reference": [3],
     }
-    assert placed("trainer.placement.critic=[3]", *on_four)["actor_rollout"] == [0, 1, 2, 3], "there is no critic"
+    assert placed("trainer.placement.critic=[3]", *on_four)["actor_rollout"] == [0, 1, 2, 3], (
+        "there is no critic"
+    )
     lora = "actor_rollout_ref.model.lora_rank=4"
     assert set(placed("trainer.placement.reference=[3]", lora, *on_four)) == {"actor_rollout"}
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert placed("trainer.placement.critic=[3]", *PPO) == {"actor_rollout": [0, 1, 2], "critic": [3]}
+    assert placed("trainer.placement.critic=[3]", *PPO) == {
+        "actor_rollout": [0, 1, 2],
+        "critic": [3],
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,13 +138,19 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
 )
 def test_placements_that_cannot_be_are_told(overrides, told):
     with pytest.raises(ConfigError, match=told):
-        placed(*PPO, "trainer.n_gpus_per_node=4", *(f"trainer.placement.{override}" for override in overrides))
+        placed(
+            *PPO,
+            "trainer.n_gpus_per_node=4",
+            *(f"trainer.placement.{override}" for override in overrides),
+        )
 
 
 def test_sizes_divide_the_ranks_of_their_role():
     apart = ["trainer.placement.actor=[0,1]", "trainer.placement.critic=[2,3,4]", *PPO]
     placed(*apart, "critic.ulysses_sequence_parallel_size=3", "data.max_prompt_length=32")
-    with pytest.raises(ConfigError, match="critic.ulysses_sequence_parallel_size must divide.*got 2 and 3"):
+    with pytest.raises(
+        ConfigError, match="critic.ulysses_sequence_parallel_size must divide.*got 2 and 3"
+    ):
         placed(*apart, "critic.ulysses_sequence_parallel_size=2")
 
 
@@ -145,7 +167,12 @@ def test_pools_of_ray_have_their_ranks_on_their_nodes(monkeypatch):
             made.append((counts, use_gpu)) or SimpleNamespace(world_size=sum(counts))
         ),
     )
-    options = [*PPO, "trainer.n_gpus_per_node=4", "trainer.nnodes=2", "trainer.placement.critic=[2,3,4]"]
+    options = [
+        *PPO,
+        "trainer.n_gpus_per_node=4",
+        "trainer.nnodes=2",
+        "trainer.placement.critic=[2,3,4]",
+    ]
     config = load_config(["data.dataset_name=toy", *options])
     monkeypatch.setattr(placement, "require", lambda *_: None)
     monkeypatch.setattr(placement.importlib, "import_module", lambda _: backend)

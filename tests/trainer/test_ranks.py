@@ -1,4 +1,5 @@
-"""One program: this process alone, two ranks of torchrun, and two actors of Ray give the same run."""
+"""One program: this process alone, two ranks of torchrun, and two actors of Ray give the same
+run."""
 
 import json
 import subprocess
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.timeout(180)
 
 ALONE = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-# Odd numbers: three prompts for two ranks in generation, four mini-batches, whose rows the ranks do divide.
+# Odd numbers: three prompts for two ranks in generation, four mini-batches, whose rows the ranks do
+# divide.
 COMMAND = [
     "data.train_batch_size=3",
     "actor_rollout_ref.rollout.n=4",
@@ -49,7 +51,9 @@ def train(launcher: list[str], folder: Path, *more: str) -> list[dict[str, Any]]
 def assert_same(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert len(ours) == len(expected) > 0
     for lines in zip(ours, expected):
-        line, other = ({k: v for k, v in each.items() if not k.startswith(OF_THE_ENGINES)} for each in lines)
+        line, other = (
+            {k: v for k, v in each.items() if not k.startswith(OF_THE_ENGINES)} for each in lines
+        )
         assert line.keys() == other.keys()
         for name, value in other.items():
             assert line[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
@@ -64,14 +68,17 @@ def responses(folder: Path, step: int) -> list[str]:
 def alone(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("alone")
     samples = f"trainer.rollout_data_dir={folder / 'samples'}"
-    return folder, train(ALONE, folder / "run", "trainer.max_steps=4", "trainer.save_freq=2", samples)
+    return folder, train(
+        ALONE, folder / "run", "trainer.max_steps=4", "trainer.save_freq=2", samples
+    )
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("on_two")
     samples = f"trainer.rollout_data_dir={folder / 'samples'}"
-    beside = ["trainer.save_freq=1", "trainer.async_save=True"]  # the first one; the last is waited for
+    # the first one; the last is waited for
+    beside = ["trainer.save_freq=1", "trainer.async_save=True"]
     beside.append("trainer.profile_steps=[2]")
     return folder, train(TORCHRUN, folder / "run", "trainer.max_steps=2", *beside, samples)
 
@@ -84,7 +91,11 @@ def test_two_ranks_train_as_one_process(alone, on_two):
 
 def test_two_ranks_tell_of_responses_while_they_generate_others(on_two, tmp_path):
     """And have the bits of a run whose responses wait for their batch."""
-    after = ["reward_model.launch_reward_fn_async=False", "trainer.save_freq=2", "trainer.profile_steps=[2]"]
+    after = [
+        "reward_model.launch_reward_fn_async=False",
+        "trainer.save_freq=2",
+        "trainer.profile_steps=[2]",
+    ]
     lines = train(TORCHRUN, tmp_path, "trainer.max_steps=2", *after)
     assert without_times(lines) == without_times(on_two[1])
     assert same_bits(weights(tmp_path, 2), weights(on_two[0] / "run", 2))
@@ -112,7 +123,9 @@ def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
 
 def test_what_one_process_saved_two_ranks_resume(alone, tmp_path):
     start = f"trainer.resume_from_path={alone[0] / 'run' / 'global_step_2'}"
-    resumed = train(TORCHRUN, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start)
+    resumed = train(
+        TORCHRUN, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start
+    )
     assert_same(resumed, alone[1][2:])
 
 
@@ -139,8 +152,11 @@ def test_two_actors_of_ray_train_as_one_process(alone, tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # whose path is short enough for Ray's sockets
-    on_ray = train(ALONE, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
+    # whose path is short enough for Ray's sockets
+    monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
+    on_ray = train(
+        ALONE, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY
+    )
     assert_same(on_ray, alone[1][:2])
     assert not [*temporary.glob("verl-*")]
 

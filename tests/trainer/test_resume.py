@@ -37,8 +37,8 @@ pytestmark = pytest.mark.timeout(120)
 LAST = 4
 VALIDATION = Path(__file__).parent / "two_prompts.jsonl"
 REWARD = Path(__file__).parent / "fine_reward.py"
-# A checkpoint in the midst of an epoch (three batches), and everything that has a state: schedule, adaptive KL, the
-# order of rows in an update, sampled validation.
+# A checkpoint in the midst of an epoch (three batches), and everything that has a state: schedule,
+# adaptive KL, the order of rows in an update, sampled validation.
 COMMAND = [
     f"trainer.max_steps={LAST}",
     "trainer.save_freq=2",
@@ -70,7 +70,9 @@ ALGORITHMS = {
 Patch = pytest.MonkeyPatch
 
 
-def die_at_call(patch: Patch, owner: Any, name: str, number: int, by: signal.Signals = signal.SIGKILL) -> None:
+def die_at_call(
+    patch: Patch, owner: Any, name: str, number: int, by: signal.Signals = signal.SIGKILL
+) -> None:
     """Kill this process in the `number`th call of a function, after it has done its work."""
     original, calls = getattr(owner, name), 0
 
@@ -108,8 +110,8 @@ def in_manifest(patch: Patch, algorithm: str) -> None:
 
 
 def before_latest(patch: Patch, algorithm: str) -> None:
-    """The second checkpoint has its name, but the file that names the newest still says the first: each checkpoint
-    brings its folder to the disk, then that file, then its new name."""
+    """The second checkpoint has its name, but the file that names the newest still says the first:
+    each checkpoint brings its folder to the disk, then that file, then its new name."""
     die_at_call(patch, verl.checkpoint.manager, "sync", 3 + 1)
 
 
@@ -139,7 +141,10 @@ def assert_same_end(folder: Path, whole: Path, algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "moment"),
     [
-        *(("grpo", moment) for moment in (in_rollout, in_update, in_weights, in_manifest, before_latest)),
+        *(
+            ("grpo", moment)
+            for moment in (in_rollout, in_update, in_weights, in_manifest, before_latest)
+        ),
         *(("ppo", moment) for moment in (in_rollout, in_update, in_weights)),
     ],
 )
@@ -178,8 +183,11 @@ def test_a_new_process_ends_with_the_same_bits_too(tmp_path, undisturbed):
     assert_same_end(tmp_path, undisturbed("grpo"), "grpo")
 
 
-def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(tmp_path, undisturbed, capfd):
-    """The second of three checkpoints has all its files when the process dies; the first one has its name."""
+def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_same_bits(
+    tmp_path, undisturbed, capfd
+):
+    """The second of three checkpoints has all its files when the process dies; the first one has
+    its name."""
     command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
         die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2)
@@ -198,7 +206,9 @@ def test_a_run_that_is_killed_while_it_writes_beside_the_steps_ends_with_the_sam
     ]
 
 
-def test_sigterm_waits_for_the_checkpoint_that_is_written_beside_the_steps(tmp_path, undisturbed, capfd):
+def test_sigterm_waits_for_the_checkpoint_that_is_written_beside_the_steps(
+    tmp_path, undisturbed, capfd
+):
     command = [*COMMAND, "trainer.async_save=True", "trainer.save_freq=1"]
     with pytest.MonkeyPatch.context() as patch:
         die_at_call(patch, verl.checkpoint.sharded, "write_sharded", 2, signal.SIGTERM)
@@ -253,7 +263,9 @@ def flip_a_bit(path: Path) -> None:
         (truncate, "manifest.json"),
     ],
 )
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(tmp_path, undisturbed, capfd, damage, file):
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+    tmp_path, undisturbed, capfd, damage, file
+):
     shutil.copytree(undisturbed("ppo"), tmp_path, dirs_exist_ok=True)
     damage(tmp_path / f"global_step_{LAST}" / file)
     assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 0
@@ -280,7 +292,10 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed, capfd):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run(tmp_path, *COMMAND) == 0
     out = capfd.readouterr().out
-    assert f"Nothing is left to train: step {LAST} is done, and the run ends with step {LAST}. Raise trainer" in out
+    assert (
+        f"Nothing is left to train: step {LAST} is done, and the run ends with step {LAST}. Raise "
+        "trainer"
+    ) in out
     assert "Training completed" in out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -288,7 +303,9 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed, capfd):
 def test_resume_mode_disable_starts_afresh(tmp_path, undisturbed):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
     shorter = [
-        override for override in COMMAND if override.partition("=")[0] not in ("trainer.max_steps", "trainer.save_freq")
+        override
+        for override in COMMAND
+        if override.partition("=")[0] not in ("trainer.max_steps", "trainer.save_freq")
     ]
     assert run(tmp_path, *shorter, "trainer.resume_mode=disable", "trainer.max_steps=1") == 0
     assert [line["step"] for line in metric_lines(tmp_path)] == [1]
@@ -296,7 +313,15 @@ def test_resume_mode_disable_starts_afresh(tmp_path, undisturbed):
 
 def test_resume_path_takes_the_checkpoint_it_names(tmp_path, undisturbed):
     named = undisturbed("grpo") / "global_step_2"
-    assert run(tmp_path, *COMMAND, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}") == 0
+    assert (
+        run(
+            tmp_path,
+            *COMMAND,
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={named}",
+        )
+        == 0
+    )
     assert same_bits(weights(tmp_path, LAST), weights(undisturbed("grpo"), LAST))
 
 
@@ -333,7 +358,9 @@ def test_validation_alone_validates_the_checkpoint(tmp_path, undisturbed):
     assert scores.items() <= expected.items()
 
 
-def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(tmp_path, capfd, monkeypatch):
+def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
+    tmp_path, capfd, monkeypatch
+):
     """What comes back from a rank is a WorkerError from what was raised there."""
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     told = OutOfMemoryError("Out of GPU memory in the update on rank 1 of 2.")
@@ -367,7 +394,9 @@ def test_validation_alone_from_the_start_keeps_what_was_measured(tmp_path, undis
 def test_two_runs_without_checkpoints_do_not_share_a_file_of_metrics(tmp_path, capfd):
     first = CheckpointManager(tmp_path)
     first.claim()
-    assert os.waitstatus_to_exitcode(run_in_child(lambda: run(tmp_path, "trainer.save_freq=-1"))) == 1
+    assert (
+        os.waitstatus_to_exitcode(run_in_child(lambda: run(tmp_path, "trainer.save_freq=-1"))) == 1
+    )
     assert f"Another run (pid {os.getpid()}" in capfd.readouterr().err
     first.release()
     assert run(tmp_path, "trainer.save_freq=-1") == 0

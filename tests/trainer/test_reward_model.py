@@ -1,4 +1,5 @@
-"""Runs whose score comes from a reward model of another family, tokenizer and template than the actor's."""
+"""Runs whose score comes from a reward model of another family, tokenizer and template than the
+actor's."""
 
 import json
 
@@ -35,7 +36,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gae", "remax"])
 def test_prompts_alone_are_enough_where_a_reward_model_scores(tmp_path, settings, algorithm):
-    files = next(override for override in settings if "train_files" in override).replace("train_", "val_")
+    files = next(override for override in settings if "train_files" in override).replace(
+        "train_", "val_"
+    )
     dumped = [f"trainer.rollout_data_dir={tmp_path / 'rows'}", files, "trainer.test_freq=2"]
     assert run(tmp_path, f"algorithm.adv_estimator={algorithm}", *dumped, base=settings) == 0
     first, second = step_lines(tmp_path)
@@ -55,7 +58,9 @@ def test_prompts_alone_are_enough_where_a_reward_model_scores(tmp_path, settings
 
 def test_validation_rows_with_a_ground_truth_keep_their_rule(tmp_path, settings):
     row = {"prompt": [{"role": "user", "content": "1 + 1"}], "data_source": "openai/gsm8k"}
-    rows = [row | {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}] * 2
+    rows = [
+        row | {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}
+    ] * 2
     files = write_lines(tmp_path / "val.jsonl", rows)
     assert run(tmp_path, f"data.val_files={files}", "trainer.test_freq=2", base=settings) == 0
     assert step_lines(tmp_path)[-1]["val-core/openai/gsm8k/reward/mean@1"] == 0

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning equals the loop that one would write with transformers, however it is cut and resumed."""
+"""Supervised fine-tuning equals the loop that one would write with transformers, however it is cut
+and resumed."""
 
 import json
 import os
@@ -13,7 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.shared_files import SHARED, needs_shared
-from tests.trainer.runs import metric_lines, moments, run_in_child, same_bits, weights, without_times, write_lines
+from tests.trainer.runs import (
+    metric_lines,
+    moments,
+    run_in_child,
+    same_bits,
+    weights,
+    without_times,
+    write_lines,
+)
 from tests.trainer.test_resume import die_at_call
 from verl.config.load import config_from_dict, load_config
 from verl.config.sft import SFTConfig, as_train_config
@@ -29,7 +38,10 @@ pytestmark = pytest.mark.timeout(180)
 
 LEARNING_RATE = 1e-3
 # Rows of different lengths, whose answers the packaged model does not know.
-ROWS = [{"question": f"{'What about ' * (n % 3)}{n} + {n * n} = ?", "answer": f"{n} is {'odd' * n}."} for n in range(9)]
+ROWS = [
+    {"question": f"{'What about ' * (n % 3)}{n} + {n * n} = ?", "answer": f"{n} is {'odd' * n}."}
+    for n in range(9)
+]
 DIALOGUES = [
     {
         "messages": [
@@ -56,7 +68,11 @@ COMMON = [
 
 
 def command_line(folder: Path, train: Path, *more: str, model: Path = TOY_MODEL) -> list[str]:
-    where = [f"data.train_files={train}", f"model.partial_pretrain={model}", f"trainer.default_local_dir={folder}"]
+    where = [
+        f"data.train_files={train}",
+        f"model.partial_pretrain={model}",
+        f"trainer.default_local_dir={folder}",
+    ]
     given = {override.partition("=")[0] for override in more}
     return [*where, *(each for each in COMMON if each.partition("=")[0] not in given), *more]
 
@@ -72,9 +88,12 @@ def assert_same(folder: Path, other: Path, *, rel: float) -> None:
 
 
 def plain_loop(model_folder: Path, batches: list[list[tuple[list[int], list[int]]]]) -> list[float]:
-    """What transformers gives for batches of (token ids, labels), padded on the right, with torch's AdamW."""
+    """What transformers gives for batches of (token ids, labels), padded on the right, with torch's
+    AdamW."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
     found = []
     for rows in batches:
         width = max(len(ids) for ids, _ in rows)
@@ -108,7 +127,9 @@ def toy_labels(messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
         header = tokenizer.encode(f"<|{message['role']}|>", add_special_tokens=False)
         body = tokenizer.encode(f"{message['content']}<|end|>", add_special_tokens=False)
         ids += header + body
-        labels += [-100] * len(header) + (body if message["role"] == "assistant" else [-100] * len(body))
+        labels += [-100] * len(header) + (
+            body if message["role"] == "assistant" else [-100] * len(body)
+        )
     return ids, labels
 
 
@@ -143,7 +164,13 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, rows_file):
     pairs = [[("user", row["question"]), ("assistant", row["answer"])] for row in ROWS]
     expected = plain_loop(
         TOY_MODEL,
-        in_batches([toy_labels([{"role": role, "content": text} for role, text in pair]) for pair in pairs], 3),
+        in_batches(
+            [
+                toy_labels([{"role": role, "content": text} for role, text in pair])
+                for pair in pairs
+            ],
+            3,
+        ),
     )
     assert main(command_line(tmp_path, rows_file, "trainer.max_steps=3")) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
@@ -151,13 +178,24 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, rows_file):
 
 
 def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
-    file, first = write_lines(tmp_path / "rows.jsonl", DIALOGUES), write_lines(tmp_path / "val.jsonl", DIALOGUES[:3])
-    validation = [f"data.val_files={first}", "trainer.val_before_train=True", "data.val_batch_size=2"]
-    expected = plain_loop(TOY_MODEL, in_batches([toy_labels(row["messages"]) for row in DIALOGUES], 3))
+    file, first = (
+        write_lines(tmp_path / "rows.jsonl", DIALOGUES),
+        write_lines(tmp_path / "val.jsonl", DIALOGUES[:3]),
+    )
+    validation = [
+        f"data.val_files={first}",
+        "trainer.val_before_train=True",
+        "data.val_batch_size=2",
+    ]
+    expected = plain_loop(
+        TOY_MODEL, in_batches([toy_labels(row["messages"]) for row in DIALOGUES], 3)
+    )
     more = ["trainer.max_steps=3", "data.multiturn.enable=True", *validation]
     assert main(command_line(tmp_path, file, *more)) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
-    assert losses(tmp_path, "val/loss") == pytest.approx(expected[:1], abs=1e-4), "before the first step"
+    assert losses(tmp_path, "val/loss") == pytest.approx(expected[:1], abs=1e-4), (
+        "before the first step"
+    )
 
 
 @needs_shared("models/stories260K")
@@ -165,18 +203,30 @@ def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
 def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path):
     model, batch, steps = SHARED / "models" / "stories260K", 4, 8
     lines = (SHARED / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = sorted((json.loads(line) for line in lines), key=lambda row: len(row["question"] + row["answer"]))
+    rows = sorted(
+        (json.loads(line) for line in lines), key=lambda row: len(row["question"] + row["answer"])
+    )
     rows, held_out = rows[: batch * steps], rows[batch * steps : batch * (steps + 4)]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     examples = []
     for row in rows:
         prompt = tokenizer.encode(row["question"])
-        answer = [*tokenizer.encode(row["answer"], add_special_tokens=False), tokenizer.eos_token_id]
+        answer = [
+            *tokenizer.encode(row["answer"], add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
         examples.append((prompt + answer, [-100] * len(prompt) + answer))
     expected = plain_loop(model, in_batches(examples, batch))
     file = write_lines(tmp_path / "gsm8k.jsonl", rows)
-    validation = [f"data.val_files={write_lines(tmp_path / 'held_out.jsonl', held_out)}", f"trainer.test_freq={steps}"]
-    more = [f"data.train_batch_size={batch}", f"trainer.max_steps={steps}", "trainer.val_before_train=True"]
+    validation = [
+        f"data.val_files={write_lines(tmp_path / 'held_out.jsonl', held_out)}",
+        f"trainer.test_freq={steps}",
+    ]
+    more = [
+        f"data.train_batch_size={batch}",
+        f"trainer.max_steps={steps}",
+        "trainer.val_before_train=True",
+    ]
     assert main(command_line(tmp_path, file, *more, *validation, model=model)) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
     before, after = losses(tmp_path, "val/loss")
@@ -211,10 +261,15 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, rows_file, undisturbed, 
 
 def test_two_ranks_learn_as_one_process(tmp_path, rows_file, undisturbed):
     """Three rows a batch for two ranks: one of them gets a row that does not count."""
-    command = command_line(tmp_path, rows_file, *STATEFUL, f"data.val_files={rows_file}", "trainer.num_threads=1")
+    command = command_line(
+        tmp_path, rows_file, *STATEFUL, f"data.val_files={rows_file}", "trainer.num_threads=1"
+    )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = subprocess.run(
-        [*launcher, "-m", "verl.trainer.fsdp_sft_trainer", *command], capture_output=True, text=True, timeout=150
+        [*launcher, "-m", "verl.trainer.fsdp_sft_trainer", *command],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("Training completed") == 1
@@ -228,7 +283,11 @@ def test_adapters_learn_and_resume(tmp_path, rows_file):
     assert whole[-1] < whole[0] - 0.5
     actor = tmp_path / "global_step_4" / "actor"
     assert (actor / "lora_adapter" / "adapter_model.safetensors").is_file()
-    resumed = [*lora, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_2'}"]
+    resumed = [
+        *lora,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path / 'global_step_2'}",
+    ]
     assert main(command_line(tmp_path, rows_file, *resumed)) == 0
     assert losses(tmp_path) == whole
 
@@ -237,8 +296,14 @@ def test_adapters_learn_and_resume(tmp_path, rows_file):
     ("overrides", "told"),
     [
         (["data.response_key=solution"], "DataError: .*the column 'solution' is missing"),
-        (["data.max_length=20"], r"DataError: .*rows.jsonl, row 1: 33 tokens, data.max_length allows 20"),
-        (["data.train_batch_size=10"], "DataError: A batch of 10 prompts does not fit a dataset of 9"),
+        (
+            ["data.max_length=20"],
+            r"DataError: .*rows.jsonl, row 1: 33 tokens, data.max_length allows 20",
+        ),
+        (
+            ["data.train_batch_size=10"],
+            "DataError: A batch of 10 prompts does not fit a dataset of 9",
+        ),
         (["model.path=nowhere"], "model.path are two names of one setting"),
         (["optim.learning_rate=1"], "Unknown key 'optim.learning_rate'"),
     ],
@@ -251,25 +316,56 @@ def test_what_a_user_gets_wrong_is_one_line(tmp_path, rows_file, capfd, override
 
 
 def configured(*overrides: str) -> SFTConfig:
-    return load_config(["data.train_files=rows.parquet", "model.path=toy", *overrides], root="sft_trainer")
+    return load_config(
+        ["data.train_files=rows.parquet", "model.path=toy", *overrides], root="sft_trainer"
+    )
 
 
 def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
     config = configured(
-        "data.val_files=test.parquet", "data.prompt_key=extra_info", "data.response_key=extra_info",
-        "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']", "data.micro_batch_size_per_gpu=4",
-        "model.partial_pretrain=toy", "optim.lr=1e-4", "optim.warmup_steps_ratio=0.2", "optim.lr_scheduler=constant",
-        "optim.clip_grad=0.5", "trainer.total_epochs=3", "trainer.project_name=sft", "trainer.default_hdfs_dir=null",
-        "trainer.max_ckpt_to_keep=2", "model.lora_rank=32", "model.target_modules=all-linear", "model.strategy=fsdp2",
-        "ulysses_sequence_parallel_size=2", "use_remove_padding=true", "trainer.n_gpus_per_node=2",
-    )  # fmt: skip
+        "data.val_files=test.parquet",
+        "data.prompt_key=extra_info",
+        "data.response_key=extra_info",
+        "data.prompt_dict_keys=['question']",
+        "+data.response_dict_keys=['answer']",
+        "data.micro_batch_size_per_gpu=4",
+        "model.partial_pretrain=toy",
+        "optim.lr=1e-4",
+        "optim.warmup_steps_ratio=0.2",
+        "optim.lr_scheduler=constant",
+        "optim.clip_grad=0.5",
+        "trainer.total_epochs=3",
+        "trainer.project_name=sft",
+        "trainer.default_hdfs_dir=null",
+        "trainer.max_ckpt_to_keep=2",
+        "model.lora_rank=32",
+        "model.target_modules=all-linear",
+        "model.strategy=fsdp2",
+        "ulysses_sequence_parallel_size=2",
+        "use_remove_padding=true",
+        "trainer.n_gpus_per_node=2",
+    )
     assert not caplog.records, "nothing is without effect"
     train = as_train_config(config)
     actor = train.actor_rollout_ref.actor
-    assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio, actor.optim.warmup_style) == (1e-4, 0.2, "constant")
-    assert (actor.grad_clip, actor.ppo_micro_batch_size_per_gpu, actor.ulysses_sequence_parallel_size) == (0.5, 4, 2)
-    assert (train.trainer.max_actor_ckpt_to_keep, train.trainer.default_local_dir) == (2, "checkpoints/sft/test")
-    assert (train.actor_rollout_ref.model.path, train.actor_rollout_ref.model.lora_rank) == ("toy", 32)
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio, actor.optim.warmup_style) == (
+        1e-4,
+        0.2,
+        "constant",
+    )
+    assert (
+        actor.grad_clip,
+        actor.ppo_micro_batch_size_per_gpu,
+        actor.ulysses_sequence_parallel_size,
+    ) == (0.5, 4, 2)
+    assert (train.trainer.max_actor_ckpt_to_keep, train.trainer.default_local_dir) == (
+        2,
+        "checkpoints/sft/test",
+    )
+    assert (train.actor_rollout_ref.model.path, train.actor_rollout_ref.model.lora_rank) == (
+        "toy",
+        32,
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,12 +373,24 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
     [
         (["model.path=null"], "model.path .partial_pretrain. is not set"),
         (["trainer.test_freq=2"], "trainer.test_freq=2 asks for validation, but data.val_files"),
-        (["data.max_token_len_per_gpu=10"], "data.max_token_len_per_gpu must hold one whole row .data.max_length=1024"),
+        (
+            ["data.max_token_len_per_gpu=10"],
+            "data.max_token_len_per_gpu must hold one whole row .data.max_length=1024",
+        ),
         (["optim.betas=[1,2]"], "^optim.betas must be two numbers"),
         (["ulysses_sequence_parallel_size=2"], "^ulysses_sequence_parallel_size must divide"),
-        (["trainer.checkpoint.save_contents=[all]"], "trainer.checkpoint.save_contents: unknown part"),
-        (["data.custom_cls.path=mine.py"], "data.custom_cls.path=mine.py is not available in this version"),
-        (["trainer.default_hdfs_dir=hdfs://x"], "trainer.default_hdfs_dir=hdfs://x is not available in this version"),
+        (
+            ["trainer.checkpoint.save_contents=[all]"],
+            "trainer.checkpoint.save_contents: unknown part",
+        ),
+        (
+            ["data.custom_cls.path=mine.py"],
+            "data.custom_cls.path=mine.py is not available in this version",
+        ),
+        (
+            ["trainer.default_hdfs_dir=hdfs://x"],
+            "trainer.default_hdfs_dir=hdfs://x is not available in this version",
+        ),
     ],
 )
 def test_contradictions_are_told_by_the_names_of_keys_here(overrides, told):
@@ -291,27 +399,53 @@ def test_contradictions_are_told_by_the_names_of_keys_here(overrides, told):
 
 
 def test_the_toys_rows_are_learnt_from_nested_columns(tmp_path):
-    nested = ["data.prompt_key=extra_info", "data.prompt_dict_keys=[question]", "trainer.max_steps=1"]
+    nested = [
+        "data.prompt_key=extra_info",
+        "data.prompt_dict_keys=[question]",
+        "trainer.max_steps=1",
+    ]
     answers = ["data.response_key=extra_info", "data.response_dict_keys=[answer]"]
     assert main(command_line(tmp_path, Path(toy_files()[0]), *nested, *answers)) == 0
     assert len(losses(tmp_path)) == 1
 
 
 def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
-    assert main(command_line(tmp_path / "files", rows_file, "trainer.max_steps=2", "trainer.save_freq=-1")) == 0
-    trainer = {"default_local_dir": str(tmp_path / "objects"), "max_steps": 2, "logger": ["file"], "device": "cpu"}
+    assert (
+        main(
+            command_line(
+                tmp_path / "files", rows_file, "trainer.max_steps=2", "trainer.save_freq=-1"
+            )
+        )
+        == 0
+    )
+    trainer = {
+        "default_local_dir": str(tmp_path / "objects"),
+        "max_steps": 2,
+        "logger": ["file"],
+        "device": "cpu",
+    }
     config = config_from_dict(
         {
             "model": {"path": "toy"},
             "data": {"train_batch_size": 3, "shuffle": False},
-            "optim": {"lr": LEARNING_RATE, "lr_scheduler": "constant", "warmup_steps_ratio": 0, "weight_decay": 0.1},
+            "optim": {
+                "lr": LEARNING_RATE,
+                "lr_scheduler": "constant",
+                "warmup_steps_ratio": 0,
+                "weight_decay": 0.1,
+            },
             "trainer": {**trainer, "test_freq": 1},
         },
         root="sft_trainer",
     )
     rows = SFTDataset(str(rows_file), AutoTokenizer.from_pretrained(TOY_MODEL), config.data)
-    for missing, given in (("data.train_files is not set", {}), ("data.val_files", {"train_dataset": rows})):
-        with pytest.raises(ConfigError, match=f"{missing}.* A program may also give SFTTrainer a train_dataset"):
+    for missing, given in (
+        ("data.train_files is not set", {}),
+        ("data.val_files", {"train_dataset": rows}),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"{missing}.* A program may also give SFTTrainer a train_dataset"
+        ):
             SFTTrainer(config, **given)
     run = SFTTrainer(config, train_dataset=rows, val_dataset=rows)
     run.init_workers()

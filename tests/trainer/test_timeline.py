@@ -18,7 +18,9 @@ pytestmark = pytest.mark.timeout(60)
 def rows_of(path) -> dict[tuple[str, str], list[dict]]:
     """The spans of a trace, by the names of their process and row."""
     events = json.loads(path.read_text())["traceEvents"]
-    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = defaultdict(list)
     for event in events:
@@ -28,15 +30,36 @@ def rows_of(path) -> dict[tuple[str, str], list[dict]]:
 
 
 def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
-    assert run(tmp_path, *PPO, "trainer.max_steps=2", "trainer.profile_steps=[0,2,9]", "trainer.test_freq=-1") == 0
+    assert (
+        run(
+            tmp_path,
+            *PPO,
+            "trainer.max_steps=2",
+            "trainer.profile_steps=[0,2,9]",
+            "trainer.test_freq=-1",
+        )
+        == 0
+    )
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["global_step_2.json"]
-    assert "profile_steps: no timeline is written of [0, 9], for this run ends with 2." in capfd.readouterr().out
+    assert (
+        "profile_steps: no timeline is written of [0, 9], for this run ends with 2."
+        in capfd.readouterr().out
+    )
     spans = rows_of(tmp_path / "timeline" / "global_step_2.json")
     ((process,),) = [{process for process, _ in spans}]
     assert process.startswith("driver, actor_rollout 0, critic 0 (pid ")
     phases = {event["name"]: event for event in spans[process, "phases"]}
     assert len(phases) == len(spans[process, "phases"]), "nothing of step 1"
-    assert phases.keys() >= {"step", "gen", "reward", "values", "adv", "update_critic", "update_actor", "sync_weights"}
+    assert phases.keys() >= {
+        "step",
+        "gen",
+        "reward",
+        "values",
+        "adv",
+        "update_critic",
+        "update_actor",
+        "sync_weights",
+    }
     for event in phases.values():
         end = phases["step"]["ts"] + phases["step"]["dur"]
         assert phases["step"]["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= end
@@ -71,17 +94,23 @@ def test_every_rank_has_rows_of_its_own(tmp_path):
         assert [event["name"] for event in spans[process, "one"]] == ["tell"]
         assert [event["name"] for event in spans[process, "two"]] == ["tell", "double"]
     called = spans[driver, "calls"]
-    (double,) = [event["ts"] for event in called if event["name"] == "two.double" and event["ph"] == "b"]
+    (double,) = [
+        event["ts"] for event in called if event["name"] == "two.double" and event["ph"] == "b"
+    ]
     ran = spans[other, "two"][1]
     # Clocks of their own would be seconds apart; a busy machine notes a span milliseconds late.
-    assert double - 2e4 < ran["ts"] < max(event["ts"] for event in called) + 2e4, "one clock for all"
+    assert double - 2e4 < ran["ts"] < max(event["ts"] for event in called) + 2e4, (
+        "one clock for all"
+    )
 
 
 def test_processes_of_other_machines_are_placed_by_their_wall_clocks(tmp_path):
     second = 10**9
     near = Recorded("here", 1, 1_000 * second, [Span("a", "row", 5 * second, 6 * second, False)])
     far = Recorded("there", 1, 995 * second, [Span("b", "row", 11 * second, 12 * second, True)])
-    same = Recorded("here", 2, 1_000 * second + 77, [Span("c", "row", 5 * second, 6 * second, False)])
+    same = Recorded(
+        "here", 2, 1_000 * second + 77, [Span("c", "row", 5 * second, 6 * second, False)]
+    )
     write_trace(tmp_path / "trace.json", [("near", near), ("far", far), ("same", same)])
     spans = rows_of(tmp_path / "trace.json")
     assert [(event["ts"], event["dur"]) for event in spans["near", "row"]] == [(5e6, 1e6)]

@@ -10,9 +10,19 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_ten_steps_print_ten_lines_and_the_end(tmp_path, capfd):
-    assert run(tmp_path, "trainer.max_steps=10", "data.train_batch_size=8", base=["data.dataset_name=toy"]) == 0
+    assert (
+        run(
+            tmp_path,
+            "trainer.max_steps=10",
+            "data.train_batch_size=8",
+            base=["data.dataset_name=toy"],
+        )
+        == 0
+    )
     out = capfd.readouterr().out
-    lines = re.findall(r"^\[Step (\d+)/10\] Actor loss: \S+ \| Reward: \S+ \| KL: \S+", out, flags=re.M)
+    lines = re.findall(
+        r"^\[Step (\d+)/10\] Actor loss: \S+ \| Reward: \S+ \| KL: \S+", out, flags=re.M
+    )
     assert lines == [str(step) for step in range(1, 11)]
     assert re.search(r"^Training completed in \d+\.\ds$", out, flags=re.M)
     assert "Device: cpu" in out
@@ -22,7 +32,16 @@ def test_ten_steps_print_ten_lines_and_the_end(tmp_path, capfd):
 
 
 def test_ppo_learns_too(tmp_path):
-    assert run(tmp_path, *PPO, "trainer.max_steps=7", "data.train_batch_size=8", "actor_rollout_ref.rollout.n=8") == 0
+    assert (
+        run(
+            tmp_path,
+            *PPO,
+            "trainer.max_steps=7",
+            "data.train_batch_size=8",
+            "actor_rollout_ref.rollout.n=8",
+        )
+        == 0
+    )
     rewards = [line["critic/score/mean"] for line in step_lines(tmp_path)]
     assert rewards[-1] + rewards[-2] > rewards[0] + rewards[1] + 0.2
 
@@ -35,7 +54,9 @@ def test_a_learning_rate_of_zero_moves_nothing(tmp_path, algorithm):
     assert same_bits(weights(tmp_path, 1), weights(tmp_path, 2))
     if algorithm:
         assert same_bits(weights(tmp_path, 1, "critic"), weights(tmp_path, 2, "critic"))
-    assert all(line["actor/lr"] == 0 and line["actor/grad_norm"] > 0 for line in step_lines(tmp_path))
+    assert all(
+        line["actor/lr"] == 0 and line["actor/grad_norm"] > 0 for line in step_lines(tmp_path)
+    )
 
 
 def test_the_critic_warms_up_alone(tmp_path):
@@ -50,7 +71,10 @@ def test_the_critic_warms_up_alone(tmp_path):
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        assert run(tmp_path / name, f"actor_rollout_ref.rollout.seed={seed}", "trainer.save_freq=2") == 0
+        assert (
+            run(tmp_path / name, f"actor_rollout_ref.rollout.seed={seed}", "trainer.save_freq=2")
+            == 0
+        )
     one, two, three = (weights(tmp_path / name, 2) for name in ("one", "two", "three"))
     assert same_bits(one, two)
     assert not same_bits(one, three)

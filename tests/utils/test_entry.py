@@ -21,7 +21,9 @@ sys.exit(exit_code(job))
 @pytest.mark.parametrize(("traceback", "tracebacks"), [("", 0), ("1", 1)])
 def test_message_and_traceback_are_told_once(traceback: str, tracebacks: int):
     environment = {**os.environ, "VERL_TRACEBACK": traceback}
-    done = subprocess.run([sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == tracebacks
     assert done.stderr.count("DataError: no rows") == 1
@@ -29,7 +31,8 @@ def test_message_and_traceback_are_told_once(traceback: str, tracebacks: int):
 
 def test_a_file_that_may_not_be_written_is_one_line(capfd):
     def job() -> None:
-        raise PermissionError(13, "Failed to open local file '/x/train.parquet'")  # as pyarrow has it
+        # as pyarrow has it
+        raise PermissionError(13, "Failed to open local file '/x/train.parquet'")
 
     assert exit_code(job) == 1
     assert "train.parquet'. Make room, or name another folder" in (told := capfd.readouterr().err)

@@ -10,7 +10,8 @@ from verl.utils.imports import load_extern_type, load_module, require
 
 
 @pytest.mark.parametrize(
-    ("module", "command"), [("hydra", "pip install hydra-core"), ("tensordict", "pip install tensordict")]
+    ("module", "command"),
+    [("hydra", "pip install hydra-core"), ("tensordict", "pip install tensordict")],
 )
 def test_a_missing_dependency_is_one_line_with_its_install_command(module, command):
     script = (
@@ -18,14 +19,19 @@ def test_a_missing_dependency_is_one_line_with_its_install_command(module, comma
         "from verl.trainer.main_ppo import main\n"
         "sys.exit(main(['data.dataset_name=toy', 'data.train_batch_size=4']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert command in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_an_optional_package_is_asked_for_by_name():
-    with pytest.raises(MissingDependencyError, match="The tracker needs the package 'no_such_package'.*pip install it"):
+    with pytest.raises(
+        MissingDependencyError,
+        match="The tracker needs the package 'no_such_package'.*pip install it",
+    ):
         require("no_such_package", "The tracker", "pip install it")
     assert require("json", "Nothing", "nothing").dumps([]) == "[]"
 
@@ -61,21 +67,26 @@ def test_a_file_beside_a_users_file_is_not_taken_for_a_package(tmp_path):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import a_package_that_nobody_has\n")
     with pytest.raises(
-        MissingDependencyError, match=r"reward\.py', line 1: the package 'a_package_that_nobody_has' is"
+        MissingDependencyError,
+        match=r"reward\.py', line 1: the package 'a_package_that_nobody_has' is",
     ):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"line 2, raised SystemExit: 0\. Mend it"):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import verl.nowhere\n")
-    with pytest.raises(ConfigError, match=r"line 1, raised ModuleNotFoundError: No module named 'verl\.nowhere'"):
+    with pytest.raises(
+        ConfigError, match=r"line 1, raised ModuleNotFoundError: No module named 'verl\.nowhere'"
+    ):
         load_module(str(tmp_path / "reward.py"))
 
 
 def test_a_users_file_that_fails_is_loaded_anew(tmp_path, monkeypatch):
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n")
-    with pytest.raises(ConfigError, match=r"broken\.py', line 1, raised ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        ConfigError, match=r"broken\.py', line 1, raised ZeroDivisionError: division by zero"
+    ):
         load_module(str(file))
     file.write_text("value = 3\ndef compute_score(:\n")
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,9 @@ def test_tokens_and_padding_are_within_their_ratios(width, one, other, left):
         assert low * width <= 100 * sum(row) <= high * width
         start = row.index(1)
         assert 100 * start <= left * width
-        assert row == [0] * start + [1] * sum(row) + [0] * (width - start - sum(row)), "one run of tokens"
+        assert row == [0] * start + [1] * sum(row) + [0] * (width - start - sum(row)), (
+            "one run of tokens"
+        )
 
 
 def test_both_numbers_are_drawn_from_their_whole_ranges():
@@ -37,6 +39,13 @@ def test_both_numbers_are_drawn_from_their_whole_ranges():
 
 
 def test_ratios_that_mean_nothing_are_told():
-    for high, left, low in ((1.1, 0, 0), (0.5, 0, 0.6), (0.5, 0, -0.1), (0.5, 1.1, 0), (0.5, -0.1, 0), (0, 0, 0)):
+    for high, left, low in (
+        (1.1, 0, 0),
+        (0.5, 0, 0.6),
+        (0.5, 0, -0.1),
+        (0.5, 1.1, 0),
+        (0.5, -0.1, 0),
+        (0, 0, 0),
+    ):
         with pytest.raises(ValueError, match="Ratios lie between 0 and 1"):
             create_random_mask(torch.zeros(2, 10), high, left, low)

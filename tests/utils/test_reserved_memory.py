@@ -1,4 +1,5 @@
-"""Reserved memory on a driver of host memory that keeps CUDA's rules: what is called, in which order, what stays."""
+"""Reserved memory on a driver of host memory that keeps CUDA's rules: what is called, in which
+order, what stays."""
 
 import ctypes
 import gc
@@ -30,7 +31,8 @@ class Result(IntEnum):
 
 
 class FakeDriver:
-    """What is used of `cuda.bindings.driver`. Memory lives while a handle or a mapping holds it, as in CUDA."""
+    """What is used of `cuda.bindings.driver`. Memory lives while a handle or a mapping holds it, as
+    in CUDA."""
 
     CUresult = Result
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -67,7 +69,10 @@ class FakeDriver:
 
     @property
     def used(self) -> int:
-        return sum(self.sizes[handle] for handle in {*self.handles, *(entry[1] for entry in self.mappings.values())})
+        return sum(
+            self.sizes[handle]
+            for handle in {*self.handles, *(entry[1] for entry in self.mappings.values())}
+        )
 
     @property
     def untouched(self) -> bool:
@@ -136,8 +141,14 @@ class FakeDriver:
         return (Result(0 if self.handles.pop(handle, 0) else 1),)
 
     def cuMemMap(self, address, size, offset, handle, flags):
-        inside = any(base <= address and address + size <= base + whole for base, (whole, _) in self.ranges.items())
-        taken = any(address < start + entry[0] and start < address + size for start, entry in self.mappings.items())
+        inside = any(
+            base <= address and address + size <= base + whole
+            for base, (whole, _) in self.ranges.items()
+        )
+        taken = any(
+            address < start + entry[0] and start < address + size
+            for start, entry in self.mappings.items()
+        )
         if not inside or taken or self.handles.get(handle) != size or (offset, flags) != (0, 0):
             return (Result(1),)
         self.mappings[address] = [size, handle, False]
@@ -162,7 +173,9 @@ def driver(monkeypatch):
     fake = FakeDriver(memory=64 * PAGE)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
     # The one step that only a CUDA build of torch takes: reading bytes at an address as a tensor.
-    monkeypatch.setattr(reserved_memory, "_bytes_at", lambda address, size, owner: host_bytes(address, size))
+    monkeypatch.setattr(
+        reserved_memory, "_bytes_at", lambda address, size, owner: host_bytes(address, size)
+    )
     return fake
 
 
@@ -234,7 +247,10 @@ def test_blocks_that_torch_keeps_are_freed_before_giving_up(driver, monkeypatch)
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(list(driver.contexts)))
     monkeypatch.setattr(reserved_memory, "GIB", PAGE)
-    with pytest.raises(RolloutError, match=r"for 78\.00 GiB beside the 2\.00 GiB .* 62\.00 of 64\.00 GiB.*utilization"):
+    with pytest.raises(
+        RolloutError,
+        match=r"for 78\.00 GiB beside the 2\.00 GiB .* 62\.00 of 64\.00 GiB.*utilization",
+    ):
         memory.grow(80 * PAGE)
     assert (memory.mapped_bytes, driver.used, driver.handles) == (2 * PAGE, 2 * PAGE, {})
 
@@ -245,7 +261,8 @@ def test_blocks_that_torch_keeps_are_freed_before_giving_up(driver, monkeypatch)
     monkeypatch.setattr(torch.cuda, "empty_cache", free_the_cache)
     memory.grow(80 * PAGE)
     assert memory.mapped_bytes == 80 * PAGE
-    # Once each, and with the thread's own context current, which torch may be using on another device.
+    # Once each, and with the thread's own context current, which torch may be using on another
+    # device.
     assert emptied == [[], []]
 
 
@@ -281,7 +298,9 @@ def test_growth_that_fails_changes_nothing_and_can_be_tried_again(driver, name):
     assert driver.untouched
 
 
-@pytest.mark.parametrize("name", ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"])
+@pytest.mark.parametrize(
+    "name", ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree", "cuDevicePrimaryCtxRelease"]
+)
 def test_a_close_that_fails_can_be_tried_again(driver, name):
     memory = ReservedMemory(20 * PAGE, DEVICE)
     memory.grow(2 * PAGE)
@@ -353,7 +372,9 @@ def test_a_process_may_end_without_a_close():
         "memory.grow(PAGE)\n"
     )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=root
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

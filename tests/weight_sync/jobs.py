@@ -1,4 +1,5 @@
-"""What the two processes of a test do: one sends, the other one takes. Both return what they have, or their error."""
+"""What the two processes of a test do: one sends, the other one takes. Both return what they have,
+or their error."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ from verl.distributed.collectives import ALONE, Axis
 from verl.distributed.mesh import Mesh, init_mesh
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import RolloutError
-from verl.weight_sync import DirectSender, Fingerprint, FingerprintLog, WeightReceiver, WeightSender, receive_into
+from verl.weight_sync import (
+    DirectSender,
+    Fingerprint,
+    FingerprintLog,
+    WeightReceiver,
+    WeightSender,
+    receive_into,
+)
 from verl.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
 from verl.weight_sync.disk import DiskReceiver, DiskSender
 from verl.weight_sync.fingerprint import fingerprints
@@ -70,7 +78,14 @@ def damage(tensors: Tensors, fault: str) -> None:
 def odd_tensors(step: int = 0) -> Tensors:
     """Of every kind: one element, odd rows, several dtypes, and larger than a bucket."""
     generator = torch.Generator().manual_seed(step)
-    shapes = {"one": (1,), "scalar": (), "odd": (3, 5), "rows": (13, 7), "large": (31, 77), "deep": (3, 5, 7)}
+    shapes = {
+        "one": (1,),
+        "scalar": (),
+        "odd": (3, 5),
+        "rows": (13, 7),
+        "large": (31, 77),
+        "deep": (3, 5, 7),
+    }
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors["half"] = torch.randn(301, 5, generator=generator).to(torch.bfloat16)
     tensors["counts"] = torch.randint(-(1 << 40), 1 << 40, (9,), generator=generator)
@@ -133,21 +148,28 @@ def _receiver(trip: Trip, axis: Axis) -> WeightReceiver:
 # ---------------------------------------------------------------- shards
 
 
-def gather_model(setup: jobs.Setup, dtype: torch.dtype | None, bucket_bytes: int) -> tuple[Tensors, dict[str, int]]:
+def gather_model(
+    setup: jobs.Setup, dtype: torch.dtype | None, bucket_bytes: int
+) -> tuple[Tensors, dict[str, int]]:
     """What the trainer hands over, and its fingerprints."""
     log = FingerprintLog()
-    named = jobs.fixed_engine(setup).parameters_for_rollout(dtype=dtype, bucket_bytes=bucket_bytes, log=log)
+    named = jobs.fixed_engine(setup).parameters_for_rollout(
+        dtype=dtype, bucket_bytes=bucket_bytes, log=log
+    )
     tensors = {name: tensor.clone().cpu() for name, tensor in named}
     return tensors, log.read()
 
 
 def gather_to_places(places: Tensors) -> tuple[Tensors, list[str]]:
-    """What is handed over of a matrix of even rows and of `odd_rows`, and which of it came at its place at once."""
+    """What is handed over of a matrix of even rows and of `odd_rows`, and which of it came at its
+    place at once."""
     mesh: Mesh = init_mesh(torch.device("cpu"))
     module = odd_rows()
     module.append(torch.randn((6, 4), generator=torch.Generator().manual_seed(2)))
     fully_shard(module, mesh=mesh.weights)
-    named = gathered(module.named_parameters(), bucket_bytes=400, dtype=torch.bfloat16, place=places.get)
+    named = gathered(
+        module.named_parameters(), bucket_bytes=400, dtype=torch.bfloat16, place=places.get
+    )
     tensors = dict(named)
     return tensors, [name for name, tensor in tensors.items() if tensor is places.get(name)]
 
@@ -164,13 +186,17 @@ def gather_odd_rows() -> tuple[Tensors, dict[str, int]]:
 
 def odd_rows() -> nn.Module:
     module = nn.ParameterList(
-        [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in [(1, 9), (3,), (7, 5), (5, 3, 3)]]
+        [
+            torch.randn(shape, generator=torch.Generator().manual_seed(1))
+            for shape in [(1, 9), (3,), (7, 5), (5, 3, 3)]
+        ]
     )
     return module.requires_grad_(True)
 
 
 def hand_over(damaged_rank: int | None, halves: bool) -> tuple[bool, str]:
-    """Each rank's engine has all weights, or half of some: (whether it has what it should, its error)."""
+    """Each rank's engine has all weights, or half of some: (whether it has what it should, its
+    error)."""
     world = init_mesh(torch.device("cpu")).world
     model = tiny_model("qwen3_moe")
 
@@ -186,10 +212,14 @@ def hand_over(damaged_rank: int | None, halves: bool) -> tuple[bool, str]:
         f"{layer}.mlp.experts.gate_up_proj": half_of_both,
         f"{layer}.mlp.experts.down_proj": half,
         f"{layer}.input_layernorm.weight": half,
-        f"{layer}.post_attention_layernorm.weight": lambda whole: whole if world.rank == 0 else torch.zeros_like(whole),
+        f"{layer}.post_attention_layernorm.weight": lambda whole: (
+            whole if world.rank == 0 else torch.zeros_like(whole)
+        ),
     }
     cuts = cuts if halves else {}
-    twin = ModelTwin(model, attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"), cuts=cuts)
+    twin = ModelTwin(
+        model, attention="eager", dtype=torch.bfloat16, device=torch.device("cpu"), cuts=cuts
+    )
     engine: Any = Engine(twin, damaged=damaged_rank == world.rank)
     log = FingerprintLog()
     named = gathered(model.named_parameters(), bucket_bytes=10_000, dtype=torch.bfloat16, log=log)
@@ -200,7 +230,9 @@ def hand_over(damaged_rank: int | None, halves: bool) -> tuple[bool, str]:
     own = dict(twin.module.named_parameters())
     whole: Tensors = dict(model.named_parameters())
     whole.update({name: cut(whole[name]) for name, cut in cuts.items()})
-    return all(torch.equal(own[name], weight.to(torch.bfloat16)) for name, weight in whole.items()), ""
+    return all(
+        torch.equal(own[name], weight.to(torch.bfloat16)) for name, weight in whole.items()
+    ), ""
 
 
 class Engine:

@@ -22,7 +22,8 @@ def run_tiny() -> list[Any]:
 
 def check(answer: list[Any], ranks: int) -> None:
     (name, size, num_bytes, bound_s, hand_over_s, proved_s, _), row = answer
-    # 2 layers of 64 x (64 + 2 x 32) + 64 x 64 + 3 x 64 x 128 and their vectors, 2048 x 64 tied embeddings, in bf16
+    # 2 layers of 64 x (64 + 2 x 32) + 64 x 64 + 3 x 64 x 128 and their vectors, 2048 x 64 tied
+    # embeddings, in bf16
     vectors = 2 * (2 * 64 + 64 + 2 * 32) + 64
     assert (name, size) == ("tiny", ranks)
     assert num_bytes == 2 * (2 * (64 * 128 + 64 * 64 + 3 * 64 * 128) + vectors + 2048 * 64)

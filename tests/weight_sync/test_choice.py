@@ -20,17 +20,29 @@ ALONE = Link(process_group=False)
         (Endpoint("a", 1, "GPU-1"), ALL, "direct", "both are in one process"),
         (Endpoint("a", 2, "GPU-1"), ALL, "ipc", "two processes on one GPU, GPU-1"),
         (Endpoint("a", 2, "GPU-1"), Link(True, connection=False), "disk", "without a connection"),
-        (Endpoint("a", 2, "GPU-2"), ALL, "broadcast", "two GPUs of one machine that reach each other"),
+        (
+            Endpoint("a", 2, "GPU-2"),
+            ALL,
+            "broadcast",
+            "two GPUs of one machine that reach each other",
+        ),
         (Endpoint("a", 2, "GPU-2"), Link(True, peer_access=False), "host", "without peer access"),
         (Endpoint("a", 2, "GPU-2"), ALONE, "host", "without a process group"),
         (Endpoint("a", 2), ALL, "host", "not both on a GPU"),
         (Endpoint("a", 2), Link(True, connection=False), "broadcast", "without a connection"),
-        (Endpoint("b", 2, "GPU-2"), ALL, "broadcast", "on two machines, and ranks of one process group"),
+        (
+            Endpoint("b", 2, "GPU-2"),
+            ALL,
+            "broadcast",
+            "on two machines, and ranks of one process group",
+        ),
         (Endpoint("b", 1, "GPU-1"), ALONE, "disk", "share no process group"),
         (Endpoint("a", 2, "GPU-2"), Link(False, connection=False), "disk", "or a process group"),
     ],
 )
-def test_the_transport_follows_from_facts(caplog, receiver: Endpoint, link: Link, transport: str, reason: str):
+def test_the_transport_follows_from_facts(
+    caplog, receiver: Endpoint, link: Link, transport: str, reason: str
+):
     with caplog.at_level(logging.INFO, logger="verl"):
         assert choose_transport(TRAINER, receiver, link) == transport
     [line] = caplog.messages

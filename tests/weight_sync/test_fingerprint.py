@@ -24,7 +24,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_the_sum_that_it_says(dtype: torch.dtype):
     tensor = drawn(5, 7, dtype=dtype)
-    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).flatten()
+    bits = tensor.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    ).flatten()
     total = 0
     for place, value in enumerate(bits.tolist()):
         mixed = place * 2654435761 % 2**32
@@ -49,7 +51,14 @@ def test_every_place_counts():
     rows[[3, 150]] = tensor[[150, 3]]
     columns = tensor.clone()
     columns[:, [0, 1]] = tensor[:, [1, 0]]
-    others = [rows, columns, tensor.roll(1), tensor.roll(1, 0), tensor.view(100, 200).T.contiguous(), tensor.flip(0)]
+    others = [
+        rows,
+        columns,
+        tensor.roll(1),
+        tensor.roll(1, 0),
+        tensor.view(100, 200).T.contiguous(),
+        tensor.flip(0),
+    ]
     seen = {of(other) for other in [tensor, *others]}
     assert len(seen) == len(others) + 1
     assert of(tensor.T) == of(tensor.T.contiguous()), "memory order instead of element order"
@@ -86,14 +95,21 @@ def test_the_kernel_computes_the_same():
     from verl.weight_sync.fingerprint import _INTEGERS
 
     kernel._BLOCK, kernel._STEPS, kernel._SIZE = 64, 2, 128
-    tensors = [drawn(37, 11, dtype=torch.float32), drawn(300), drawn(1000)[1:], drawn(5, dtype=torch.float64)]
+    tensors = [
+        drawn(37, 11, dtype=torch.float32),
+        drawn(300),
+        drawn(1000)[1:],
+        drawn(5, dtype=torch.float64),
+    ]
     tensors += [drawn(256), drawn(7, dtype=torch.int8), drawn(0)]
     parts = [Part()] * 3 + [Part(3, 2, 9), Part(1 << 33), Part(5), Part()]
     bits = [tensor.view(_INTEGERS[tensor.itemsize]).flatten() for tensor in tensors]
     assert kernel.sum_of_bits(bits, parts).tolist() == fingerprints(tensors, parts).tolist()
 
 
-@pytest.mark.parametrize(("interval", "proved"), [(0, [0]), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
+@pytest.mark.parametrize(
+    ("interval", "proved"), [(0, [0]), (1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])]
+)
 def test_when_a_hand_over_is_proved(interval: int, proved: list[int]):
     schedule = ProofSchedule(interval)
     assert [number for number in range(7) if schedule.next() is not None] == proved

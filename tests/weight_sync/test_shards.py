@@ -1,4 +1,5 @@
-"""Shards of two ranks are gathered in buckets to what one process has, and proved where an engine has halves."""
+"""Shards of two ranks are gathered in buckets to what one process has, and proved where an engine
+has halves."""
 
 import pytest
 import torch
@@ -14,11 +15,20 @@ PLAIN = Setup(double=False)
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"fsdp_size": 1}, {"param_offload": True}, {"offload_policy": True}, {"lora": True}, {"family": "gemma2"}],
+    [
+        {},
+        {"fsdp_size": 1},
+        {"param_offload": True},
+        {"offload_policy": True},
+        {"lora": True},
+        {"family": "gemma2"},
+    ],
     ids=["fsdp", "hsdp", "param offload", "offload policy", "lora", "tied"],
 )
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "bf16"])
-def test_two_ranks_hand_over_what_one_has(two_ranks: Ranks, settings: dict, dtype: torch.dtype | None):
+def test_two_ranks_hand_over_what_one_has(
+    two_ranks: Ranks, settings: dict, dtype: torch.dtype | None
+):
     alone = Setup(double=False, lora="lora" in settings, family=settings.get("family", "qwen2"))
     expected, _ = jobs.gather_model(alone, None, 1 << 20)
     expected = {name: tensor.to(dtype or tensor.dtype) for name, tensor in expected.items()}
@@ -30,11 +40,16 @@ def test_two_ranks_hand_over_what_one_has(two_ranks: Ranks, settings: dict, dtyp
             assert torch.equal(tensor.to(dtype or tensor.dtype), expected[name]), name
         assert log == dict(zip(expected, values))
     if dtype is not None and not settings:
-        assert {tensor.dtype for tensor in found[0][0].values()} == {dtype}, "travelled wider than needed"
+        assert {tensor.dtype for tensor in found[0][0].values()} == {dtype}, (
+            "travelled wider than needed"
+        )
 
 
 def test_rows_that_ranks_do_not_divide(two_ranks: Ranks):
-    expected = {name: value.detach().to(torch.bfloat16) for name, value in jobs.odd_rows().named_parameters()}
+    expected = {
+        name: value.detach().to(torch.bfloat16)
+        for name, value in jobs.odd_rows().named_parameters()
+    }
     for tensors, log in two_ranks.call(jobs.gather_odd_rows):
         assert all(torch.equal(tensors[name], value) for name, value in expected.items())
         assert log == dict(zip(expected, fingerprints(list(expected.values())).tolist()))
@@ -42,8 +57,13 @@ def test_rows_that_ranks_do_not_divide(two_ranks: Ranks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_fits_is_gathered_at_its_place(two_ranks: Ranks, dtype: torch.dtype):
-    expected = {name: value.detach().to(torch.bfloat16) for name, value in jobs.odd_rows().named_parameters()}
-    places = {name: torch.full(value.shape, torch.nan, dtype=dtype) for name, value in expected.items()}
+    expected = {
+        name: value.detach().to(torch.bfloat16)
+        for name, value in jobs.odd_rows().named_parameters()
+    }
+    places = {
+        name: torch.full(value.shape, torch.nan, dtype=dtype) for name, value in expected.items()
+    }
     places["4"] = torch.full((6, 4), torch.nan, dtype=dtype)
     for tensors, placed in two_ranks.call(jobs.gather_to_places, places):
         assert all(torch.equal(tensors[name], value) for name, value in expected.items())
@@ -63,9 +83,14 @@ def test_damage_on_one_rank_is_named_on_both(two_ranks: Ranks, halves: bool, ran
 
 
 def test_a_bucket_has_no_more_than_it_may_unless_a_tensor_has():
-    tensors = {f"{number}": torch.zeros(size) for number, size in enumerate([10, 10, 30, 5, 5, 5, 200, 1, 24])}
+    tensors = {
+        f"{number}": torch.zeros(size)
+        for number, size in enumerate([10, 10, 30, 5, 5, 5, 200, 1, 24])
+    }
     tensors["other"] = torch.zeros(1, dtype=torch.float64)
-    sizes = [(bucket.names, bucket.num_bytes) for bucket in _buckets(tensors.items(), 100, torch.float32)]
+    sizes = [
+        (bucket.names, bucket.num_bytes) for bucket in _buckets(tensors.items(), 100, torch.float32)
+    ]
     assert sizes == [
         (["0", "1"], 80),
         (["2"], 120),

@@ -1,4 +1,5 @@
-"""Weights arrive bit for bit in another process by every transport, or both ends say which did not."""
+"""Weights arrive bit for bit in another process by every transport, or both ends say which did
+not."""
 
 import json
 from pathlib import Path
@@ -26,7 +27,9 @@ def as_received(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_bit_arrives(two_ranks: Ranks, tmp_path: Path, transport: str, dtype: torch.dtype):
-    (_, none), (received, error) = two_ranks.call(travel, Trip(transport, tmp_path, dtype, hand_overs=3))
+    (_, none), (received, error) = two_ranks.call(
+        travel, Trip(transport, tmp_path, dtype, hand_overs=3)
+    )
     assert (none, error) == ("", "")
     assert len(received) == 3
     for step, tensors in enumerate(received):
@@ -38,18 +41,27 @@ def test_every_bit_arrives(two_ranks: Ranks, tmp_path: Path, transport: str, dty
 
 @pytest.mark.parametrize(("fault", "name"), [("bit", "large"), ("rows", "rows")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_damage_on_the_way_is_named(two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, name: str):
-    (_, at_sender), (_, at_receiver) = two_ranks.call(travel, Trip(transport, tmp_path, fault=fault))
-    assert (
-        f"1 of 9 weights of the rollout engine are not the trainer's, by their fingerprints: '{name}'." in at_receiver
+def test_damage_on_the_way_is_named(
+    two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, name: str
+):
+    (_, at_sender), (_, at_receiver) = two_ranks.call(
+        travel, Trip(transport, tmp_path, fault=fault)
     )
+    assert (
+        "1 of 9 weights of the rollout engine are not the trainer's, by their fingerprints: "
+        f"'{name}'."
+    ) in at_receiver
     if transport != "disk":  # where nobody waits for the reader
         assert f"'{name}'" in at_sender
 
 
 @pytest.mark.parametrize("transport", ["host", "broadcast"])
-@pytest.mark.parametrize(("fault", "told"), [("refuses", "no such weight: rows"), ("breaks off", "no more")])
-def test_a_fault_at_one_end_ends_both(two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, told: str):
+@pytest.mark.parametrize(
+    ("fault", "told"), [("refuses", "no such weight: rows"), ("breaks off", "no more")]
+)
+def test_a_fault_at_one_end_ends_both(
+    two_ranks: Ranks, tmp_path: Path, transport: str, fault: str, told: str
+):
     for _, error in two_ranks.call(travel, Trip(transport, tmp_path, fault=fault)):
         assert told in error
 
@@ -59,12 +71,18 @@ def test_a_folder_is_read_by_others_and_damage_to_its_files_is_seen(tmp_path: Pa
     sender = DiskSender(tmp_path, bucket_bytes=10_000, dtype=torch.bfloat16)
     for _ in range(3):
         sender.send(model.named_parameters())
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_3",
+    ]
     folder = tmp_path / "global_step_3" / "weights"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 2
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].keys() == stored.keys()
+    assert (
+        json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].keys()
+        == stored.keys()
+    )
     for name, parameter in model.named_parameters():
         assert torch.equal(stored[name], parameter.to(torch.bfloat16))
 

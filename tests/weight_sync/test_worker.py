@@ -1,4 +1,5 @@
-"""The actor's hand-over: buckets of the configured size, in the engine's dtype, proved when it is due."""
+"""The actor's hand-over: buckets of the configured size, in the engine's dtype, proved when it is
+due."""
 
 from typing import Any
 
@@ -49,7 +50,9 @@ def test_its_speed_is_a_statistic_of_the_rollout(actor):
     actor.sync_weights()
     numbers = actor.rollout.statistics()
     copied = sum(2 * weight.numel() for weight in actor.engine.hf_model.parameters())
-    assert numbers["update_weights_gb_per_s"] == pytest.approx(copied / numbers["update_weights_s"] / 1e9)
+    assert numbers["update_weights_gb_per_s"] == pytest.approx(
+        copied / numbers["update_weights_s"] / 1e9
+    )
     for name, weight in actor.engine.hf_model.named_parameters():
         assert torch.equal(actor.rollout.twin.module.get_parameter(name), weight.to(torch.bfloat16))
 

@@ -39,11 +39,15 @@ def config(folder: Path, **actor: object) -> TrainConfig:
 
 
 def actor_of(config: TrainConfig, total_steps: int = 4) -> ActorRolloutWorker:
-    return ActorRolloutWorker(config.actor_rollout_ref, total_steps=total_steps, device=CPU, tokenizer=tiny_tokenizer())
+    return ActorRolloutWorker(
+        config.actor_rollout_ref, total_steps=total_steps, device=CPU, tokenizer=tiny_tokenizer()
+    )
 
 
 def critic_of(config: TrainConfig) -> CriticWorker:
-    return CriticWorker(config.critic, max_length=P + R, total_steps=4, device=CPU, tokenizer=tiny_tokenizer())
+    return CriticWorker(
+        config.critic, max_length=P + R, total_steps=4, device=CPU, tokenizer=tiny_tokenizer()
+    )
 
 
 def reference_of(config: TrainConfig) -> ReferenceWorker:
@@ -52,13 +56,18 @@ def reference_of(config: TrainConfig) -> ReferenceWorker:
 
 def prompts(count: int = 4, first_row: int = 0) -> DataProto:
     """Prompts of 3, 4, ... tokens; row numbers count from `first_row`."""
-    texts = [[5 + (7 * row + i) % 90 for i in range(3 + row % 5)] for row in range(first_row, first_row + count)]
+    texts = [
+        [5 + (7 * row + i) % 90 for i in range(3 + row % 5)]
+        for row in range(first_row, first_row + count)
+    ]
     return DataProto.from_dict(
         tensors={},
         non_tensors={
             "raw_prompt_ids": np.array([*texts, None], dtype=object)[:-1],
             "prompt_row": np.arange(first_row, first_row + count).astype(object),
-            "uid": np.array([f"1-{row}" for row in range(first_row, first_row + count)], dtype=object),
+            "uid": np.array(
+                [f"1-{row}" for row in range(first_row, first_row + count)], dtype=object
+            ),
         },
     )
 
@@ -66,7 +75,9 @@ def prompts(count: int = 4, first_row: int = 0) -> DataProto:
 def trajectories(actor: ActorRolloutWorker, count: int = 4, n: int = 2) -> DataProto:
     """What `generate` gives, with random advantages and returns."""
     asked = prompts(count)
-    answer = actor.generate_sequences(asked, n=n, params=SamplingParams(max_new_tokens=R), seed=0, step=1)
+    answer = actor.generate_sequences(
+        asked, n=n, params=SamplingParams(max_new_tokens=R), seed=0, step=1
+    )
     answer.meta_info.clear()
     batch = asked.repeat(n, interleave=True).union(answer)
     noise = torch.randn(len(batch), R, generator=torch.Generator().manual_seed(0))

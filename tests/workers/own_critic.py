@@ -11,7 +11,9 @@ class BoundedCritic(CriticModel):
 
     def __init__(self, body):
         super().__init__(body)
-        self.value_head = nn.Sequential(nn.Linear(body.config.hidden_size, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.value_head = nn.Sequential(
+            nn.Linear(body.config.hidden_size, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -24,7 +26,11 @@ class BoundedHead(CriticModel):
     def __init__(self, body):
         super().__init__(body)
         self.value_head = nn.Sequential(
-            nn.Linear(body.config.hidden_size, 8), nn.Tanh(), nn.Linear(8, 1), nn.Sigmoid(), Doubled()
+            nn.Linear(body.config.hidden_size, 8),
+            nn.Tanh(),
+            nn.Linear(8, 1),
+            nn.Sigmoid(),
+            Doubled(),
         )
 
 

@@ -35,7 +35,9 @@ def twins(family: str = "qwen2") -> tuple[BoundedCritic, BoundedHead]:
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_padded_forward_gives_the_values_and_gradients_of_the_packed_one(family: str, checkpointing: bool) -> None:
+def test_a_padded_forward_gives_the_values_and_gradients_of_the_packed_one(
+    family: str, checkpointing: bool
+) -> None:
     found = []
     for module in (PaddedValueModel(twins(family)[0]), PackedValueModel(twins(family)[1])):
         apply_checkpointing(module.train(), checkpointing)
@@ -59,7 +61,9 @@ def test_a_critic_loaded_alone_takes_padded_rows(tmp_path: Path) -> None:
     values = critic(ids, mask)
     assert values.shape == ids.shape
     ours = values[:, -RESPONSE_LENGTH - 1 : -1][mask[:, -RESPONSE_LENGTH:].bool()]
-    torch.testing.assert_close(ours, PackedValueModel(critic)(batch())["values"], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        ours, PackedValueModel(critic)(batch())["values"], atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_subclass_is_loaded_alone_with_its_head(tmp_path: Path) -> None:
@@ -81,7 +85,9 @@ def worker(folder: Path, name: str, **keys: Any) -> Any:
     return actor_of(settings), critic_of(settings)
 
 
-def test_the_log_says_that_a_class_computes_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_a_class_computes_padded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", logger="verl"):
         _, critic = worker(tmp_path, "BoundedCritic")
         assert "BoundedCritic has a forward of its own: it computes on padded rows" in caplog.text
@@ -94,33 +100,63 @@ def test_the_log_says_that_a_class_computes_padded(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("WrongShape", ModelError, r"WrongShape.forward must give one value a token.*got shape \(\d+,\)"),
-        ("WideHead", ModelError, r"value head must map states \(\.\.\., 32\) to values.*became \(\d+, 2\)"),
-        ("Scattered", ModelError, r"Scattered has weights outside of body and value_head, first \['scale'\]"),
-        ("not_a_critic", ConfigError, "name=not_a_critic must be a subclass of verl.models.critic.CriticModel"),
-        ("BoundedCritik", ConfigError, "has no 'BoundedCritik'. Nearest names in it: BoundedCritic"),
+        (
+            "WrongShape",
+            ModelError,
+            r"WrongShape.forward must give one value a token.*got shape \(\d+,\)",
+        ),
+        (
+            "WideHead",
+            ModelError,
+            r"value head must map states \(\.\.\., 32\) to values.*became \(\d+, 2\)",
+        ),
+        (
+            "Scattered",
+            ModelError,
+            r"Scattered has weights outside of body and value_head, first \['scale'\]",
+        ),
+        (
+            "not_a_critic",
+            ConfigError,
+            "name=not_a_critic must be a subclass of verl.models.critic.CriticModel",
+        ),
+        (
+            "BoundedCritik",
+            ConfigError,
+            "has no 'BoundedCritik'. Nearest names in it: BoundedCritic",
+        ),
     ],
 )
-def test_a_wrong_class_is_one_sentence(tmp_path: Path, name: str, error: type[Exception], message: str) -> None:
+def test_a_wrong_class_is_one_sentence(
+    tmp_path: Path, name: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         actor, critic = worker(tmp_path, name)
         critic.compute_values(trajectories(actor))
 
 
 def test_ranks_cannot_share_the_tokens_of_a_padded_row(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2 .*BoundedCritic computes padded"):
+    with pytest.raises(
+        ConfigError, match="ulysses_sequence_parallel_size=2 .*BoundedCritic computes padded"
+    ):
         worker(tmp_path, "BoundedCritic", ulysses_sequence_parallel_size=2)
 
 
 def test_a_bounded_padded_critic_trains_and_resumes(tmp_path: Path) -> None:
-    own = [*PPO, f"critic.model.custom_cls.path={own_critic.__file__}", "critic.model.custom_cls.name=BoundedCritic"]
+    own = [
+        *PPO,
+        f"critic.model.custom_cls.path={own_critic.__file__}",
+        "critic.model.custom_cls.name=BoundedCritic",
+    ]
     saved = [*own, "trainer.save_freq=1"]
     assert run(tmp_path / "whole", *saved) == 0
     assert run(tmp_path / "parts", *saved, "trainer.max_steps=1") == 0
     assert run(tmp_path / "parts", *saved) == 0
     for step in (1, 2):
         for part in (weights, moments):
-            assert same_bits(part(tmp_path / "whole", step, "critic"), part(tmp_path / "parts", step, "critic"))
+            assert same_bits(
+                part(tmp_path / "whole", step, "critic"), part(tmp_path / "parts", step, "critic")
+            )
     before, after = (weights(tmp_path / "whole", step, "critic") for step in (1, 2))
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert any("value_head.2." in name for name in moved)

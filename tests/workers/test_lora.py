@@ -6,7 +6,15 @@ from peft import PeftModel
 
 from tests.rollout.engines import transformers_greedy
 from tests.tiny_models import tiny_model
-from tests.workers.batches import R, actor_of, config, critic_of, prompts, reference_of, trajectories
+from tests.workers.batches import (
+    R,
+    actor_of,
+    config,
+    critic_of,
+    prompts,
+    reference_of,
+    trajectories,
+)
 from verl.models.lora import adapted_layers
 from verl.rollout.types import SamplingParams
 
@@ -33,7 +41,9 @@ def test_rollouts_are_those_of_the_merged_model(settings, tmp_path, engine):
     actor.save_checkpoint(tmp_path / "saved")
     greedy = SamplingParams(max_new_tokens=R, temperature=0.0)
     answer = actor.generate_sequences(prompts(), n=1, params=greedy, seed=0, step=1)
-    merged = PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path / "saved" / "lora_adapter").merge_and_unload()
+    merged = PeftModel.from_pretrained(
+        tiny_model("qwen2"), tmp_path / "saved" / "lora_adapter"
+    ).merge_and_unload()
     changed = 0
     for row, ids in enumerate(prompts().non_tensor_batch["raw_prompt_ids"]):
         length = int(answer.batch["response_mask"][row].sum())
@@ -41,7 +51,9 @@ def test_rollouts_are_those_of_the_merged_model(settings, tmp_path, engine):
         assert answer.batch["responses"][row, :length].tolist() == expected
         changed += expected != transformers_greedy(tiny_model("qwen2"), ids, R)[:length]
     assert changed, "adapters that do something"
-    difference = actor.compute_log_prob(trajectories(actor)).meta_info["metrics"]["training/rollout_probs_diff_max"]
+    difference = actor.compute_log_prob(trajectories(actor)).meta_info["metrics"][
+        "training/rollout_probs_diff_max"
+    ]
     assert difference < 1e-3
 
 
@@ -58,7 +70,9 @@ def test_the_reference_is_the_base_model_within_the_actor(settings):
 def test_the_engine_owns_merged_weights_alone(settings):
     actor = actor_of(settings)
     twin = actor.rollout.twin
-    adapted = sum(layer.base_layer.weight.numel() for layer in adapted_layers(actor.engine.hf_model).values())
+    adapted = sum(
+        layer.base_layer.weight.numel() for layer in adapted_layers(actor.engine.hf_model).values()
+    )
     assert twin.copied_bytes == 4 * adapted
     assert twin.module.model.embed_tokens.weight is actor.engine.hf_model.model.embed_tokens.weight
 
@@ -71,13 +85,22 @@ def test_a_critic_learns_by_adapters_and_its_head(settings):
         fresh = batch.select().union(critic.compute_values(batch))
         losses.append(critic.update_critic(fresh)["critic/vf_loss"])
     assert losses[-1] < losses[0]
-    trained = [name for name, parameter in critic.engine.module.named_parameters() if parameter.requires_grad]
+    trained = [
+        name
+        for name, parameter in critic.engine.module.named_parameters()
+        if parameter.requires_grad
+    ]
     assert "model.value_head.weight" in trained
     assert all("lora_" in name or "value_head" in name for name in trained)
 
 
 def test_save_contents_ask_for_merged_weights(settings, tmp_path):
-    settings.actor_rollout_ref.actor.checkpoint.save_contents = ["model", "optimizer", "extra", "hf_model"]
+    settings.actor_rollout_ref.actor.checkpoint.save_contents = [
+        "model",
+        "optimizer",
+        "extra",
+        "hf_model",
+    ]
     actor_of(settings).save_checkpoint(tmp_path / "merged")
     critic_of(settings).save_checkpoint(tmp_path / "adapters")
     assert (tmp_path / "merged" / "huggingface" / "model.safetensors").is_file()

@@ -1,4 +1,5 @@
-"""What the actor minimises is put together from the configuration, and the engine is told what it reads."""
+"""What the actor minimises is put together from the configuration, and the engine is told what it
+reads."""
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ def packed(tokens: int = 6) -> tuple[dict, dict, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     draw = lambda: torch.randn(tokens, generator=generator)  # noqa: E731
     outputs = {"log_probs": -draw().abs().requires_grad_(), "entropy": draw().abs()}
-    columns = {name: draw() for name in ("advantages", "ref_log_prob", "rollout_log_probs", "returns")}
+    columns = {
+        name: draw() for name in ("advantages", "ref_log_prob", "rollout_log_probs", "returns")
+    }
     columns["old_log_probs"] = outputs["log_probs"].detach() + 0.3 * draw()
     columns["weights"] = torch.full((tokens,), 1 / tokens)
     columns["response_mask"] = torch.ones(tokens)
@@ -50,9 +53,9 @@ def test_the_terms_add_up():
 
 def test_the_ratio_is_taken_against_old_log_probs():
     outputs, columns, sequence = packed()
-    result = PolicyObjective(ActorConfig(clip_ratio=100.0, clip_ratio_low=1.0, clip_ratio_high=100.0))(
-        outputs, columns, sequence
-    )
+    result = PolicyObjective(
+        ActorConfig(clip_ratio=100.0, clip_ratio_low=1.0, clip_ratio_high=100.0)
+    )(outputs, columns, sequence)
     ratio = (outputs["log_probs"] - columns["old_log_probs"]).exp()
     torch.testing.assert_close(result.loss, -(ratio * columns["advantages"]).mean())
 
@@ -72,10 +75,20 @@ def test_without_old_log_probs_the_ratio_is_one():
 
 
 def test_only_what_is_read_is_packed():
-    available = {"advantages", "old_log_probs", "rollout_log_probs", "ref_log_prob", "returns", "input_ids", "prompts"}
+    available = {
+        "advantages",
+        "old_log_probs",
+        "rollout_log_probs",
+        "ref_log_prob",
+        "returns",
+        "input_ids",
+        "prompts",
+    }
     assert "ref_log_prob" not in PolicyObjective(ActorConfig()).columns(available)
     assert "ref_log_prob" in PolicyObjective(ActorConfig(use_kl_loss=True)).columns(available)
-    extra = PolicyObjective(ActorConfig(loss_extra=[ExtraLossConfig(name="test_sum_of_returns")])).columns(available)
+    extra = PolicyObjective(
+        ActorConfig(loss_extra=[ExtraLossConfig(name="test_sum_of_returns")])
+    ).columns(available)
     assert "returns" in extra
     assert not {"input_ids", "prompts"} & set(extra)
     assert len(extra) == len(set(extra))
@@ -97,19 +110,28 @@ def test_the_value_loss_is_clipped():
 
 def mini_batch(seed: int, rows: int = 3, width: int = 5) -> DataProto:
     generator = torch.Generator().manual_seed(seed)
-    columns = {name: torch.randn(rows, width, generator=generator) for name in ("advantages", "old_log_probs", "now")}
+    columns = {
+        name: torch.randn(rows, width, generator=generator)
+        for name in ("advantages", "old_log_probs", "now")
+    }
     columns["response_mask"] = (
         torch.arange(width) < torch.randint(1, width + 1, (rows, 1), generator=generator)
     ).long()
     columns["input_ids"] = torch.randint(0, 99, (rows, 4 + width), generator=generator)
-    return DataProto.from_dict(columns, {"uid": np.array([f"1-{row}" for row in range(rows)], dtype=object)})
+    return DataProto.from_dict(
+        columns, {"uid": np.array([f"1-{row}" for row in range(rows)], dtype=object)}
+    )
 
 
 def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(monkeypatch):
-    """Two ranks with a mini-batch each: the tokens are chosen among those of both, and each finds its own."""
+    """Two ranks with a mini-batch each: the tokens are chosen among those of both, and each finds
+    its own."""
     batches = [mini_batch(0), mini_batch(1, rows=2)]
     own = [batch.batch["response_mask"].bool() for batch in batches]
-    now, advantages = (torch.cat([b.batch[name][m] for b, m in zip(batches, own)]) for name in ("now", "advantages"))
+    now, advantages = (
+        torch.cat([b.batch[name][m] for b, m in zip(batches, own)])
+        for name in ("now", "advantages")
+    )
     covariance = (now - now.mean()) * (advantages - advantages.mean())
     count = int(0.4 * len(now))
     chosen = covariance >= covariance.sort(descending=True).values[count - 1]
@@ -120,12 +142,17 @@ def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(mo
 
     def gather(mine, axis):
         sent.append(mine)
-        return sent[:2] if len(sent) > 2 else [mine] * 2  # in the first round no rank knows the other's yet
+        # in the first round no rank knows the other's yet
+        return sent[:2] if len(sent) > 2 else [mine] * 2
 
     monkeypatch.setattr("verl.workers.losses.gather_objects", gather)
     for rank in (0, 1, 0, 1):
         columns = batches[rank].batch
-        objective.begin(batches[rank], lambda columns=columns: {"log_probs": columns["now"]}, Axis(size=2, rank=rank))
+        objective.begin(
+            batches[rank],
+            lambda columns=columns: {"log_probs": columns["now"]},
+            Axis(size=2, rank=rank),
+        )
     for batch, mask, expected in zip(batches, own, chosen.split([int(mask.sum()) for mask in own])):
         assert torch.equal(batch.batch["selected"][mask], expected.float())
         assert not batch.batch["selected"][~mask].any()
@@ -133,7 +160,8 @@ def test_the_selected_tokens_are_those_of_the_largest_covariance_on_all_ranks(mo
 
 
 def test_a_tokens_noise_is_its_own():
-    """Of its step, response and position: not of the row's place, of the padding or of who has it."""
+    """Of its step, response and position: not of the row's place, of the padding or of who has
+    it."""
     batch = mini_batch(0)
     noise, mask = token_noise(batch), batch.batch["response_mask"].bool()
     assert torch.equal(token_noise(batch.select_idxs([2, 0])), noise[[2, 0]])

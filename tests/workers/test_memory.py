@@ -3,12 +3,22 @@
 import pytest
 import torch
 
-from tests.workers.batches import R, actor_of, config, critic_of, prompts, reference_of, trajectories
+from tests.workers.batches import (
+    R,
+    actor_of,
+    config,
+    critic_of,
+    prompts,
+    reference_of,
+    trajectories,
+)
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.timeout(60)
-SHORTAGE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
+SHORTAGE = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+)
 
 
 def make_narrow(role, room: int) -> list[int]:
@@ -31,7 +41,8 @@ def test_an_update_that_starts_again_reports_the_same(tmp_path):
     undisturbed = make_narrow(plain, room=1000)
     batch = trajectories(plain)
     batch = batch.union(reference_of(settings).compute_ref_log_prob(batch))
-    batch.batch["rollout_log_probs"][:4] += 0.1  # a mean that counts these rows twice would be another
+    # a mean that counts these rows twice would be another
+    batch.batch["rollout_log_probs"][:4] += 0.1
     expected = plain.update_actor(batch)
     first, second = undisturbed
     assert first < second
@@ -47,7 +58,12 @@ def test_an_update_that_starts_again_reports_the_same(tmp_path):
     ("make", "call", "phase", "key"),
     [
         (actor_of, "compute_log_prob", "old log-probs", "rollout.log_prob_max_token_len_per_gpu"),
-        (reference_of, "compute_ref_log_prob", "reference log-probs", "ref.log_prob_max_token_len_per_gpu"),
+        (
+            reference_of,
+            "compute_ref_log_prob",
+            "reference log-probs",
+            "ref.log_prob_max_token_len_per_gpu",
+        ),
         (critic_of, "compute_values", "values", "critic.forward_max_token_len_per_gpu"),
     ],
 )
@@ -76,5 +92,9 @@ def test_generation_names_the_keys_of_the_rollout(tmp_path, monkeypatch):
         yield
 
     monkeypatch.setattr(actor.rollout, "generate", generate)
-    with pytest.raises(OutOfMemoryError, match="Out of GPU memory in generation: 2.00 GiB.*gpu_memory_utilization"):
-        actor.generate_sequences(prompts(), n=1, params=SamplingParams(max_new_tokens=R), seed=0, step=1)
+    with pytest.raises(
+        OutOfMemoryError, match="Out of GPU memory in generation: 2.00 GiB.*gpu_memory_utilization"
+    ):
+        actor.generate_sequences(
+            prompts(), n=1, params=SamplingParams(max_new_tokens=R), seed=0, step=1
+        )

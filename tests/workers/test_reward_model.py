@@ -27,7 +27,9 @@ SAID = ("2.", "aaaa", "Ob, Lena, Amur")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reward_model(tmp_path_factory.mktemp("rm") / "other", "llama", tokenizer=other_tokenizer())
+    return save_reward_model(
+        tmp_path_factory.mktemp("rm") / "other", "llama", tokenizer=other_tokenizer()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +51,28 @@ def trajectories(tokenizer: Any = None, said: tuple[str, ...] = SAID) -> DataPro
         answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         real = slice(P - len(prompt), P + len(answer))
         ids[row, real], mask[row, real] = torch.tensor(prompt + answer), 1
-    tensors = {"input_ids": ids, "attention_mask": mask, "prompts": ids[:, :P], "responses": ids[:, P:]}
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "prompts": ids[:, :P],
+        "responses": ids[:, P:],
+    }
     names = np.array([f"1-{row}" for row in range(len(said))], dtype=object)
     raw = np.array([*chats(), None], dtype=object)[:-1]
     return DataProto.from_dict(tensors=tensors, non_tensors={"raw_prompt": raw, "uid": names})
 
 
-def worker(folder: Path, *, tokenizer: Any = None, input_tokenizer: str | None = "actor", **keys: Any) -> Any:
+def worker(
+    folder: Path, *, tokenizer: Any = None, input_tokenizer: str | None = "actor", **keys: Any
+) -> Any:
     config = RewardModelConfig(enable=True, **keys)
     config.model.path, config.model.input_tokenizer = str(folder), input_tokenizer
     return RewardModelWorker(config, input_tokenizer=tokenizer or tiny_tokenizer(), device=CPU)
 
 
 def scores_of(role: Any, batch: DataProto) -> torch.Tensor:
-    """(B,), having checked that each stands at its response's last token and nothing else anywhere."""
+    """(B,), having checked that each stands at its response's last token and nothing else
+    anywhere."""
     column = role.compute_rm_score(batch).batch["rm_scores"]
     assert column.shape == batch.batch["responses"].shape
     assert column.dtype == torch.float32
@@ -96,7 +106,8 @@ def test_without_an_input_tokenizer_equal_tokens_are_passed_on(same_folder: Path
         expected = model(batch.batch["input_ids"], batch.batch["attention_mask"]).rewards
     found = scores_of(worker(same_folder, input_tokenizer=None), batch)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    again = scores_of(worker(same_folder), batch)  # the template ends a turn in another way than the actor does
+    # the template ends a turn in another way than the actor does
+    again = scores_of(worker(same_folder), batch)
     assert (again - expected).abs().max() > 1e-2
 
 
@@ -106,17 +117,23 @@ def test_without_an_input_tokenizer_other_tokens_are_decoded(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "keys", [{"micro_batch_size_per_gpu": 1}, {"forward_max_token_len_per_gpu": 70}], ids=["rows", "tokens"]
+    "keys",
+    [{"micro_batch_size_per_gpu": 1}, {"forward_max_token_len_per_gpu": 70}],
+    ids=["rows", "tokens"],
 )
 def test_micro_batches_change_nothing(folder: Path, keys: dict[str, Any]) -> None:
     role, calls = worker(folder, **keys), []
     role.engine.module.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(scores_of(role, trajectories()), expected_scores(folder), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        scores_of(role, trajectories()), expected_scores(folder), atol=1e-5, rtol=0
+    )
     assert len(calls) == (3 if "micro_batch_size_per_gpu" in keys else 2)
 
 
 def test_an_overlong_input_is_an_error_unless_it_may_be_cut(folder: Path) -> None:
-    with pytest.raises(RewardError, match=r"row 2 \(uid 1-2\) has \d+ tokens.*takes 40; 1 of 3.*truncation=left"):
+    with pytest.raises(
+        RewardError, match=r"row 2 \(uid 1-2\) has \d+ tokens.*takes 40; 1 of 3.*truncation=left"
+    ):
         worker(folder, max_length=40).compute_rm_score(trajectories())
     cut = scores_of(worker(folder, max_length=40, truncation="left"), trajectories())
     expected = expected_scores(folder)
@@ -153,7 +170,9 @@ def test_a_batch_without_messages_says_what_to_set(folder: Path) -> None:
 @needs_shared("models/qwen2-tokenizer")
 @needs_shared("models/minimind-tokenizer")
 def test_one_published_tokenizer_is_translated_into_another(tmp_path: Path) -> None:
-    source, target = (load_tokenizer(SHARED / "models" / f"{name}-tokenizer") for name in ("qwen2", "minimind"))
+    source, target = (
+        load_tokenizer(SHARED / "models" / f"{name}-tokenizer") for name in ("qwen2", "minimind")
+    )
     said = ("Zwei — 二.", "a\n\n  b", "Ob, Lena, Amur")
     folder = save_reward_model(tmp_path, tokenizer=target, vocab_size=len(target))
     found = scores_of(worker(folder, tokenizer=source), trajectories(source, said))
@@ -170,7 +189,9 @@ def test_texts_with_prompts_are_scored_like_the_actors(folder: Path) -> None:
         assert found.shape == (3,)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     ids = [torch.tensor(model.tokenizer(text)["input_ids"]) for text in SAID]
-    torch.testing.assert_close(compute_reward(model, ids, prompts=list(ASKED)), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        compute_reward(model, ids, prompts=list(ASKED)), expected, atol=1e-5, rtol=0
+    )
 
 
 def test_ids_are_scored_as_they_are_and_padding_does_not_count(folder: Path) -> None:
@@ -187,7 +208,9 @@ def test_ids_are_scored_as_they_are_and_padding_does_not_count(folder: Path) -> 
 def test_texts_alone_are_turns_of_the_assistant(folder: Path) -> None:
     model = RewardModel.from_pretrained(folder)
     ids = model.tokenizer("[assistant] Yes<eos>")["input_ids"]
-    torch.testing.assert_close(compute_reward(model, ["Yes"]), model.score([ids]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        compute_reward(model, ["Yes"]), model.score([ids]), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize(

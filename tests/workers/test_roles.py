@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from tests.tiny_models import tiny_model
-from tests.workers.batches import P, R, actor_of, config, critic_of, prompts, reference_of, trajectories
+from tests.workers.batches import (
+    P,
+    R,
+    actor_of,
+    config,
+    critic_of,
+    prompts,
+    reference_of,
+    trajectories,
+)
 from verl.columns import COLUMNS
 from verl.rollout.types import SamplingParams
 
@@ -24,7 +33,9 @@ def settings(folder):
 def assert_as_in_the_table(batch, names):
     for name in names:
         column = COLUMNS[name]
-        shape = tuple({"B": len(batch), "P": P, "R": R, "T": P + R}[letter] for letter in column.shape.split())
+        shape = tuple(
+            {"B": len(batch), "P": P, "R": R, "T": P + R}[letter] for letter in column.shape.split()
+        )
         assert tuple(batch.batch[name].shape) == shape, name
         assert batch.batch[name].dtype == getattr(torch, column.dtype), name
 
@@ -32,7 +43,11 @@ def assert_as_in_the_table(batch, names):
 def test_generate_writes_its_columns(settings):
     batch = trajectories(actor_of(settings))
     assert len(batch) == 8
-    written = [name for name, column in COLUMNS.items() if column.written_by == "generate" and column.dtype != "object"]
+    written = [
+        name
+        for name, column in COLUMNS.items()
+        if column.written_by == "generate" and column.dtype != "object"
+    ]
     assert_as_in_the_table(batch, written)
     lengths = batch.batch["attention_mask"][:, :P].sum(-1).tolist()
     assert lengths == [len(ids) for ids in batch.non_tensor_batch["raw_prompt_ids"]]
@@ -71,13 +86,19 @@ def test_log_probs_are_those_of_the_temperature(folder):
 
 def test_the_draw_does_not_depend_on_how_the_prompts_are_dealt(settings):
     actor, params = actor_of(settings), SamplingParams(max_new_tokens=R)
-    together = actor.generate_sequences(prompts(4), n=2, params=params, seed=0, step=1).batch["responses"]
+    together = actor.generate_sequences(prompts(4), n=2, params=params, seed=0, step=1).batch[
+        "responses"
+    ]
     parts = [
-        actor.generate_sequences(prompts(2, first_row=row), n=2, params=params, seed=0, step=1).batch["responses"]
+        actor.generate_sequences(
+            prompts(2, first_row=row), n=2, params=params, seed=0, step=1
+        ).batch["responses"]
         for row in (0, 2)
     ]
     assert torch.equal(together, torch.cat(parts))
-    other = actor.generate_sequences(prompts(4), n=2, params=params, seed=0, step=2).batch["responses"]
+    other = actor.generate_sequences(prompts(4), n=2, params=params, seed=0, step=2).batch[
+        "responses"
+    ]
     assert not torch.equal(together, other)
 
 
@@ -96,14 +117,21 @@ def test_an_update_moves_the_policy_and_the_rollout_follows(settings):
     after = actor.compute_log_prob(batch).batch["old_log_probs"]
     advantage = (batch.batch["advantages"] * (after - before)).sum()
     assert advantage > 0, "tokens of positive advantage became likelier"
-    assert actor.compute_log_prob(trajectories(actor)).meta_info["metrics"]["training/rollout_probs_diff_max"] < 1e-4
+    assert (
+        actor.compute_log_prob(trajectories(actor)).meta_info["metrics"][
+            "training/rollout_probs_diff_max"
+        ]
+        < 1e-4
+    )
 
 
 def test_mini_batches_count_prompts(folder):
     settings = config(folder, ppo_mini_batch_size=2, ppo_epochs=3)
     actor = actor_of(settings)
     batch = trajectories(actor)
-    batch = batch.union(reference_of(settings).compute_ref_log_prob(batch)).union(actor.compute_log_prob(batch))
+    batch = batch.union(reference_of(settings).compute_ref_log_prob(batch)).union(
+        actor.compute_log_prob(batch)
+    )
     steps = []
     original = actor.engine.step
     actor.engine.step = lambda: steps.append(1) or original()
@@ -135,7 +163,10 @@ def test_a_row_that_is_not_finite_is_skipped_and_named(settings, caplog):
         metrics = actor.update_actor(batch)
     assert metrics["actor/skipped_updates"] == 1
     assert "row 5 (uid 1-2)" in caplog.text
-    assert all(torch.equal(old, new) for old, new in zip(before, actor.engine.module.parameters(), strict=True))
+    assert all(
+        torch.equal(old, new)
+        for old, new in zip(before, actor.engine.module.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("make", [actor_of, critic_of])
@@ -164,6 +195,8 @@ def test_every_role_imports_the_users_code(settings, tmp_path, role):
     """Its process may be another than the driver's."""
     library = tmp_path / "library.py"
     library.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'imported')!r}).touch()\n")
-    settings.actor_rollout_ref.model.external_lib = settings.critic.model.external_lib = str(library)
+    settings.actor_rollout_ref.model.external_lib = settings.critic.model.external_lib = str(
+        library
+    )
     role(settings)
     assert (tmp_path / "imported").exists()

@@ -15,15 +15,23 @@ def rows(count: int) -> DataProto:
     return DataProto.from_dict(tensors={"x": torch.arange(count)})
 
 
-@given(count=st.integers(1, 12), size=st.integers(1, 14), epochs=st.integers(1, 3), shuffle=st.booleans())
+@given(
+    count=st.integers(1, 12),
+    size=st.integers(1, 14),
+    epochs=st.integers(1, 3),
+    shuffle=st.booleans(),
+)
 def test_every_row_once_an_epoch(count, size, epochs, shuffle):
     pieces = [
-        piece.batch["x"].tolist() for piece in mini_batches(rows(count), size, epochs=epochs, shuffle=shuffle, seed=3)
+        piece.batch["x"].tolist()
+        for piece in mini_batches(rows(count), size, epochs=epochs, shuffle=shuffle, seed=3)
     ]
     per_epoch = -(-count // size)
     assert len(pieces) == epochs * per_epoch
     for epoch in range(epochs):
-        seen = [row for piece in pieces[epoch * per_epoch : (epoch + 1) * per_epoch] for row in piece]
+        seen = [
+            row for piece in pieces[epoch * per_epoch : (epoch + 1) * per_epoch] for row in piece
+        ]
         assert sorted(seen) == list(range(count))
         assert shuffle or seen == list(range(count))
     assert all(len(piece) == size for piece in pieces[: per_epoch - 1])
@@ -31,7 +39,10 @@ def test_every_row_once_an_epoch(count, size, epochs, shuffle):
 
 def test_shuffled_epochs_differ_and_repeat_with_the_seed():
     def orders(seed: int) -> list[list[int]]:
-        return [piece.batch["x"].tolist() for piece in mini_batches(rows(8), 8, epochs=2, shuffle=True, seed=seed)]
+        return [
+            piece.batch["x"].tolist()
+            for piece in mini_batches(rows(8), 8, epochs=2, shuffle=True, seed=seed)
+        ]
 
     assert orders(0) == orders(0)
     assert orders(0)[0] != orders(0)[1]

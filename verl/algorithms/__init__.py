@@ -1,4 +1,5 @@
-"""From rewards to advantages, from log-probs to losses: pure functions of tensors, one file a family.
+"""From rewards to advantages, from log-probs to losses: pure functions of tensors, one file a
+family.
 
 Importing the package fills the registries: advantage estimators, policy losses, extra loss terms.
 """

@@ -1,4 +1,5 @@
-"""What an advantage estimator takes and gives, their registry, and generalised advantage estimation."""
+"""What an advantage estimator takes and gives, their registry, and generalised advantage
+estimation."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -25,19 +26,24 @@ class AdvantageInputs(NamedTuple):
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
-    components: Float[Tensor, "B K"] | None = None  # rewards of several kinds, which gdpo keeps apart
+    # rewards of several kinds, which gdpo keeps apart
+    components: Float[Tensor, "B K"] | None = None
     component_weights: Float[Tensor, " K"] | None = None
-    columns: Mapping[str, Tensor] = MappingProxyType({})  # any other column that a user's own estimator reads
+    # any other column that a user's own estimator reads
+    columns: Mapping[str, Tensor] = MappingProxyType({})
     config: Any = None  # the run's section `algorithm`, for a user's own estimator
 
 
 # name -> estimator(inputs) -> (advantages (B, R), returns (B, R)), both 0 where response_mask is 0
 AdvantageEstimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
-advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator (algorithm.adv_estimator)")
+advantage_estimators: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator (algorithm.adv_estimator)"
+)
 
 
 def formula(text: str) -> Callable[[Function], Function]:
-    """Decorator: how the log at start writes an estimator or a loss; `{name}` stands for one of its settings."""
+    """Decorator: how the log at start writes an estimator or a loss; `{name}` stands for one of its
+    settings."""
 
     def note(function: Function) -> Function:
         function.__dict__["formula"] = text
@@ -47,21 +53,30 @@ def formula(text: str) -> Callable[[Function], Function]:
 
 
 @advantage_estimators.register("gae")
-@formula("sum over k of (gamma lam)^k (r + gamma V' - V), gamma = {gamma}, lam = {lam}; whitened over all tokens")
+@formula(
+    "sum over k of (gamma lam)^k (r + gamma V' - V), gamma = {gamma}, lam = {lam}; whitened over "
+    "all tokens"
+)
 def gae(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
-    """Generalised advantage estimation, eqs. (11) and (16) of Schulman et al. 2016 (arXiv:1506.02438).
+    """Generalised advantage estimation, eqs. (11) and (16) of Schulman et al. 2016
+    (arXiv:1506.02438).
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1},    return_t = A_t + V_t
 
-    t counts the model's own tokens: the token after t is the next one under the mask, however many tool tokens stand
-    between, which are not decayed through. A reward among those belongs to the model's token before them. V after the
-    last token is 0. Advantages are then whitened over all tokens of the batch, as PPO does; returns are not.
+    t counts the model's own tokens: the token after t is the next one under the mask, however many
+    tool tokens stand between, which are not decayed through. A reward among those belongs to the
+    model's token before them. V after the last token is 0. Advantages are then whitened over all
+    tokens of the batch, as PPO does; returns are not.
     """
     if inputs.values is None:
-        raise ConfigError("adv_estimator=gae needs a critic's values, got none. Train a critic, or use grpo.")
+        raise ConfigError(
+            "adv_estimator=gae needs a critic's values, got none. Train a critic, or use grpo."
+        )
     mask = inputs.response_mask.bool()
-    advantages = unwhitened_gae(inputs.token_level_rewards, inputs.values, mask, inputs.gamma, inputs.lam)
+    advantages = unwhitened_gae(
+        inputs.token_level_rewards, inputs.values, mask, inputs.gamma, inputs.lam
+    )
     returns = torch.where(mask, advantages + inputs.values, 0.0)
     return masked_whiten(advantages, mask), returns
 
@@ -75,8 +90,8 @@ def unwhitened_gae(
 ) -> Float[Tensor, "B R"]:
     """A_t of `gae`, 0 where the mask is 0."""
     mask = response_mask.bool()
-    # Which of the row's own tokens stands here, or stood here last (-1: none yet). Own tokens then move together to
-    # the left, so that the next token is the next column.
+    # Which of the row's own tokens stands here, or stood here last (-1: none yet). Own tokens then
+    # move together to the left, so that the next token is the next column.
     token = mask.long().cumsum(-1) - 1
     slot = token.clamp(min=0)
     rewards = torch.zeros_like(rewards).scatter_add(-1, slot, torch.where(token >= 0, rewards, 0.0))

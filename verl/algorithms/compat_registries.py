@@ -1,4 +1,5 @@
-"""The registries of verl 0.5's `core_algos`: dictionaries of functions by its signatures, over the registries here."""
+"""The registries of verl 0.5's `core_algos`: dictionaries of functions by its signatures, over the
+registries here."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -50,12 +51,23 @@ def _estimator(name: str) -> Function:
         return estimator.function
 
     def by_names(
-        token_level_rewards: Any, response_mask: Any, index: Any = None, *, config: Any = None, **given: Any
+        token_level_rewards: Any,
+        response_mask: Any,
+        index: Any = None,
+        *,
+        config: Any = None,
+        **given: Any,
     ) -> Any:
         fields = {**given, "norm_by_std": given.get("norm_adv_by_std_in_grpo", True)}
-        known = {name: fields[name] for name in ("values", "gamma", "lam", "norm_by_std") if name in fields}
+        known = {
+            name: fields[name]
+            for name in ("values", "gamma", "lam", "norm_by_std")
+            if name in fields
+        }
         group = None if index is None else group_ids(index)
-        return estimator(AdvantageInputs(token_level_rewards, response_mask, group=group, config=config, **known))
+        return estimator(
+            AdvantageInputs(token_level_rewards, response_mask, group=group, config=config, **known)
+        )
 
     return by_names
 
@@ -65,7 +77,8 @@ ADV_ESTIMATOR_REGISTRY = RegistryDict(advantage_estimators, PaddedEstimator, _es
 
 
 def register_policy_loss(name: str) -> Callable[[Function], Function]:
-    """Decorator for fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config), see `padded`."""
+    """Decorator for fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config),
+    see `padded`."""
 
     def add(function: Function) -> Function:
         POLICY_LOSS_REGISTRY[name] = function
@@ -81,7 +94,8 @@ def get_policy_loss_fn(name: str) -> Function:
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Function], Function]:
-    """Decorator for fn(token_level_rewards, response_mask, index, config, ...) -> (advantages, returns)."""
+    """Decorator for fn(token_level_rewards, response_mask, index, config, ...) -> (advantages,
+    returns)."""
 
     def add(function: Function) -> Function:
         ADV_ESTIMATOR_REGISTRY[name_or_enum] = function

@@ -1,4 +1,5 @@
-"""The functions of verl 0.5's `core_algos` with its parameter names and return orders, for users' recipes.
+"""The functions of verl 0.5's `core_algos` with its parameter names and return orders, for users'
+recipes.
 
 Padded (B, R) tensors in, aggregated numbers out. Each is one call into this room.
 """
@@ -40,7 +41,9 @@ def compute_gae_advantage_return(
     lam: Any,
 ) -> Advantages:
     """(advantages, returns) of `advantages.gae`."""
-    inputs = AdvantageInputs(token_level_rewards, response_mask, values=values, gamma=float(gamma), lam=float(lam))
+    inputs = AdvantageInputs(
+        token_level_rewards, response_mask, values=values, gamma=float(gamma), lam=float(lam)
+    )
     return gae(inputs)
 
 
@@ -52,9 +55,12 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> Advantages:
-    """(advantages, returns) of `group_advantages.grpo`; `index` names each row's prompt, `config` is not read."""
+    """(advantages, returns) of `group_advantages.grpo`; `index` names each row's prompt, `config`
+    is not read."""
     scores, group = _scores_and_group(token_level_rewards, index)
-    advantages = grpo_advantages(scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon)
+    advantages = grpo_advantages(
+        scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon
+    )
     return _on_tokens(advantages, response_mask)
 
 
@@ -69,7 +75,9 @@ def compute_grpo_passk_outcome_advantage(
 ) -> Advantages:
     """(advantages, returns) of `group_advantages.grpo_passk`."""
     scores, group = _scores_and_group(token_level_rewards, index)
-    advantages = passk_advantages(scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon)
+    advantages = passk_advantages(
+        scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon
+    )
     return _on_tokens(advantages, response_mask)
 
 
@@ -86,7 +94,10 @@ def _by_index(estimator: Callable[[AdvantageInputs], Advantages]) -> Callable[..
         return estimator(AdvantageInputs(token_level_rewards, response_mask, group=group))
 
     compute.__name__ = compute.__qualname__ = f"compute_{estimator.__name__}_outcome_advantage"
-    compute.__doc__ = f"(advantages, returns) of `{estimator.__name__}`; `epsilon` is not read.\n\n{estimator.__doc__}"
+    compute.__doc__ = (
+        f"(advantages, returns) of `{estimator.__name__}`; `epsilon` is not "
+        f"read.\n\n{estimator.__doc__}"
+    )
     return compute
 
 
@@ -111,10 +122,18 @@ def compute_gpg_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Float[Tensor, "B R"], response_mask: Shaped[Tensor, "B R"], config: Any = None, **kwargs: Any
+    token_level_rewards: Float[Tensor, "B R"],
+    response_mask: Shaped[Tensor, "B R"],
+    config: Any = None,
+    **kwargs: Any,
 ) -> Advantages:
-    """(advantages, returns) of `reinforce.reinforce_plus_plus`, with `config.gamma`, or 1 without a config."""
-    gamma = 1.0 if config is None else float(config["gamma"] if isinstance(config, Mapping) else config.gamma)
+    """(advantages, returns) of `reinforce.reinforce_plus_plus`, with `config.gamma`, or 1 without a
+    config."""
+    gamma = (
+        1.0
+        if config is None
+        else float(config["gamma"] if isinstance(config, Mapping) else config.gamma)
+    )
     return reinforce_plus_plus(AdvantageInputs(token_level_rewards, response_mask, gamma=gamma))
 
 
@@ -145,9 +164,13 @@ def compute_policy_loss(
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
-        raise ConfigError("compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high.")
+        raise ConfigError(
+            "compute_policy_loss needs cliprange, or both cliprange_low and cliprange_high."
+        )
     settings = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
-    return padded_loss("vanilla", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings)
+    return padded_loss(
+        "vanilla", old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings
+    )
 
 
 compute_policy_loss_gpg = padded_signature("gpg")
@@ -173,7 +196,9 @@ def compute_value_loss(
 
 
 def compute_entropy_loss(
-    logits: Float[Tensor, "B R V"], response_mask: Shaped[Tensor, "B R"], loss_agg_mode: str = "token-mean"
+    logits: Float[Tensor, "B R V"],
+    response_mask: Shaped[Tensor, "B R"],
+    loss_agg_mode: str = "token-mean",
 ) -> Scalar:
     """Aggregated entropy of softmax(logits): H = logsumexp(z) - sum over v of p_v z_v."""
     entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)

@@ -1,11 +1,12 @@
-"""Policy losses that hold the entropy up where log-prob and advantage go together, Cui et al. 2025 (arXiv:2505.22617).
+"""Policy losses that hold the entropy up where log-prob and advantage go together, Cui et al. 2025
+(arXiv:2505.22617).
 
 With means over all response tokens of the mini-batch, those of all ranks:
 
     Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A))
 
-A large one makes the policy sharper. Which tokens are meant is settled before the update, by log-probs of the whole
-mini-batch (`selections`), so that the loss does not depend on micro-batches.
+A large one makes the policy sharper. Which tokens are meant is settled before the update, by
+log-probs of the whole mini-batch (`selections`), so that the loss does not depend on micro-batches.
 """
 
 from typing import Any
@@ -28,7 +29,9 @@ from verl.algorithms.policy_losses import (
 )
 
 
-def covariances(log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+def covariances(
+    log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"]
+) -> Float[Tensor, " M"]:
     """Cov_t of each token, in float64."""
     log_probs, advantages = log_probs.double(), advantages.double()
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
@@ -45,9 +48,12 @@ def select_within_band(
     clip_ratio_high: float,
     **_: Any,
 ) -> Bool[Tensor, " M"]:
-    """max(1, clip_cov_ratio * M) tokens drawn among those with lb < Cov < ub that PPO's clip leaves a gradient."""
+    """max(1, clip_cov_ratio * M) tokens drawn among those with lb < Cov < ub that PPO's clip leaves
+    a gradient."""
     ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    is_clipped = torch.where(inputs.advantages > 0, ratio > 1 + clip_ratio_high, ratio < 1 - clip_ratio_low)
+    is_clipped = torch.where(
+        inputs.advantages > 0, ratio > 1 + clip_ratio_high, ratio < 1 - clip_ratio_low
+    )
     covariance = covariances(inputs.log_probs, inputs.advantages)
     candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & ~is_clipped
     count = max(1, int(clip_cov_ratio * len(candidates)))
@@ -61,8 +67,11 @@ def select_largest(inputs: SelectionInputs, *, kl_cov_ratio: float, **_: Any) ->
     return _largest(covariance, inputs.noise, max(1, int(kl_cov_ratio * len(covariance))))
 
 
-def _largest(values: Float[Tensor, " M"], noise: Float[Tensor, " M"], count: int) -> Bool[Tensor, " M"]:
-    """Which `count` values are the largest, of equal ones those with the largest noise; -inf is never among them."""
+def _largest(
+    values: Float[Tensor, " M"], noise: Float[Tensor, " M"], count: int
+) -> Bool[Tensor, " M"]:
+    """Which `count` values are the largest, of equal ones those with the largest noise; -inf is
+    never among them."""
     order = np.lexsort((noise.cpu().numpy(), values.cpu().numpy()))[::-1][:count]
     chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
     chosen[torch.from_numpy(order.copy()).to(values.device)] = True
@@ -71,20 +80,27 @@ def _largest(values: Float[Tensor, " M"], noise: Float[Tensor, " M"], count: int
 
 @policy_losses.register("clip_cov")
 @formula(
-    "max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), 0 for {clip_cov_ratio} of the tokens, drawn "
-    "among those with covariance in ({clip_cov_lb}, {clip_cov_ub})"
+    "max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), 0 for {clip_cov_ratio} of "
+    "the tokens, drawn among those with covariance in ({clip_cov_lb}, {clip_cov_ub})"
 )
-def clip_cov(inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any) -> PolicyLossOutput:
+def clip_cov(
+    inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any
+) -> PolicyLossOutput:
     """Clip-Cov: PPO's clipped loss, without the selected tokens, which still count in the mean."""
     ratio, selected = inputs.log_ratio().exp(), _selected(inputs)
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = torch.where(selected, 0.0, torch.maximum(unclipped, clipped))
-    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, (clipped > unclipped) | selected))
+    return PolicyLossOutput(
+        loss=weighted(losses, inputs), means=means_of(inputs, (clipped > unclipped) | selected)
+    )
 
 
 @policy_losses.register("kl_cov")
-@formula("-r A, + {ppo_kl_coef} |log r| for {kl_cov_ratio} of the tokens, those of the largest covariance")
+@formula(
+    "-r A, + {ppo_kl_coef} |log r| for {kl_cov_ratio} of the tokens, those of the largest "
+    "covariance"
+)
 def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float, **_: Any) -> PolicyLossOutput:
     """KL-Cov: L = -r A, with the penalty ppo_kl_coef |log r| on the selected tokens, and no clip.
 
@@ -92,7 +108,9 @@ def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float, **_: Any) -> PolicyL
     update after it is rounding.
     """
     log_ratio, selected = inputs.log_ratio(), _selected(inputs)
-    losses = -inputs.advantages * log_ratio.exp() + torch.where(selected, ppo_kl_coef * log_ratio.abs(), 0.0)
+    losses = -inputs.advantages * log_ratio.exp() + torch.where(
+        selected, ppo_kl_coef * log_ratio.abs(), 0.0
+    )
     return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, selected))
 
 

@@ -36,7 +36,8 @@ class AdaptiveEntropyController:
         self.target, self.delta = target_entropy, delta
 
     def update(self, entropy: float) -> None:
-        """Settle the coefficient of the next step after one whose mean entropy was `entropy`, in nats a token."""
+        """Settle the coefficient of the next step after one whose mean entropy was `entropy`, in
+        nats a token."""
         if entropy < self.target:
             self.coef += self.delta
         elif entropy > self.target:

@@ -1,11 +1,12 @@
 """Advantages from the rewards of several responses to one prompt, without a critic.
 
-Scores are (B,) sums of a row's token rewards; `group` numbers the prompts; every token of a response gets the advantage
-of its response, and returns equal the advantages. Every row counts in its group, also one without tokens.
+Scores are (B,) sums of a row's token rewards; `group` numbers the prompts; every token of a
+response gets the advantage of its response, and returns equal the advantages. Every row counts in
+its group, also one without tokens.
 
 A group of one has nothing to be compared with, which the papers leave open. For grpo, gpg, gdpo and
-reinforce_plus_plus_baseline its mean counts as 0 and its standard deviation as 1, as in verl 0.5: the plain reward is
-left. rloo, grpo_passk and opo give it advantage 0.
+reinforce_plus_plus_baseline its mean counts as 0 and its standard deviation as 1, as in verl 0.5:
+the plain reward is left. rloo, grpo_passk and opo give it advantage 0.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,14 +25,16 @@ Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
 
 def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B"]:
     """Prompt identifiers of any kind to group numbers 0, 1, ..."""
-    uids = uids.tolist() if isinstance(uids, Tensor) else uids  # tensors of one number differ as keys
+    # tensors of one number differ as keys
+    uids = uids.tolist() if isinstance(uids, Tensor) else uids
     numbers: dict[object, int] = {}
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
 
 
 def group_sum(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """For each row the sum over its group, in float64."""
-    # float64: with equal rewards a mean is off by one rounding, which divided by epsilon would be an advantage.
+    # float64: with equal rewards a mean is off by one rounding, which divided by epsilon would be
+    # an advantage.
     values = values.double()
     _, slot = torch.unique(group, return_inverse=True)
     return torch.zeros_like(values).index_add(0, slot, values)[slot]
@@ -50,7 +53,8 @@ def group_size(group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
 def group_mean_and_std(
     scores: Float[Tensor, " B"], group: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """Mean and unbiased standard deviation of each row's group, in float64. A group of one has mean 0 and std 1."""
+    """Mean and unbiased standard deviation of each row's group, in float64. A group of one has mean
+    0 and std 1."""
     count = group_size(group)
     mean = group_sum(scores, group) / count
     std = (group_sum((scores - mean) ** 2, group) / (count - 1).clamp(min=1)).sqrt()
@@ -59,9 +63,14 @@ def group_mean_and_std(
 
 
 def grpo_advantages(
-    scores: Float[Tensor, " B"], group: Int[Tensor, " B"], *, norm_by_std: bool = True, epsilon: float = 1e-6
+    scores: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    *,
+    norm_by_std: bool = True,
+    epsilon: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """(r_i - mean of the group) / (std of the group + epsilon); without the division if not `norm_by_std`."""
+    """(r_i - mean of the group) / (std of the group + epsilon); without the division if not
+    `norm_by_std`."""
     mean, std = group_mean_and_std(scores, group)
     advantages = scores.double() - mean
     return (advantages / (std + epsilon) if norm_by_std else advantages).to(scores.dtype)
@@ -72,9 +81,11 @@ def grpo_advantages(
 def grpo(inputs: AdvantageInputs) -> Advantages:
     """Group-relative advantages, section 4.1.2 of Shao et al. 2024 (arXiv:2402.03300).
 
-        A_it = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-6),    r_i = sum over t of the row's rewards
+        A_it = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-6), r_i = sum over t of the row's
+        rewards
 
-    std is the unbiased one (G - 1). `norm_by_std=False` leaves the division out: Dr.GRPO (Liu et al. 2025,
+    std is the unbiased one (G - 1). `norm_by_std=False` leaves the division out: Dr.GRPO (Liu et
+    al. 2025,
     arXiv:2503.20783).
     """
     scores, group = _scores_and_group(inputs, "grpo")
@@ -82,13 +93,18 @@ def grpo(inputs: AdvantageInputs) -> Advantages:
 
 
 def passk_advantages(
-    scores: Float[Tensor, " B"], group: Int[Tensor, " B"], *, norm_by_std: bool = True, epsilon: float = 1e-6
+    scores: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    *,
+    norm_by_std: bool = True,
+    epsilon: float = 1e-6,
 ) -> Float[Tensor, " B"]:
     """Best reward of the group less the second best for the best response, 0 for all others."""
     best = group_max(scores, group)
     is_best = scores == best
     second = group_max(torch.where(is_best, -torch.inf, scores), group)
-    shared = (group_sum(is_best.double(), group) > 1) | second.isinf()  # by two, or there is no second
+    # by two, or there is no second
+    shared = (group_sum(is_best.double(), group) > 1) | second.isinf()
     advantages = torch.where(is_best & ~shared, best - second, 0.0).double()
     _, std = group_mean_and_std(scores, group)
     return (advantages / (std + epsilon) if norm_by_std else advantages).to(scores.dtype)
@@ -97,7 +113,8 @@ def passk_advantages(
 @advantage_estimators.register("grpo_passk")
 @formula("best r - second best r of the group for the best response, 0 for the others{by_std}")
 def grpo_passk(inputs: AdvantageInputs) -> Advantages:
-    """Pass@k training: only the best response of a group counts, Tang et al. 2025 (arXiv:2503.19595).
+    """Pass@k training: only the best response of a group counts, Tang et al. 2025
+    (arXiv:2503.19595).
 
         A_i = (r_(1) - r_(2)) / (std(r_1..r_G) + 1e-6)  for the best response,  0 for all others
 
@@ -140,9 +157,14 @@ def opo(inputs: AdvantageInputs) -> Advantages:
 
 
 def gpg_advantages(
-    scores: Float[Tensor, " B"], group: Int[Tensor, " B"], *, f_norm: float = 1.0, alpha: float = 1.0
+    scores: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    *,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
 ) -> Float[Tensor, " B"]:
-    """alpha * B / (B - M) * (r_i - mean of the group) / f_norm, M the rows of groups whose rewards are all equal."""
+    """alpha * B / (B - M) * (r_i - mean of the group) / f_norm, M the rows of groups whose rewards
+    are all equal."""
     mean, _ = group_mean_and_std(scores, group)
     with_gradient = (group_max(scores, group) != -group_max(-scores, group)).sum()
     scale = alpha * len(scores) / with_gradient.clamp(min=1) / f_norm
@@ -156,8 +178,8 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
 
         A_i = B / (B - M) (r_i - mean(r_1..r_G))
 
-    M of the B rows belong to groups whose rewards are all equal: they give no gradient, and the others stand in for
-    them. Goes with the policy loss `gpg`.
+    M of the B rows belong to groups whose rewards are all equal: they give no gradient, and the
+    others stand in for them. Goes with the policy loss `gpg`.
     """
     return _on_tokens(gpg_advantages(*_scores_and_group(inputs, "gpg")), inputs)
 
@@ -167,7 +189,8 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
     """REINFORCE++ with the group's mean as baseline, Hu et al. 2025 (arXiv:2501.03262).
 
-    A_i = r_i - mean(r_1..r_G), then whitened over all response tokens of the batch rather than within the group.
+    A_i = r_i - mean(r_1..r_G), then whitened over all response tokens of the batch rather than
+    within the group.
     """
     scores, group = _scores_and_group(inputs, "reinforce_plus_plus_baseline")
     tokens, _ = _on_tokens(grpo_advantages(scores, group, norm_by_std=False), inputs)
@@ -176,19 +199,27 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
 
 
 @advantage_estimators.register("gdpo")
-@formula("sum over kinds of reward of w (r - mean of the group) / (std of the group + 1e-6); whitened over the rows")
+@formula(
+    "sum over kinds of reward of w (r - mean of the group) / (std of the group + 1e-6); whitened "
+    "over the rows"
+)
 def gdpo(inputs: AdvantageInputs) -> Advantages:
     """Group reward-decoupled normalisation, Liu et al. 2026 (arXiv:2601.05242).
 
         A_i^k = (r_i^k - mean_group r^k) / (std_group r^k + 1e-6)      for each kind k of reward
         A_i   = (S_i - mean_batch S) / (std_batch S + 1e-6),           S_i = sum_k w_k A_i^k
 
-    so that a kind of reward with a small spread is not drowned by the others. Kinds are `components`, else the score is
-    the only one. The batch's mean and std are taken over the rows that have response tokens.
+    so that a kind of reward with a small spread is not drowned by the others. Kinds are
+    `components`, else the score is the only one. The batch's mean and std are taken over the rows
+    that have response tokens.
     """
     scores, group = _scores_and_group(inputs, "gdpo")
     kinds = scores[:, None] if inputs.components is None else inputs.components
-    weights = kinds.new_ones(kinds.shape[1]) if inputs.component_weights is None else inputs.component_weights
+    weights = (
+        kinds.new_ones(kinds.shape[1])
+        if inputs.component_weights is None
+        else inputs.component_weights
+    )
     total = torch.zeros_like(scores, dtype=torch.float64)
     for number in range(kinds.shape[1]):
         total = total + weights[number] * grpo_advantages(kinds[:, number].double(), group)
@@ -200,9 +231,13 @@ def gdpo(inputs: AdvantageInputs) -> Advantages:
     return _on_tokens(((total - mean) / (std + 1e-6)).to(scores.dtype), inputs)
 
 
-def _scores_and_group(inputs: AdvantageInputs, name: str) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
+def _scores_and_group(
+    inputs: AdvantageInputs, name: str
+) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"]]:
     if inputs.group is None:
-        raise ConfigError(f"adv_estimator={name} needs a group number (which prompt) for every row, got none.")
+        raise ConfigError(
+            f"adv_estimator={name} needs a group number (which prompt) for every row, got none."
+        )
     return inputs.token_level_rewards.sum(-1), inputs.group
 
 

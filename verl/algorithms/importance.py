@@ -1,4 +1,5 @@
-"""How far the policy that drew the tokens (the rollout engine's) is from the one that is trained."""
+"""How far the policy that drew the tokens (the rollout engine's) is from the one that is
+trained."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -8,19 +9,25 @@ from verl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
 
 
 def mismatch_metrics(
-    rollout_log_probs: Float[Tensor, "*tokens"], log_probs: Float[Tensor, "*tokens"], mask: Shaped[Tensor, "*tokens"]
+    rollout_log_probs: Float[Tensor, "*tokens"],
+    log_probs: Float[Tensor, "*tokens"],
+    mask: Shaped[Tensor, "*tokens"],
 ) -> dict[str, float]:
-    """Metrics of the mismatch over the tokens under the mask, p the rollout's and q the trainer's probability.
+    """Metrics of the mismatch over the tokens under the mask, p the rollout's and q the trainer's
+    probability.
 
-    training/rollout_probs_diff_max, _mean, _std   of |p - q|
-    training/rollout_kl, training/rollout_kl_k3    k1 and k3 estimates of KL(rollout || trainer), in nats a token
-    training/rollout_ess                           (sum w)^2 / (n sum w^2), w = q / p: the effective share of the
-                                                   n tokens under importance weighting, 1 if there is no mismatch
+    training/rollout_probs_diff_max, _mean, _std of |p - q| training/rollout_kl,
+    training/rollout_kl_k3 k1 and k3 estimates of KL(rollout || trainer), in nats a token
+    training/rollout_ess (sum w)^2 / (n sum w^2), w = q / p: the effective share of the
+                                                   n tokens under importance weighting, 1 if there
+                                                   is no mismatch
     """
     keep = mask.bool()
     drawn, trained = rollout_log_probs[keep].double(), log_probs[keep].double()
     if not drawn.numel():
-        raise ValueError("Rollout mismatch needs at least one response token, got a batch without any.")
+        raise ValueError(
+            "Rollout mismatch needs at least one response token, got a batch without any."
+        )
     difference = (drawn.exp() - trained.exp()).abs()
     weights = (trained - drawn).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     metrics = {
@@ -31,4 +38,5 @@ def mismatch_metrics(
         "training/rollout_kl_k3": kl_penalty(drawn, trained, "k3").mean(),
         "training/rollout_ess": weights.sum().square() / (weights.numel() * weights.square().sum()),
     }
-    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))  # one wait for the device
+    # one wait for the device
+    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist()))

@@ -1,4 +1,5 @@
-"""KL to a reference policy: estimators per token, the penalty in the reward, controllers of its coefficient."""
+"""KL to a reference policy: estimators per token, the penalty in the reward, controllers of its
+coefficient."""
 
 from typing import Any
 
@@ -20,23 +21,25 @@ def kl_penalty(
     *,
     exact: Float[Tensor, "*tokens"] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Estimates of KL(policy || reference) from tokens that the policy drew, after Schulman 2020 ("Approximating KL
-    divergence"). With d = log pi(token) - log ref(token):
+    """Estimates of KL(policy || reference) from tokens that the policy drew, after Schulman 2020
+    ("Approximating KL divergence"). With d = log pi(token) - log ref(token):
 
         kl, k1          d                      unbiased, may be negative
         abs             |d|
-        mse, k2         d^2 / 2                biased, low variance
-        low_var_kl, k3  exp(-d) - 1 + d        unbiased, never negative; |d| cut at 20, the value at 10
-        full            the sum over the vocabulary, which the caller gives as `exact`
+        mse, k2 d^2 / 2 biased, low variance low_var_kl, k3 exp(-d) - 1 + d unbiased, never
+        negative; |d| cut at 20, the value at 10 full the sum over the vocabulary, which the caller
+        gives as `exact`
 
-    As a loss (differentiated through `log_probs`) k1 has an expected gradient of 0 on the policy's own tokens; use k2,
-    whose expected gradient is that of the KL, or k3. A token whose k3 is cut has no gradient.
+    As a loss (differentiated through `log_probs`) k1 has an expected gradient of 0 on the policy's
+    own tokens; use k2, whose expected gradient is that of the KL, or k3. A token whose k3 is cut
+    has no gradient.
     """
     if kind == "full":
         if exact is None:
             raise ConfigError(
-                "KL estimator 'full' needs both policies' whole distribution at every token, which is never kept. "
-                "Use low_var_kl (k3): it needs the drawn tokens alone and is unbiased as well."
+                "KL estimator 'full' needs both policies' whole distribution at every token, which "
+                "is never kept. Use low_var_kl (k3): it needs the drawn tokens alone and is "
+                "unbiased as well."
             )
         return exact
     difference = log_probs - ref_log_probs
@@ -56,7 +59,8 @@ def kl_penalty(
 def apply_kl_penalty(
     scores: Float[Tensor, "B R"], kl: Float[Tensor, "B R"], mask: Shaped[Tensor, "B R"], coef: float
 ) -> Float[Tensor, "B R"]:
-    """Rewards with the KL penalty of each of the model's own tokens, Ziegler et al. 2019 (arXiv:1909.08593), eq. (2).
+    """Rewards with the KL penalty of each of the model's own tokens, Ziegler et al. 2019
+    (arXiv:1909.08593), eq. (2).
 
     r_t = score_t - coef * kl_t where the mask is 1, and score_t elsewhere.
     """
@@ -64,7 +68,8 @@ def apply_kl_penalty(
 
 
 class FixedKLController:
-    """A coefficient that stays. `value` is the configured one: a resumed run takes what its configuration says."""
+    """A coefficient that stays. `value` is the configured one: a resumed run takes what its
+    configuration says."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -89,7 +94,9 @@ class AdaptiveKLController:
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
         if target_kl <= 0 or horizon <= 0:
-            raise ConfigError(f"Adaptive KL needs target_kl and horizon above 0, got {target_kl} and {horizon}.")
+            raise ConfigError(
+                f"Adaptive KL needs target_kl and horizon above 0, got {target_kl} and {horizon}."
+            )
         self.value = init_kl_coef
         self.target = target_kl
         self.horizon = horizon

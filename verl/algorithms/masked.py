@@ -9,7 +9,12 @@ from torch import Tensor
 
 from verl.utils.errors import ConfigError
 
-AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 def masked_sum(
@@ -31,7 +36,8 @@ def masked_mean(
 def masked_var(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], unbiased: bool = True
 ) -> Float[Tensor, ""]:
-    """Variance of the values under the mask (n - 1 in the denominator if unbiased); 0 for fewer than two values."""
+    """Variance of the values under the mask (n - 1 in the denominator if unbiased); 0 for fewer
+    than two values."""
     count = mask.bool().sum()
     squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
     return squares / (count - int(unbiased)).clamp(min=1)
@@ -40,7 +46,8 @@ def masked_var(
 def masked_whiten(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], shift_mean: bool = True
 ) -> Float[Tensor, "*shape"]:
-    """Mean 0 (unless `shift_mean` is False, which keeps it) and variance 1 under the mask; 0 elsewhere."""
+    """Mean 0 (unless `shift_mean` is False, which keeps it) and variance 1 under the mask; 0
+    elsewhere."""
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
     return torch.where(mask.bool(), whitened, 0.0)
@@ -49,24 +56,29 @@ def masked_whiten(
 def aggregation_weights(
     response_mask: Shaped[Tensor, "B R"], mode: str, *, num_sequences: int | None = None
 ) -> Float[Tensor, "B R"]:
-    """fp32 weights with which the mini-batch's loss is `(loss * weights).sum()`, so that parts of it simply add up.
+    """fp32 weights with which the mini-batch's loss is `(loss * weights).sum()`, so that parts of
+    it simply add up.
 
     With n sequences, l_i response tokens in row i and the mask m:
 
-        token-mean               m_it / sum_i l_i         every token counts the same (DAPO)
-        seq-mean-token-sum       m_it / n                 long responses count more
-        seq-mean-token-mean      m_it / (n l_i)           every response counts the same (GRPO)
-        seq-mean-token-sum-norm  m_it / (n R)             a constant instead of l_i: no length bias (Dr.GRPO)
+        token-mean m_it / sum_i l_i every token counts the same (DAPO) seq-mean-token-sum m_it / n
+        long responses count more seq-mean-token-mean m_it / (n l_i) every response counts the same
+        (GRPO) seq-mean-token-sum-norm m_it / (n R) a constant instead of l_i: no length bias
+        (Dr.GRPO)
 
-    n is the number of rows with at least one response token: rows of padding alone change nothing. Where this mask is
-    one part of a mini-batch, give n of the whole as `num_sequences` (token-mean needs the whole mask). R is the padded
-    response length, so it must be the configured constant and not the longest response of the batch.
+    n is the number of rows with at least one response token: rows of padding alone change nothing.
+    Where this mask is one part of a mini-batch, give n of the whole as `num_sequences` (token-mean
+    needs the whole mask). R is the padded response length, so it must be the configured constant
+    and not the longest response of the batch.
     """
     return _weights(response_mask, mode, num_sequences).float()
 
 
-def agg_loss(loss_mat: Float[Tensor, "B R"], loss_mask: Shaped[Tensor, "B R"], loss_agg_mode: str) -> Float[Tensor, ""]:
-    """One number from token losses, as `aggregation_weights` says; what is not under the mask may be NaN."""
+def agg_loss(
+    loss_mat: Float[Tensor, "B R"], loss_mask: Shaped[Tensor, "B R"], loss_agg_mode: str
+) -> Float[Tensor, ""]:
+    """One number from token losses, as `aggregation_weights` says; what is not under the mask may
+    be NaN."""
     weights = _weights(loss_mask, loss_agg_mode, None).to(loss_mat.dtype)
     return (torch.where(loss_mask.bool(), loss_mat, 0.0) * weights).sum()
 

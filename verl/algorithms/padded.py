@@ -1,8 +1,10 @@
-"""Losses and estimators written for verl's padded signatures, called from here; and ours, called by those signatures.
+"""Losses and estimators written for verl's padded signatures, called from here; and ours, called by
+those signatures.
 
-A user's padded loss sees one micro-batch at a time. Where it aggregates by `agg_loss` its share of the mini-batch is
-the right one; where it looks at the micro-batch as a whole (means, quantiles, random picks) its gradient depends on
-micro-batching, which no adapter can mend. The log at start says so.
+A user's padded loss sees one micro-batch at a time. Where it aggregates by `agg_loss` its share of
+the mini-batch is the right one; where it looks at the micro-batch as a whole (means, quantiles,
+random picks) its gradient depends on micro-batching, which no adapter can mend. The log at start
+says so.
 """
 
 import functools
@@ -34,7 +36,8 @@ Scalar = Float[Tensor, ""]
 def loss_settings(config: Any = None) -> dict[str, Any]:
     """What a policy loss gets by name: all that the actor's section says of losses.
 
-    `config` is that section, a mapping or an object with some of its fields (the others have their defaults), or None.
+    `config` is that section, a mapping or an object with some of its fields (the others have their
+    defaults), or None.
     """
     defaults = ActorConfig()
     both = _field(config, "clip_ratio", defaults.clip_ratio)
@@ -43,7 +46,10 @@ def loss_settings(config: Any = None) -> dict[str, Any]:
         "clip_ratio_low": _field(config, "clip_ratio_low", both),
         "clip_ratio_high": _field(config, "clip_ratio_high", both),
         "clip_ratio_c": _field(config, "clip_ratio_c", defaults.clip_ratio_c),
-        **{name: _field(policy_loss, name, value) for name, value in asdict(defaults.policy_loss).items()},
+        **{
+            name: _field(policy_loss, name, value)
+            for name, value in asdict(defaults.policy_loss).items()
+        },
         "actor": config,  # for users' padded losses, which take the section itself
     }
 
@@ -54,7 +60,8 @@ def _field(section: Any, name: str, default: Any) -> Any:
 
 
 class ConfigView:
-    """A section of the configuration as functions of verl's signatures read it: by attribute, `[]`, `get` and `in`."""
+    """A section of the configuration as functions of verl's signatures read it: by attribute, `[]`,
+    `get` and `in`."""
 
     def __init__(self, section: Any) -> None:
         self._section = section
@@ -80,10 +87,14 @@ def _viewed(section: Any) -> Any:
 
 
 class PaddedPolicyLoss:
-    """A policy loss from `function(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)`, which
-    returns (loss, clip_fraction, ppo_kl, clip_fraction_lower) of (rows, longest response) tensors."""
+    """A policy loss from `function(old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode, config)`, which returns (loss, clip_fraction, ppo_kl, clip_fraction_lower) of
+    (rows, longest response) tensors."""
 
-    formula = "a loss of verl's padded signature, called a micro-batch at a time: it may depend on their size"
+    formula = (
+        "a loss of verl's padded signature, called a micro-batch at a time: it may depend on their "
+        "size"
+    )
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -105,11 +116,17 @@ class PaddedPolicyLoss:
 
         mask = padded(inputs.own.long())
         scale = _share(inputs, aggregation_weights(mask, loss_agg_mode)[slot, column])
-        old, new, advantages = map(padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages))
+        old, new, advantages = map(
+            padded, (inputs.old_log_probs, inputs.log_probs, inputs.advantages)
+        )
         answer = self.function(old, new, advantages, mask, loss_agg_mode, _viewed(actor))
-        if not isinstance(answer, (tuple, list)) or any(torch.as_tensor(number).numel() != 1 for number in answer):
+        if not isinstance(answer, (tuple, list)) or any(
+            torch.as_tensor(number).numel() != 1 for number in answer
+        ):
             part = NamedPart("policy loss", self.function.__name__, self.function)
-            raise part.must_return("four numbers, (loss, clip_fraction, ppo_kl, clip_fraction_lower)", answer)
+            raise part.must_return(
+                "four numbers, (loss, clip_fraction, ppo_kl, clip_fraction_lower)", answer
+            )
         loss, *numbers = answer
         names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
         means = {
@@ -120,11 +137,14 @@ class PaddedPolicyLoss:
 
 
 def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
-    """What the micro-batch's own aggregate counts in the mini-batch's: the same for each token in every mode."""
+    """What the micro-batch's own aggregate counts in the mini-batch's: the same for each token in
+    every mode."""
     shares = inputs.weights[inputs.own] / local[inputs.own]
     if not shares.numel():
         return 0.0
-    assert (shares - shares[0]).abs().max() <= 1e-4 * shares[0].abs(), "weighed tokens are refused at start"
+    assert (shares - shares[0]).abs().max() <= 1e-4 * shares[0].abs(), (
+        "weighed tokens are refused at start"
+    )
     return shares[0].item()
 
 
@@ -144,7 +164,9 @@ def padded_signature(name: str) -> Callable[..., tuple[Scalar, Scalar, Scalar, S
         config: Any = None,
     ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
         settings = loss_settings(config)
-        return padded_loss(name, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings)
+        return padded_loss(
+            name, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings
+        )
 
     policy_loss.__name__, policy_loss.__doc__ = name, loss.__doc__
     return policy_loss
@@ -159,7 +181,8 @@ def padded_loss(
     loss_agg_mode: str,
     settings: Mapping[str, Any],
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """(loss, clip_fraction, ppo_kl, clip_fraction_lower) of a whole mini-batch; picks come from torch's generator."""
+    """(loss, clip_fraction, ppo_kl, clip_fraction_lower) of a whole mini-batch; picks come from
+    torch's generator."""
     keep = response_mask.bool()
     weights = aggregation_weights(response_mask, loss_agg_mode).to(log_prob.dtype)
     rows = torch.arange(len(keep), device=keep.device)[:, None].expand_as(keep)
@@ -167,7 +190,9 @@ def padded_loss(
     selected = None
     if name in selections:
         noise = torch.rand(len(new), dtype=torch.float64, device=new.device)
-        selected = selections.get(name)(SelectionInputs(new.detach(), old, gains, noise), **settings)
+        selected = selections.get(name)(
+            SelectionInputs(new.detach(), old, gains, noise), **settings
+        )
     inputs = PolicyLossInputs(new, old, gains, weights[keep], rows[keep], selected=selected)
     output = policy_losses.get(name)(inputs, loss_agg_mode=loss_agg_mode, **settings)
     clipfrac, kl, lower = (
@@ -183,8 +208,8 @@ def mean_of(values: Float[Tensor, " N"]) -> Scalar:
 
 
 class PaddedEstimator:
-    """An advantage estimator from `function(token_level_rewards, response_mask, index, config, ...)`, by verl's names;
-    it gets those of them that it takes. `index` numbers the prompts."""
+    """An advantage estimator from `function(token_level_rewards, response_mask, index, config,
+    ...)`, by verl's names; it gets those of them that it takes. `index` numbers the prompts."""
 
     formula = "an estimator of verl's signature"
 

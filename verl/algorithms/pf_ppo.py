@@ -9,8 +9,11 @@ from verl.utils.errors import ConfigError
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 
 
-def pf_ppo_weights(scores: Float[Tensor, " B"], method: str, weight_pow: float = 2.0) -> Float[Tensor, " B"]:
-    """How often a sample is drawn, up to a factor: rewards that can be relied upon are the extreme ones.
+def pf_ppo_weights(
+    scores: Float[Tensor, " B"], method: str, weight_pow: float = 2.0
+) -> Float[Tensor, " B"]:
+    """How often a sample is drawn, up to a factor: rewards that can be relied upon are the extreme
+    ones.
 
     pow         |score|^weight_pow
     max_min     1 for the batch's highest and lowest score, 0 between
@@ -26,13 +29,18 @@ def pf_ppo_weights(scores: Float[Tensor, " B"], method: str, weight_pow: float =
         weights = torch.where(scores == scores.max(), 1.0, 0.4).double()
     else:
         raise ConfigError(
-            f"algorithm.pf_ppo.reweight_method must be one of {', '.join(REWEIGHT_METHODS)}, got '{method}'."
+            f"algorithm.pf_ppo.reweight_method must be one of {', '.join(REWEIGHT_METHODS)}, got "
+            f"'{method}'."
         )
     return weights if weights.any() else torch.ones_like(weights)
 
 
 def pf_ppo_rows(weights: Float[Tensor, " B"], seed: int) -> Int[Tensor, " B"]:
-    """B row numbers drawn with replacement in proportion to the weights, in ascending order: rows of a prompt stay
-    together. A function of weights and seed."""
+    """B row numbers drawn with replacement in proportion to the weights, in ascending order: rows
+    of a prompt stay together. A function of weights and seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.multinomial(weights.cpu(), len(weights), replacement=True, generator=generator).sort().values
+    return (
+        torch.multinomial(weights.cpu(), len(weights), replacement=True, generator=generator)
+        .sort()
+        .values
+    )

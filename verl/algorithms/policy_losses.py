@@ -1,7 +1,7 @@
 """Losses of the policy on packed tokens, their registry, and the registry of extra loss terms.
 
-N packed response tokens, of one micro-batch or of many: a loss is a weighted sum over tokens, whose weights have the
-denominators of the whole mini-batch (`masked.aggregation_weights`).
+N packed response tokens, of one micro-batch or of many: a loss is a weighted sum over tokens, whose
+weights have the denominators of the whole mini-batch (`masked.aggregation_weights`).
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,10 @@ class PolicyLossInputs(NamedTuple):
     advantages: Float[Tensor, " N"]
     weights: Float[Tensor, " N"]  # 0 on tokens that the model did not make
     sequence: Int[Tensor, " N"]  # which row a token belongs to
-    mask: Shaped[Tensor, " N"] | None = None  # 1 where the model made the token; None: where the weight is not 0
-    selected: Shaped[Tensor, " N"] | None = None  # 1 where the loss's `selections` entry picked the token
+    # 1 where the model made the token; None: where the weight is not 0
+    mask: Shaped[Tensor, " N"] | None = None
+    # 1 where the loss's `selections` entry picked the token
+    selected: Shaped[Tensor, " N"] | None = None
 
     @property
     def own(self) -> Bool[Tensor, " N"]:
@@ -37,7 +39,8 @@ class PolicyLossInputs(NamedTuple):
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """For each token the mean of `values` over the tokens of its sequence that the model made, in float64.
+        """For each token the mean of `values` over the tokens of its sequence that the model made,
+        in float64.
 
         A sequence lies in one micro-batch as a whole. The host does not wait for the device.
         """
@@ -53,7 +56,8 @@ class PolicyLossInputs(NamedTuple):
 
 class PolicyLossOutput(NamedTuple):
     loss: Float[Tensor, ""]
-    means: dict[str, Float[Tensor, " N"]]  # to be averaged over the response tokens of the mini-batch
+    # to be averaged over the response tokens of the mini-batch
+    means: dict[str, Float[Tensor, " N"]]
 
 
 class SelectionInputs(NamedTuple):
@@ -62,19 +66,24 @@ class SelectionInputs(NamedTuple):
     log_probs: Float[Tensor, " M"]  # of the policy before this update
     old_log_probs: Float[Tensor, " M"]
     advantages: Float[Tensor, " M"]
-    noise: Float[Tensor, " M"]  # uniform in [0, 1): a function of step, prompt, response and position
+    # uniform in [0, 1): a function of step, prompt, response and position
+    noise: Float[Tensor, " M"]
 
 
-# name -> loss(PolicyLossInputs, **settings) -> PolicyLossOutput. The settings are all numbers of the actor's section;
-# a loss names those that it reads and takes the others as `**_`.
-policy_losses: Registry[Callable[..., PolicyLossOutput]] = Registry("policy loss (actor.policy_loss.loss_mode)")
+# name -> loss(PolicyLossInputs, **settings) -> PolicyLossOutput. The settings are all numbers of
+# the actor's section; a loss names those that it reads and takes the others as `**_`.
+policy_losses: Registry[Callable[..., PolicyLossOutput]] = Registry(
+    "policy loss (actor.policy_loss.loss_mode)"
+)
 
-# name of a loss that depends on its whole mini-batch -> selection(SelectionInputs, **settings) -> (M,) bool. The
-# log-probs of the mini-batch are computed first, and what the selection picks reaches the loss as `selected`.
+# name of a loss that depends on its whole mini-batch -> selection(SelectionInputs, **settings) ->
+# (M,) bool. The log-probs of the mini-batch are computed first, and what the selection picks
+# reaches the loss as `selected`.
 selections: Registry[Callable[..., Tensor]] = Registry("selection of tokens for a policy loss")
 
-# name -> term(PolicyLossInputs, the micro-batch's other packed columns) -> scalar, added times its coefficient. To be
-# independent of micro-batching it is a sum over tokens times `weights`, as the policy loss is.
+# name -> term(PolicyLossInputs, the micro-batch's other packed columns) -> scalar, added times its
+# coefficient. To be independent of micro-batching it is a sum over tokens times `weights`, as the
+# policy loss is.
 ExtraLoss = Callable[[PolicyLossInputs, Mapping[str, Tensor]], Tensor]
 extra_losses: Registry[ExtraLoss] = Registry("extra loss term")
 
@@ -82,7 +91,8 @@ extra_losses: Registry[ExtraLoss] = Registry("extra loss term")
 def means_of(
     inputs: PolicyLossInputs, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
 ) -> dict[str, Float[Tensor, " N"]]:
-    """The metrics that every loss tells: which tokens were clipped, and the k1 estimate of KL(old || new)."""
+    """The metrics that every loss tells: which tokens were clipped, and the k1 estimate of KL(old
+    || new)."""
     nothing = torch.zeros_like(inputs.log_probs, requires_grad=False)
     dtype = nothing.dtype
     return {
@@ -98,20 +108,31 @@ def weighted(losses: Float[Tensor, " N"], inputs: PolicyLossInputs) -> Float[Ten
 
 
 @policy_losses.register("vanilla")
-@formula("max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), at most -{clip_ratio_c} A where A < 0")
+@formula(
+    "max(-r A, -A clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})), at most -{clip_ratio_c} A "
+    "where A < 0"
+)
 def vanilla(
-    inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, **_: Any
+    inputs: PolicyLossInputs,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    **_: Any,
 ) -> PolicyLossOutput:
-    """Clipped policy loss, eq. (7) of Schulman et al. 2017 (arXiv:1707.06347), with the dual clip of eq. (5) of Ye et
-    al. 2020 (arXiv:1912.09729). With the ratio r = pi / pi_old of a token:
+    """Clipped policy loss, eq. (7) of Schulman et al. 2017 (arXiv:1707.06347), with the dual clip
+    of eq. (5) of Ye et al. 2020 (arXiv:1912.09729). With the ratio r = pi / pi_old of a token:
 
         L_clip = max(-A r, -A clip(r, 1 - low, 1 + high))
         L = min(L_clip, -A c)  where A < 0,  else L_clip
 
-    low = high is PPO's epsilon; high > low is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476).
+    low = high is PPO's epsilon; high > low is the clip-higher of DAPO (Yu et al. 2025,
+    arXiv:2503.14476).
     """
     if clip_ratio_c <= 1.0:
-        raise ConfigError(f"clip_ratio_c must be greater than 1, got {clip_ratio_c}. The paper takes 3.")
+        raise ConfigError(
+            f"clip_ratio_c must be greater than 1, got {clip_ratio_c}. The paper takes 3."
+        )
     ratio, advantages = inputs.log_ratio().exp(), inputs.advantages
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -128,14 +149,20 @@ def vanilla(
 @policy_losses.register("gpg")
 @formula("-A log pi")
 def gpg(inputs: PolicyLossInputs, **_: Any) -> PolicyLossOutput:
-    """The plain policy gradient, Chu et al. 2025 (arXiv:2504.02546): L = -A log pi, without ratio or clip."""
-    return PolicyLossOutput(loss=weighted(-inputs.advantages * inputs.log_probs, inputs), means=means_of(inputs))
+    """The plain policy gradient, Chu et al. 2025 (arXiv:2504.02546): L = -A log pi, without ratio
+    or clip."""
+    return PolicyLossOutput(
+        loss=weighted(-inputs.advantages * inputs.log_probs, inputs), means=means_of(inputs)
+    )
 
 
 @policy_losses.register("cispo")
 @formula("-sg(clip(r, 1 - {clip_ratio_low}, 1 + {clip_ratio_high})) A log pi")
-def cispo(inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any) -> PolicyLossOutput:
-    """CISPO, eqs. (4) and (5) of MiniMax 2025 (arXiv:2506.13585): weights are clipped, no token loses its gradient.
+def cispo(
+    inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any
+) -> PolicyLossOutput:
+    """CISPO, eqs. (4) and (5) of MiniMax 2025 (arXiv:2506.13585): weights are clipped, no token
+    loses its gradient.
 
         L = -sg(clip(r, 1 - low, 1 + high)) A log pi        (sg: no gradient through it)
 
@@ -152,9 +179,10 @@ def cispo(inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: f
 def sapo(inputs: PolicyLossInputs, *, tau_pos: float, tau_neg: float, **_: Any) -> PolicyLossOutput:
     """Soft adaptive policy optimisation, Gao et al. 2025 (arXiv:2511.20347).
 
-        L = -f(r) A,    f(r) = 4 / tau * sigmoid(tau (r - 1)),    tau = tau_pos where A > 0, else tau_neg
+        L = -f(r) A, f(r) = 4 / tau * sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg
 
-    A smooth gate instead of the clip: the gradient is that of r A at r = 1 and fades on both sides of it.
+    A smooth gate instead of the clip: the gradient is that of r A at r = 1 and fades on both sides
+    of it.
     """
     ratio = inputs.log_ratio().exp()
     tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg)
@@ -163,17 +191,22 @@ def sapo(inputs: PolicyLossInputs, *, tau_pos: float, tau_neg: float, **_: Any) 
 
 
 @policy_losses.register("dppo")
-@formula("-M r A, M = 0 where the step leads away from pi_old and the {dppo_divergence} distance > {dppo_threshold}")
-def dppo(inputs: PolicyLossInputs, *, dppo_divergence: str, dppo_threshold: float, **_: Any) -> PolicyLossOutput:
+@formula(
+    "-M r A, M = 0 where the step leads away from pi_old and the {dppo_divergence} distance > "
+    "{dppo_threshold}"
+)
+def dppo(
+    inputs: PolicyLossInputs, *, dppo_divergence: str, dppo_threshold: float, **_: Any
+) -> PolicyLossOutput:
     """Divergence PPO with the binary approximation, Qi et al. 2026 (arXiv:2602.04879).
 
         L = -M r A,    M = 0 where (A > 0 and r > 1 or A < 0 and r < 1) and D > threshold,  else 1
         tv  D = |pi_old - pi|
         kl  D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
-    of the drawn token against all others together: a rare token may change its ratio freely, and a likely one not.
-    The paper takes 0.15 for tv or 0.05 for kl, and as pi_old the policy that drew the tokens
-    (`algorithm.rollout_correction.bypass_mode`).
+    of the drawn token against all others together: a rare token may change its ratio freely, and a
+    likely one not. The paper takes 0.15 for tv or 0.05 for kl, and as pi_old the policy that drew
+    the tokens (`algorithm.rollout_correction.bypass_mode`).
     """
     log_ratio = inputs.log_ratio()
     ratio = log_ratio.exp()

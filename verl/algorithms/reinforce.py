@@ -4,19 +4,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula, unwhitened_gae
+from verl.algorithms.advantages import (
+    AdvantageInputs,
+    advantage_estimators,
+    formula,
+    unwhitened_gae,
+)
 from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
 
 
 @advantage_estimators.register("reinforce_plus_plus")
 @formula("sum of the rewards from here on, discounted by gamma = {gamma}; whitened over all tokens")
-def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
+def reinforce_plus_plus(
+    inputs: AdvantageInputs,
+) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
 
-        return_t = r_t + gamma return_{t+1},    A = (return - mean) / std over all response tokens of the batch
+        return_t = r_t + gamma return_{t+1}, A = (return - mean) / std over all response tokens of
+        the batch
 
-    The paper has the KL penalty in r (`algorithm.use_kl_in_reward`). t counts the model's own tokens, as in `gae`.
+    The paper has the KL penalty in r (`algorithm.use_kl_in_reward`). t counts the model's own
+    tokens, as in `gae`.
     """
     mask = inputs.response_mask.bool()
     returns = _rewards_to_go(inputs, inputs.gamma)
@@ -35,7 +44,8 @@ def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, 
     if "reward_baselines" not in inputs.columns:
         raise ConfigError(
             "adv_estimator=remax needs the column reward_baselines, got none. Train with "
-            "verl.trainer.remax.ReMaxTrainer (main_ppo does), which scores a greedy response to every prompt."
+            "verl.trainer.remax.ReMaxTrainer (main_ppo does), which scores a greedy response to "
+            "every prompt."
         )
     returns = _rewards_to_go(inputs, 1.0)
     baselines = inputs.columns["reward_baselines"].to(returns.dtype)
@@ -43,6 +53,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, 
 
 
 def _rewards_to_go(inputs: AdvantageInputs, gamma: float) -> Float[Tensor, "B R"]:
-    """A critic that says 0 and lam = 1 leave the discounted sum of the rewards from each of the row's own tokens on."""
+    """A critic that says 0 and lam = 1 leave the discounted sum of the rewards from each of the
+    row's own tokens on."""
     rewards = inputs.token_level_rewards
     return unwhitened_gae(rewards, torch.zeros_like(rewards), inputs.response_mask, gamma, 1.0)

@@ -1,10 +1,13 @@
-"""Importance correction of what the rollout engine drew with slightly other probabilities than the trainer has.
+"""Importance correction of what the rollout engine drew with slightly other probabilities than the
+trainer has.
 
-With mu the rollout's and pi the trainer's probability of the drawn tokens before the update, rho_t = pi_t / mu_t and
+With mu the rollout's and pi the trainer's probability of the drawn tokens before the update, rho_t
+= pi_t / mu_t and
 
     token      w_it = rho_it
-    sequence   w_it = product over t of rho_it          unbiased, of large variance for long responses
-    geometric  w_it = exp(mean over t of log rho_it)    for rejection alone: how far a response is off a token
+    sequence w_it = product over t of rho_it unbiased, of large variance for long responses
+    geometric w_it = exp(mean over t of log rho_it) for rejection alone: how far a response is off a
+    token
 """
 
 from typing import NamedTuple
@@ -19,7 +22,8 @@ from verl.utils.errors import ConfigError
 
 
 class RolloutCorrection(NamedTuple):
-    weights: Float[Tensor, "B R"]  # that the policy loss of a token is multiplied by; 0 outside `mask`
+    # that the policy loss of a token is multiplied by; 0 outside `mask`
+    weights: Float[Tensor, "B R"]
     mask: Bool[Tensor, "B R"]  # the response mask less what was rejected
     metrics: dict[str, float]
 
@@ -38,7 +42,9 @@ def importance_ratios(
     elif level == "geometric":
         log_ratio = masked_mean(log_ratio, mask, -1)[:, None].expand_as(log_ratio)
     elif level != "token":
-        raise ConfigError(f"Importance ratios are taken by token, sequence or geometric, got '{level}'.")
+        raise ConfigError(
+            f"Importance ratios are taken by token, sequence or geometric, got '{level}'."
+        )
     return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
 
 
@@ -56,17 +62,19 @@ def correct_rollout(
 ) -> RolloutCorrection:
     """Weights and rejections of a batch.
 
-    weigh_by, with `outside="truncate"`: truncated importance sampling, w = min(rho, upper), by token (Yao et al. 2025,
-        "Your efficient RL framework secretly brings you off-policy RL training") or by sequence; a lower bound lifts.
-    weigh_by, with `outside="mask"`: w = rho within the band and 0 outside (IcePop, Ling team 2025, arXiv:2510.18855).
-        Tokens outside still count in the loss's mean.
-    reject_by: tokens (token) or whole responses (sequence, geometric) whose ratio lies outside `accept_band` leave the
-        mask, as though they had not been drawn.
+    weigh_by, with `outside="truncate"`: truncated importance sampling, w = min(rho, upper), by
+        token (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+        training") or by sequence; a lower bound lifts.
+    weigh_by, with `outside="mask"`: w = rho within the band and 0 outside (IcePop, Ling team 2025,
+        arXiv:2510.18855). Tokens outside still count in the loss's mean.
+    reject_by: tokens (token) or whole responses (sequence, geometric) whose ratio lies outside
+        `accept_band` leave the mask, as though they had not been drawn.
     veto_below: responses with a token whose rho is below it leave the mask.
 
-    Metrics, over the response tokens: `rollout_corr/kl` and `k3_kl` of KL(mu || pi) in nats a token; `chi2_token` and
-    `chi2_seq`, E[rho^2] - 1; `ess`, the share of tokens that weigh as much as all do; `weight_mean`, `_max`, and
-    the shares `weight_outside`, `rejected_tokens` and `rejected_seqs`.
+    Metrics, over the response tokens: `rollout_corr/kl` and `k3_kl` of KL(mu || pi) in nats a
+    token; `chi2_token` and `chi2_seq`, E[rho^2] - 1; `ess`, the share of tokens that weigh as much
+    as all do; `weight_mean`, `_max`, and the shares `weight_outside`, `rejected_tokens` and
+    `rejected_seqs`.
     """
     given = response_mask.bool()
     mask = given.clone()
@@ -80,12 +88,16 @@ def correct_rollout(
     if weigh_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
         inside = (ratios >= weight_band[0]) & (ratios <= weight_band[1])
-        bounded = torch.where(inside, ratios, 0.0) if outside == "mask" else ratios.clamp(*weight_band)
+        bounded = (
+            torch.where(inside, ratios, 0.0) if outside == "mask" else ratios.clamp(*weight_band)
+        )
         weights = torch.where(mask, bounded, 0.0)
         outside_share = masked_mean((~inside).double(), mask).item()
     metrics = _metrics(old_log_probs, rollout_log_probs, given, tokens) if given.any() else {}
     metrics |= {
-        "rollout_corr/ess": (weights.sum() ** 2 / (mask.sum() * (weights**2).sum()).clamp(min=1e-30)).item(),
+        "rollout_corr/ess": (
+            weights.sum() ** 2 / (mask.sum() * (weights**2).sum()).clamp(min=1e-30)
+        ).item(),
         "rollout_corr/weight_mean": masked_mean(weights, mask).item(),
         "rollout_corr/weight_max": weights.max().item() if weights.numel() else 0.0,
         "rollout_corr/weight_outside": outside_share,

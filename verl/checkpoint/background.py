@@ -1,4 +1,5 @@
-"""Work that goes on beside the run: one piece at a time, and what it raises comes out where it is waited for."""
+"""Work that goes on beside the run: one piece at a time, and what it raises comes out where it is
+waited for."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,7 +9,8 @@ from threading import Thread
 class Background:
     """At most one function that runs in a thread of its own.
 
-    The thread does not keep the process alive: a run that ends without `is_done(wait=True)` leaves the work undone.
+    The thread does not keep the process alive: a run that ends without `is_done(wait=True)` leaves
+    the work undone.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,8 @@ class Background:
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def is_done(self, *, wait: bool) -> bool:
-        """Whether nothing is left to do; with `wait` that is waited for. What the work raised is raised here, once."""
+        """Whether nothing is left to do; with `wait` that is waited for. What the work raised is
+        raised here, once."""
         future = self._future
         if future is None:
             return True

@@ -10,7 +10,8 @@ from verl.utils.logging import logger
 
 
 class Claim:
-    """A lock on a file in `folder`. It ends with the process, however that ends, and forks have no part in it."""
+    """A lock on a file in `folder`. It ends with the process, however that ends, and forks have no
+    part in it."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / ".in_use"
@@ -22,7 +23,8 @@ class Claim:
         return self._held is not None
 
     def take(self) -> str | None:
-        """Who has the folder instead of us; None: it is ours now. OSError where nothing can be written there."""
+        """Who has the folder instead of us; None: it is ours now. OSError where nothing can be
+        written there."""
         if self._held is not None:
             return None
         file = self.file.open("a+", encoding="utf-8")
@@ -35,7 +37,11 @@ class Claim:
             file.close()
             return holder
         except OSError as error:
-            logger.info("%s takes no locks (%s); see that no other run writes there.", self.file.parent, error.strerror)
+            logger.info(
+                "%s takes no locks (%s); see that no other run writes there.",
+                self.file.parent,
+                error.strerror,
+            )
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}")
         file.flush()

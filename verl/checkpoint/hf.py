@@ -1,4 +1,5 @@
-"""Folders that transformers loads: a model's configuration, and weights written one decoder layer after the other."""
+"""Folders that transformers loads: a model's configuration, and weights written one decoder layer
+after the other."""
 
 import copy
 import itertools
@@ -20,7 +21,8 @@ _NAME, _INDEX = "model", "model.safetensors.index.json"
 
 
 def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
-    """What `model.save_pretrained` writes beside weights: configuration, generation configuration, custom code."""
+    """What `model.save_pretrained` writes beside weights: configuration, generation configuration,
+    custom code."""
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -58,11 +60,13 @@ def save_weights(
 def published(
     model: PreTrainedModel | None, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`tensors` under the names, and in the stacks, in which the family is published, layer by layer.
+    """`tensors` under the names, and in the stacks, in which the family is published, layer by
+    layer.
 
     Args:
         model: says what they are (its weights are not read); None: they stay as they are.
-        tensors: whole ones, named as in `model`, those of a layer after each other; a tied weight once.
+        tensors: whole ones, named as in `model`, those of a layer after each other; a tied weight
+            once.
     """
     ignored = set() if model is None else set(model._keys_to_ignore_on_save or ())
     for _, group in itertools.groupby(tensors, key=lambda item: layer_of(item[0])):
@@ -71,7 +75,8 @@ def published(
 
 
 class _Files:
-    """Files of at most so many bytes (one tensor at least), which get their names when their number is known."""
+    """Files of at most so many bytes (one tensor at least), which get their names when their number
+    is known."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
@@ -84,7 +89,9 @@ class _Files:
             self._write()
         # Cloned where it is a part: a slice would keep all of what it was cut from.
         part = tensor.untyped_storage().nbytes() != tensor.nbytes
-        self._open[name] = tensor.detach().cpu().clone() if part else tensor.detach().cpu().contiguous()
+        self._open[name] = (
+            tensor.detach().cpu().clone() if part else tensor.detach().cpu().contiguous()
+        )
         self._open_bytes += tensor.nbytes
 
     def close(self) -> None:
@@ -99,7 +106,9 @@ class _Files:
             self._part(number).rename(self.folder / file)
             place |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": place}
-        (self.folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (self.folder / _INDEX).write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
     def _write(self) -> None:
         save_file(self._open, self._part(len(self._names)), metadata={"format": "pt"})

@@ -1,10 +1,10 @@
 """The folder of a run's checkpoints: saving, finding the newest sound one, and removing old ones.
 
-root/global_step_20/{actor,critic,trainer,...}/...   one checkpoint, its manifest.json beside the parts
-root/latest_checkpointed_iteration.txt               step of the one written last, for other tools
-root/.tmp-global_step_N-<pid>                        one that is being written or removed; never read
-root/.old-global_step_N-<pid>                        one that is being replaced by a new one of the same step
-root/.in_use                                         locked by the run that writes here
+root/global_step_20/{actor,critic,trainer,...}/... one checkpoint, its manifest.json beside the
+parts root/latest_checkpointed_iteration.txt step of the one written last, for other tools
+root/.tmp-global_step_N-<pid> one that is being written or removed; never read
+root/.old-global_step_N-<pid> one that is being replaced by a new one of the same step root/.in_use
+locked by the run that writes here
 """
 
 import errno
@@ -32,7 +32,8 @@ from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
 
 Writer = Callable[[Path], object]
-# Whether the writers are done with what they began; True as argument: wait until they are. Raises what went wrong.
+# Whether the writers are done with what they began; True as argument: wait until they are. Raises
+# what went wrong.
 IsWritten = Callable[[bool], bool]
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -44,7 +45,8 @@ _FULL_DISK_BYTES = 1 << 20
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written beside the run, and then `published` (summed and named)."""
+    """A checkpoint that is being written beside the run, and then `published` (summed and
+    named)."""
 
     step: int
     temporary: Path
@@ -56,13 +58,13 @@ class _Pending:
 class CheckpointManager:
     """Writes checkpoints that are complete or invisible, and reads none that is damaged.
 
-    "Newest" is the one written last, which is not always the one of the highest step: a run that was started again in
-    the same folder counts from the beginning.
+    "Newest" is the one written last, which is not always the one of the highest step: a run that
+    was started again in the same folder counts from the beginning.
 
     Args:
         root: the run's folder; created when the first checkpoint is saved.
-        max_to_keep: how many checkpoints stay, at least 1; None: all. One number for all parts, since without one of
-            them none can be resumed.
+        max_to_keep: how many checkpoints stay, at least 1; None: all. One number for all parts,
+            since without one of them none can be resumed.
     """
 
     def __init__(self, root: Path | str, max_to_keep: int | None = None) -> None:
@@ -72,18 +74,22 @@ class CheckpointManager:
         self._cleaned = False
         self._pending: _Pending | None = None
 
-    def save(self, step: int, writers: Mapping[str, Writer], is_written: IsWritten | None = None) -> Path:
+    def save(
+        self, step: int, writers: Mapping[str, Writer], is_written: IsWritten | None = None
+    ) -> Path:
         """Write one checkpoint and return its folder `root/global_step_<step>`.
 
-        Each writer gets an empty folder of its name. The parts, the manifest and the folders are on the disk before the
-        folder gets its name; older checkpoints beyond `max_to_keep` go only after that. Whatever a writer raises leaves
-        the earlier checkpoints as they were and no trace of this one.
+        Each writer gets an empty folder of its name. The parts, the manifest and the folders are on
+        the disk before the folder gets its name; older checkpoints beyond `max_to_keep` go only
+        after that. Whatever a writer raises leaves the earlier checkpoints as they were and no
+        trace of this one.
 
-        With `is_written`, writers have only begun when they return. The folder gets its name during a later call:
-        `advance` does what can be done, `finish` and the next `save` wait for it.
+        With `is_written`, writers have only begun when they return. The folder gets its name during
+        a later call: `advance` does what can be done, `finish` and the next `save` wait for it.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written; also what went wrong with the one before.
+            CheckpointError: the disk is full or cannot be written; also what went wrong with the
+                one before.
         """
         self.finish()
         final = self.root / f"global_step_{step}"
@@ -101,22 +107,25 @@ class CheckpointManager:
         return final
 
     def require_writable(self) -> None:
-        """Make the folder. CheckpointError where nothing can be written there: at the first save hours may be lost."""
+        """Make the folder. CheckpointError where nothing can be written there: at the first save
+        hours may be lost."""
         try:
             make_writable(self.root)
         except OSError as error:
             raise CheckpointError(
-                f"Checkpoints cannot be written into {self.root}: {error.strerror}. Set trainer.default_local_dir to a "
-                "folder that can be, or trainer.save_freq=-1 for no checkpoints."
+                f"Checkpoints cannot be written into {self.root}: {error.strerror}. Set "
+                "trainer.default_local_dir to a folder that can be, or trainer.save_freq=-1 for no "
+                "checkpoints."
             ) from error
 
     def claim(self) -> None:
-        """Keep the folder, which must exist, for this process until `release`. CheckpointError: another has it."""
+        """Keep the folder, which must exist, for this process until `release`. CheckpointError:
+        another has it."""
         holder = self._claim.take()
         if holder is not None:
             raise CheckpointError(
-                f"Another run ({holder}) writes into {self.root}. Wait for its end, or give this one a "
-                "folder of its own: set trainer.experiment_name or trainer.default_local_dir."
+                f"Another run ({holder}) writes into {self.root}. Wait for its end, or give this "
+                "one a folder of its own: set trainer.experiment_name or trainer.default_local_dir."
             )
 
     def release(self) -> None:
@@ -142,7 +151,9 @@ class CheckpointManager:
                     if not pending.is_written(wait):
                         return
                 pending.published = Background()
-                pending.published.start(partial(self._complete, pending.temporary, pending.final, pending.step))
+                pending.published.start(
+                    partial(self._complete, pending.temporary, pending.final, pending.step)
+                )
             if pending.published.is_done(wait=wait):
                 self._pending = None
         except Exception:  # after Ctrl-C it is still being written, and `rescue` waits for it
@@ -154,14 +165,16 @@ class CheckpointManager:
         self.advance(wait=True)
 
     def rescue(self) -> None:
-        """`finish` after an error that ends the run: another one is a warning, so as not to hide the first."""
+        """`finish` after an error that ends the run: another one is a warning, so as not to hide
+        the first."""
         try:
             self.finish()
         except Exception as error:  # noqa: BLE001 - told, while the error that came first goes on
             logger.warning("The checkpoint that was being written is lost: %s", error)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; a warning says what is wrong with newer ones."""
+        """The newest checkpoint whose files are as they were written; a warning says what is wrong
+        with newer ones."""
         for folder in self._newest_first():
             try:
                 self.verify(folder)
@@ -172,31 +185,42 @@ class CheckpointManager:
         return None
 
     def verify(self, folder: Path | str) -> None:
-        """CheckpointError unless `folder` is a complete checkpoint whose sizes and SHA-256 sums hold."""
+        """CheckpointError unless `folder` is a complete checkpoint whose sizes and SHA-256 sums
+        hold."""
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"Expected a checkpoint folder at {folder}, found none.")
         verify_files(folder)
 
     def resolve(self, resume_mode: str, resume_from_path: Path | str | None = None) -> Path | None:
-        """The checkpoint that a run starts from, or None for a start from the beginning; `clean` included.
+        """The checkpoint that a run starts from, or None for a start from the beginning; `clean`
+        included.
 
         Args:
-            resume_mode: "auto": the newest sound one, if there is any; "disable": none; "resume_path": the one named.
+            resume_mode: "auto": the newest sound one, if there is any; "disable": none;
+                "resume_path": the one named.
             resume_from_path: a `global_step_N` folder, for "resume_path".
 
         Raises:
-            CheckpointError: the named one is missing or damaged; or there are checkpoints and none of them is sound.
+            CheckpointError: the named one is missing or damaged; or there are checkpoints and none
+                of them is sound.
         """
         if resume_mode == "resume_path":
             assert resume_from_path, "the configuration was checked"
             folder = Path(resume_from_path).expanduser().absolute()
-            inner = sorted(step_of(path) for path in folder.glob("global_step_*") if _NAME.fullmatch(path.name))
+            inner = sorted(
+                step_of(path) for path in folder.glob("global_step_*") if _NAME.fullmatch(path.name)
+            )
             if inner:
                 raise CheckpointError(
-                    f"trainer.resume_from_path must be one checkpoint, got {folder}, a folder of {len(inner)}. Set "
+                    f"trainer.resume_from_path must be one checkpoint, got {folder}, a folder of "
+                    f"{len(inner)}. Set "
                     f"trainer.resume_from_path={folder / f'global_step_{inner[-1]}'}"
-                    + (f" (or one of the steps {', '.join(map(str, inner[:-1]))})." if inner[1:] else ".")
+                    + (
+                        f" (or one of the steps {', '.join(map(str, inner[:-1]))})."
+                        if inner[1:]
+                        else "."
+                    )
                 )
             self.clean()
             self.verify(folder)
@@ -207,19 +231,26 @@ class CheckpointManager:
         newest = self.latest()
         if newest is None and (damaged := self._newest_first()):
             raise CheckpointError(
-                f"None of the {len(damaged)} checkpoints in {self.root} is sound (see the warnings above). Move them "
-                "away, or start from the beginning with trainer.resume_mode=disable."
+                f"None of the {len(damaged)} checkpoints in {self.root} is sound (see the warnings "
+                "above). Move them away, or start from the beginning with "
+                "trainer.resume_mode=disable."
             )
         return newest
 
     def clean(self) -> None:
-        """Remove what a killed process left behind; done once, before the first save or by `resolve`.
+        """Remove what a killed process left behind; done once, before the first save or by
+        `resolve`.
 
-        Nothing is where another run has claimed the folder, whose unfinished checkpoint looks the same.
+        Nothing is where another run has claimed the folder, whose unfinished checkpoint looks the
+        same.
         """
         if self._cleaned or not self.root.is_dir():
             return
-        leftovers = [(path, found) for path in sorted(self.root.iterdir()) if (found := _LEFTOVER.fullmatch(path.name))]
+        leftovers = [
+            (path, found)
+            for path in sorted(self.root.iterdir())
+            if (found := _LEFTOVER.fullmatch(path.name))
+        ]
         for_long = self._claim.is_held
         if leftovers and self._claim.take() is not None:
             return
@@ -227,7 +258,9 @@ class CheckpointManager:
             kind, name = leftover.groups()
             if kind == "old" and not (self.root / name).exists():
                 os.replace(path, self.root / name)  # killed between the two renames of `_publish`
-                logger.warning("Checkpoint %s is back: its replacement was not completed.", self.root / name)
+                logger.warning(
+                    "Checkpoint %s is back: its replacement was not completed.", self.root / name
+                )
             else:
                 shutil.rmtree(path)
                 logger.info("Removed %s, which an interrupted run left behind.", path)
@@ -244,7 +277,9 @@ class CheckpointManager:
             shutil.rmtree(temporary, ignore_errors=True)
             if reason is None:
                 raise
-            raise CheckpointError(f"Checkpoint {final} was not written: {reason} Earlier ones are intact.") from error
+            raise CheckpointError(
+                f"Checkpoint {final} was not written: {reason} Earlier ones are intact."
+            ) from error
 
     def _complete(self, temporary: Path, final: Path, step: int) -> None:
         with self._all_or_nothing(temporary, final):
@@ -280,7 +315,9 @@ class CheckpointManager:
     def _newest_first(self) -> list[Path]:
         if not self.root.is_dir():
             return []
-        folders = [path for path in self.root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        folders = [
+            path for path in self.root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
+        ]
         return sorted(folders, key=_age, reverse=True)
 
     def _why_unwritten(self, error: BaseException) -> str | None:
@@ -293,11 +330,14 @@ class CheckpointManager:
                 texts.append("no space")
             texts.append(str(cause))
             cause = cause.__cause__ or cause.__context__
-        told = any(word in text for text in texts for word in ("no space", "No space left", "os error 28"))
+        told = any(
+            word in text for text in texts for word in ("no space", "No space left", "os error 28")
+        )
         if told or free < _FULL_DISK_BYTES:
             return (
-                f"no space left on the disk of {self.root}, {free / 2**20:.1f} MiB free ({error}). Free some, lower "
-                "trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to another disk."
+                f"no space left on the disk of {self.root}, {free / 2**20:.1f} MiB free ({error}). "
+                "Free some, lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir "
+                "to another disk."
             )
         if isinstance(error, OSError):
             return f"{error}."
@@ -315,9 +355,12 @@ def step_of(folder: Path | str) -> int:
 def _check_files_of_all_hosts(folder: Path) -> None:
     for part in folder.iterdir():
         if not any(part.iterdir()):
-            raise CheckpointError(f"What was written into {part} is not to be seen from this host. {SHARED_FILES}")
+            raise CheckpointError(
+                f"What was written into {part} is not to be seen from this host. {SHARED_FILES}"
+            )
     for metadata in folder.rglob(SHARD_METADATA):
-        from verl.checkpoint.sharded import SavedTensors  # not at the top: torch takes seconds to import
+        # not at the top: torch takes seconds to import
+        from verl.checkpoint.sharded import SavedTensors
 
         SavedTensors(metadata.parent)  # looks for the files of all ranks
 

@@ -14,7 +14,9 @@ from verl.utils.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT = 2  # 1 had whole tensors, written by one rank
 SHARD_METADATA = ".metadata"  # which part of which tensor lies where, see `sharded`
-SHARED_FILES = "With several hosts, trainer.default_local_dir must be on a file system that all of them share."
+SHARED_FILES = (
+    "With several hosts, trainer.default_local_dir must be on a file system that all of them share."
+)
 _CHUNK_BYTES = 1 << 22
 # hashlib releases the lock of the interpreter: several files are read at once.
 _NUM_READERS = 4
@@ -46,18 +48,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint; CheckpointError when there is none or it cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a complete checkpoint of this package.")
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: it is not a complete checkpoint of this package."
+        )
     try:
         manifest = json.loads(path.read_bytes())
-        return {"step": int(manifest["step"]), "saved_at_ns": int(manifest["saved_at_ns"]), "files": manifest["files"]}
+        return {
+            "step": int(manifest["step"]),
+            "saved_at_ns": int(manifest["saved_at_ns"]),
+            "files": manifest["files"],
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
 
 
 def verify_files(folder: Path, part: str = "") -> None:
-    """Compare every file with the manifest, or those whose names begin with `part` ("actor/"): CheckpointError names
-    all that are missing, truncated or changed."""
-    files = {name: entry for name, entry in read_manifest(folder)["files"].items() if name.startswith(part)}
+    """Compare every file with the manifest, or those whose names begin with `part` ("actor/"):
+    CheckpointError names all that are missing, truncated or changed."""
+    files = {
+        name: entry
+        for name, entry in read_manifest(folder)["files"].items()
+        if name.startswith(part)
+    }
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         faults = [
             fault

@@ -1,7 +1,9 @@
-"""Tensors written by all ranks that hold shards of them, and read back on any other number of ranks.
+"""Tensors written by all ranks that hold shards of them, and read back on any other number of
+ranks.
 
-The files are those of `torch.distributed.checkpoint`: every rank's shards in one file, and `.metadata`, which says what
-part of which tensor lies where. Nothing in them depends on how many ranks there were.
+The files are those of `torch.distributed.checkpoint`: every rank's shards in one file, and
+`.metadata`, which says what part of which tensor lies where. Nothing in them depends on how many
+ranks there were.
 """
 
 import functools
@@ -28,35 +30,44 @@ from verl.utils.errors import CheckpointError
 
 SHARDED_FOLDER = "sharded"  # within the folder of a role
 MODEL, OPTIMIZER = "model.", "optimizer."  # what the names of weights and of moments begin with
-# What unpickling raises where bytes are missing or changed; an OSError (no access) names its file by itself.
+# What unpickling raises where bytes are missing or changed; an OSError (no access) names its file
+# by itself.
 _DAMAGED_PICKLE = (
     *(pickle.UnpicklingError, EOFError, MemoryError, ValueError, OverflowError, RuntimeError),
     *(LookupError, TypeError, AttributeError, ImportError),
 )
 _IF_DAMAGED = "If it is damaged or was not copied whole, copy it again, or use another checkpoint."
 
-# torch notes every tensor and every part of a save there, in debug messages that a root handler would print.
+# torch notes every tensor and every part of a save there, in debug messages that a root handler
+# would print.
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 # A single process, and every rank that reads, needs nobody else.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)
 
 
 class ShardedWriter:
-    """Writes checkpoints of one module, at once or beside the run. Every rank of `world` makes the same calls."""
+    """Writes checkpoints of one module, at once or beside the run. Every rank of `world` makes the
+    same calls."""
 
     def __init__(self, world: Axis) -> None:
         self.world = world
         self._group: Any = None
         self._background = Background()
 
-    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor], *, in_background: bool = False) -> None:
+    def write(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], *, in_background: bool = False
+    ) -> None:
         """Write the shards that this rank holds of `tensors`; replicas are written once.
 
-        In the background copies on the host are written, so that the tensors may change at once; see `is_done`.
+        In the background copies on the host are written, so that the tensors may change at once;
+        see `is_done`.
         """
         self.is_done(wait=True)
         if self.world.size > 1 and self._group is None:
-            # Its own: what the ranks tell each other beside the run must not come between the run's collectives.
+            # Its own: what the ranks tell each other beside the run must not come between the run's
+            # collectives.
             self._group = dist.new_group(backend="gloo")
         if not in_background:
             write_sharded(folder, tensors, self._group)
@@ -65,14 +76,19 @@ class ShardedWriter:
         self._background.start(partial(write_sharded, folder, copies, self._group))
 
     def is_done(self, *, wait: bool) -> bool:
-        """Whether all that was begun in the background is written; on rank 0: by all ranks. Raises what went wrong."""
+        """Whether all that was begun in the background is written; on rank 0: by all ranks. Raises
+        what went wrong."""
         return self._background.is_done(wait=wait)
 
 
-def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write `tensors` (sharded, or the same on all ranks) into `folder`; all ranks of `group` together, None: alone.
+def write_sharded(
+    folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Write `tensors` (sharded, or the same on all ranks) into `folder`; all ranks of `group`
+    together, None: alone.
 
-    Every rank has its files on the disk when the first one returns. Raises CheckpointError on every rank.
+    Every rank has its files on the disk when the first one returns. Raises CheckpointError on every
+    rank.
     """
     with _told(f"writing {folder}"):
         writer = FileSystemWriter(folder)
@@ -80,7 +96,8 @@ def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist
 
 
 class SavedTensors:
-    """What lies in a folder of sharded tensors: `tensors`, the whole shape and the dtype under each name.
+    """What lies in a folder of sharded tensors: `tensors`, the whole shape and the dtype under each
+    name.
 
     Raises CheckpointError where it is none, or where files of it are missing.
     """
@@ -89,7 +106,8 @@ class SavedTensors:
         self.folder = folder
         if not (folder / SHARD_METADATA).is_file():
             raise CheckpointError(
-                f"Expected sharded tensors in {folder}, found no {SHARD_METADATA} there. {SHARED_FILES}"
+                f"Expected sharded tensors in {folder}, found no {SHARD_METADATA} there. "
+                f"{SHARED_FILES}"
             )
         self._reader = _Reader(folder)
         try:
@@ -102,36 +120,46 @@ class SavedTensors:
             }
         except _DAMAGED_PICKLE as error:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise CheckpointError(f"{folder / SHARD_METADATA} cannot be read ({reason}). {_IF_DAMAGED}") from error
+            raise CheckpointError(
+                f"{folder / SHARD_METADATA} cannot be read ({reason}). {_IF_DAMAGED}"
+            ) from error
         if missing := sorted(name for name in files if not (folder / name).is_file()):
-            raise CheckpointError(f"{folder} lacks files that other ranks wrote: {', '.join(missing)}. {SHARED_FILES}")
+            raise CheckpointError(
+                f"{folder} lacks files that other ranks wrote: {', '.join(missing)}. {SHARED_FILES}"
+            )
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill `tensors` in place, each with what was saved under its name. Ranks need not call it together.
+        """Fill `tensors` in place, each with what was saved under its name. Ranks need not call it
+        together.
 
         Raises CheckpointError for a name that is not there, or is of another shape.
         """
         for name, tensor in tensors.items():
             shape, _ = self.tensors.get(name, (None, None))
             if shape != tensor.shape:
-                found = "has none of that name" if shape is None else f"has it in shape {tuple(shape)}"
+                found = (
+                    "has none of that name" if shape is None else f"has it in shape {tuple(shape)}"
+                )
                 raise CheckpointError(
-                    f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which {found}. It was saved "
-                    "by another model: set the model's path to that one, or start a run in another folder "
-                    "(trainer.default_local_dir)."
+                    f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which "
+                    f"{found}. It was saved by another model: set the model's path to that one, or "
+                    "start a run in another folder (trainer.default_local_dir)."
                 )
         with _told(f"reading {self.folder}", f" {_IF_DAMAGED}"):
             dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)
 
     def read_whole(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Whole tensors on the host, whatever the shards."""
-        whole = {name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names}
+        whole = {
+            name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names
+        }
         self.read(whole)
         return whole
 
 
 class _Reader(FileSystemReader):
-    """Reads its metadata once: with many ranks and layers it is large, and every `load` asks for it."""
+    """Reads its metadata once: with many ranks and layers it is large, and every `load` asks for
+    it."""
 
     @functools.cached_property
     def _metadata(self) -> Metadata:
@@ -148,7 +176,8 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _told(what: str, way_out: str = "") -> Iterator[None]:
-    """torch tells of the failures of all ranks in a BaseException, which nobody else would catch."""
+    """torch tells of the failures of all ranks in a BaseException, which nobody else would
+    catch."""
     try:
         yield
     except CheckpointException as error:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`verl {words} ...` calls `main(argv) -> exit status` of `module`, with `first` before what the user wrote."""
+    """`verl {words} ...` calls `main(argv) -> exit status` of `module`, with `first` before what
+    the user wrote."""
 
     words: str
     module: str
@@ -61,7 +62,10 @@ COMMANDS = {
             words="generate",
             module="verl.trainer.main_generation",
             summary="responses to every prompt of a file",
-            example="verl generate model.path=merged data.path=test.parquet data.output_path=out.parquet",
+            example=(
+                "verl generate model.path=merged data.path=test.parquet "
+                "data.output_path=out.parquet"
+            ),
         ),
         Command(
             words="eval",

@@ -49,8 +49,15 @@ def _find(argv: list[str]) -> tuple[Command | None, list[str]]:
 
 def _unknown(argv: list[str]) -> str:
     # Of "reward chek" both words are a try at a name; of "trian data.x=1" the first alone.
-    tried = argv[0] if len(argv) == 1 or "=" in argv[1] or argv[1].startswith("-") else " ".join(argv[:2])
-    return f"No command '{tried}'. Nearest: {nearest_names(tried, list(COMMANDS))}. All of them: verl --help"
+    tried = (
+        argv[0]
+        if len(argv) == 1 or "=" in argv[1] or argv[1].startswith("-")
+        else " ".join(argv[:2])
+    )
+    return (
+        f"No command '{tried}'. Nearest: {nearest_names(tried, list(COMMANDS))}. All of them: verl "
+        "--help"
+    )
 
 
 def _with_files(argv: list[str]) -> list[str]:
@@ -61,7 +68,8 @@ def _with_files(argv: list[str]) -> list[str]:
         if path.suffix in (".yaml", ".yml") and "=" not in argument and not is_value:
             if "--config-path" in arguments:
                 raise ConfigError(
-                    f"One YAML file a run, got a second one: {argument}. Name it in the first's `defaults:`."
+                    f"One YAML file a run, got a second one: {argument}. Name it in the first's "
+                    "`defaults:`."
                 )
             arguments += ["--config-path", str(path.parent), "--config-name", path.stem]
         else:
@@ -78,7 +86,10 @@ def _help() -> str:
     ]
     for command in COMMANDS.values():
         lines += [f"  {command.words:<14}{command.summary}", f"  {'':<14}$ {command.example}", ""]
-    lines.append("Options and keys of a command: verl COMMAND --help. Every key with its default: verl train --cfg job")
+    lines.append(
+        "Options and keys of a command: verl COMMAND --help. Every key with its default: verl "
+        "train --cfg job"
+    )
     return "\n".join(lines)
 
 

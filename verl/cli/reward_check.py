@@ -1,4 +1,5 @@
-"""`verl reward check key=value ...`: the reward of a run on a few rows of its data, before anything is trained."""
+"""`verl reward check key=value ...`: the reward of a run on a few rows of its data, before anything
+is trained."""
 
 import argparse
 import sys
@@ -13,9 +14,14 @@ from verl.utils.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what each answer scores and what is odd about it. 1 where training on this reward makes no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, prog="verl reward check", allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=NUM_ROWS, help=f"how many rows to try, by default {NUM_ROWS}")
+    """Print what each answer scores and what is odd about it. 1 where training on this reward makes
+    no sense."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, prog="verl reward check", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--rows", type=int, default=NUM_ROWS, help=f"how many rows to try, by default {NUM_ROWS}"
+    )
     arguments, rest = parser.parse_known_args(argv)
     report = check_reward(rest, arguments.rows)
     print(render(report))
@@ -32,8 +38,9 @@ def check_reward(overrides: list[str], num_rows: int) -> Report:
     manager = build_reward(config, tokenizer, num_examine=0)
     if not isinstance(manager, RewardManager):
         raise ConfigError(
-            f"reward_model.reward_manager={config.reward_model.reward_manager} is no RewardManager: answers cannot "
-            "be tried one by one. Derive it from verl.rewards.manager.RewardManager, or call it on a batch yourself."
+            f"reward_model.reward_manager={config.reward_model.reward_manager} is no "
+            "RewardManager: answers cannot be tried one by one. Derive it from "
+            "verl.rewards.manager.RewardManager, or call it on a batch yourself."
         )
     return inspect_reward(choose_rows(dataset, num_rows), manager)
 

@@ -1,4 +1,5 @@
-"""The typed configuration. Importing it needs neither torch nor Hydra; `load_config` brings Hydra on first use."""
+"""The typed configuration. Importing it needs neither torch nor Hydra; `load_config` brings Hydra
+on first use."""
 
 from typing import TYPE_CHECKING
 
@@ -87,5 +88,6 @@ __all__ = [
 
 
 __getattr__ = lazy_names(
-    __name__, dict.fromkeys(("config_from_dict", "config_to_dict", "load_config"), "verl.config.load")
+    __name__,
+    dict.fromkeys(("config_from_dict", "config_to_dict", "load_config"), "verl.config.load"),
 )

@@ -13,9 +13,13 @@ from verl.config.setting import setting
 @dataclass(kw_only=True, slots=True)
 class ActorRolloutRefConfig:
     hybrid_engine: bool = setting(
-        True, "actor and rollout share their devices",
-        planned="the rollout is on the actor's ranks; trainer.placement gives ranks of their own to the other roles",
-    )  # fmt: skip
+        True,
+        "actor and rollout share their devices",
+        planned=(
+            "the rollout is on the actor's ranks; trainer.placement gives ranks of their own to "
+            "the other roles"
+        ),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)

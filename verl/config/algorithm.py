@@ -17,32 +17,45 @@ class KLControlConfig:
 @dataclass(kw_only=True, slots=True)
 class PFPPOConfig:
     reweight_method: str = setting(
-        "pow", "how samples are drawn: by abs(score) ** weight_pow, the extremes alone, or the best more often",
+        "pow",
+        (
+            "how samples are drawn: by abs(score) ** weight_pow, the extremes alone, or the best "
+            "more often"
+        ),
         choices=("pow", "max_min", "max_random"),
-    )  # fmt: skip
+    )
     weight_pow: float = setting(2.0, "power of the weights", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCorrectionConfig:
-    """Where the rollout engine drew with other probabilities than the trainer has: rho = trainer / rollout."""
+    """Where the rollout engine drew with other probabilities than the trainer has: rho = trainer /
+    rollout."""
 
     rollout_is: str | None = setting(
-        None, "importance weight of the policy loss: token (TIS, IcePop) or sequence; null: none",
+        None,
+        "importance weight of the policy loss: token (TIS, IcePop) or sequence; null: none",
         choices=("token", "sequence"),
-    )  # fmt: skip
+    )
     rollout_is_threshold: float = setting(2.0, "largest weight", above=0)
     rollout_is_threshold_lower: float | None = setting(
-        None, "smallest weight; null: 0, or with rollout_is_mode=mask the inverse of the largest", at_least=0
+        None,
+        "smallest weight; null: 0, or with rollout_is_mode=mask the inverse of the largest",
+        at_least=0,
     )
     rollout_is_mode: str = setting(
-        "truncate", "weights outside the bounds become the bound (TIS), or 0 (mask: IcePop)",
+        "truncate",
+        "weights outside the bounds become the bound (TIS), or 0 (mask: IcePop)",
         choices=("truncate", "mask"),
-    )  # fmt: skip
+    )
     rollout_rs: str | None = setting(
-        None, "rejection: of tokens (token), or of responses by the product (sequence) or the mean (geometric) of rho",
+        None,
+        (
+            "rejection: of tokens (token), or of responses by the product (sequence) or the mean "
+            "(geometric) of rho"
+        ),
         choices=("token", "sequence", "geometric"),
-    )  # fmt: skip
+    )
     rollout_rs_threshold: float = setting(2.0, "largest ratio that is accepted", above=0)
     rollout_rs_threshold_lower: float | None = setting(
         None, "smallest ratio that is accepted; null: the inverse of the largest", at_least=0
@@ -51,32 +64,49 @@ class RolloutCorrectionConfig:
         None, "responses with a token whose rho is below it are rejected; null: none", at_least=0
     )
     bypass_mode: bool = setting(
-        False, "old log-probs are the rollout's own: the policy loss's ratio corrects, and no pass recomputes them"
+        False,
+        (
+            "old log-probs are the rollout's own: the policy loss's ratio corrects, and no pass "
+            "recomputes them"
+        ),
     )
 
     @property
     def changes_update(self) -> bool:
-        """Whether the update weighs or rejects what the rollout drew, which takes the trainer's own old log-probs."""
-        return any(asked is not None for asked in (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold))
+        """Whether the update weighs or rejects what the rollout drew, which takes the trainer's own
+        old log-probs."""
+        return any(
+            asked is not None
+            for asked in (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class FilterGroupsConfig:
     """DAPO's dynamic sampling."""
 
-    enable: bool = setting(False, "draw further prompts until train_batch_size of them have responses that differ")
-    metric: str = setting("score", "in what they must differ: score, or a field that the reward tells, such as acc")
-    max_num_gen_batches: int = setting(10, "batches of prompts a step may take; 0: any number", at_least=0)
+    enable: bool = setting(
+        False, "draw further prompts until train_batch_size of them have responses that differ"
+    )
+    metric: str = setting(
+        "score", "in what they must differ: score, or a field that the reward tells, such as acc"
+    )
+    max_num_gen_batches: int = setting(
+        10, "batches of prompts a step may take; 0: any number", at_least=0
+    )
     on_exhausted: str = setting(
-        "error", "when these are used up: stop, or fill the batch with prompts whose responses are alike",
+        "error",
+        "when these are used up: stop, or fill the batch with prompts whose responses are alike",
         choices=("error", "fill"),
-    )  # fmt: skip
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class EntropyControlConfig:
     type: str = setting(
-        "fixed", "fixed: actor.entropy_coeff; adaptive: moved towards target_entropy", choices=("fixed", "adaptive")
+        "fixed",
+        "fixed: actor.entropy_coeff; adaptive: moved towards target_entropy",
+        choices=("fixed", "adaptive"),
     )
     target_entropy: float = setting(0.2, "adaptive: entropy aimed at, in nats a token", at_least=0)
     delta: float = setting(0.005, "adaptive: how far the coefficient moves a step", above=0)
@@ -84,17 +114,29 @@ class EntropyControlConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    adv_estimator: str = setting("gae", "registered advantage estimator: gae (PPO, with a critic), grpo, ...")
+    adv_estimator: str = setting(
+        "gae", "registered advantage estimator: gae (PPO, with a critic), grpo, ..."
+    )
     gamma: float = setting(1.0, "discount", at_least=0, at_most=1)
     lam: float = setting(1.0, "lambda of generalised advantage estimation", at_least=0, at_most=1)
-    norm_adv_by_std_in_grpo: bool = setting(True, "divide by the group's standard deviation; False is Dr.GRPO")
-    use_kl_in_reward: bool = setting(False, "subtract KL to the reference from the reward of each token")
+    norm_adv_by_std_in_grpo: bool = setting(
+        True, "divide by the group's standard deviation; False is Dr.GRPO"
+    )
+    use_kl_in_reward: bool = setting(
+        False, "subtract KL to the reference from the reward of each token"
+    )
     kl_penalty: str = setting("kl", "estimator of that KL", choices=KL_ESTIMATORS)
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    use_pf_ppo: bool = setting(False, "draw the samples of an update anew, by their reward (PF-PPO)")
+    use_pf_ppo: bool = setting(
+        False, "draw the samples of an update anew, by their reward (PF-PPO)"
+    )
     pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
     gdpo_reward_keys: list[str] = setting(
-        [], "gdpo: fields of the reward that are normalised apart, score among them; empty: the score alone"
+        [],
+        (
+            "gdpo: fields of the reward that are normalised apart, score among them; empty: the "
+            "score alone"
+        ),
     )
     gdpo_reward_weights: list[float] = setting([], "gdpo: weights of these fields; empty: 1 each")
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -5,31 +5,41 @@ from collections.abc import Iterator
 from verl.config.choices import SEQUENCE_LOSSES
 from verl.config.train import TrainConfig
 
-COMPARES_RESPONSES = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline")
+COMPARES_RESPONSES = (
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+)
 
 
 def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     if algorithm.adv_estimator in COMPARES_RESPONSES and n < 2:
         yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt and needs "
-            f"actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 8, say, or algorithm.adv_estimator=gae."
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one "
+            f"prompt and needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 8, "
+            "say, or algorithm.adv_estimator=gae."
         )
     if algorithm.filter_groups.enable and n < 2:
         yield (
-            "algorithm.filter_groups.enable=True keeps the prompts whose responses differ and needs "
-            f"actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 16, say."
+            "algorithm.filter_groups.enable=True keeps the prompts whose responses differ and "
+            f"needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 16, say."
         )
     if algorithm.filter_groups.enable and algorithm.adv_estimator == "remax":
         yield (
-            "algorithm.filter_groups compares the samples of a prompt, algorithm.adv_estimator=remax each with a "
-            "greedy one; got both. Set adv_estimator=grpo, or filter_groups.enable=False."
+            "algorithm.filter_groups compares the samples of a prompt, "
+            "algorithm.adv_estimator=remax each with a greedy one; got both. Set "
+            "adv_estimator=grpo, or filter_groups.enable=False."
         )
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if weights and len(weights) != len(keys):
         yield (
-            f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} fields of "
-            "algorithm.gdpo_reward_keys. Give one each, or none."
+            f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} fields "
+            "of algorithm.gdpo_reward_keys. Give one each, or none."
         )
 
 
@@ -43,17 +53,25 @@ def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
     for key, value in asked.items():
         if correction.bypass_mode and value is not None:
             yield (
-                f"{prefix}.{key}={value} compares the rollout with the trainer's own old log-probs, which "
-                f"{prefix}.bypass_mode=True does not compute. Set one of them."
+                f"{prefix}.{key}={value} compares the rollout with the trainer's own old "
+                f"log-probs, which {prefix}.bypass_mode=True does not compute. Set one of them."
             )
     for key, upper, lower in (
-        ("rollout_is_threshold", correction.rollout_is_threshold, correction.rollout_is_threshold_lower),
-        ("rollout_rs_threshold", correction.rollout_rs_threshold, correction.rollout_rs_threshold_lower),
+        (
+            "rollout_is_threshold",
+            correction.rollout_is_threshold,
+            correction.rollout_is_threshold_lower,
+        ),
+        (
+            "rollout_rs_threshold",
+            correction.rollout_rs_threshold,
+            correction.rollout_rs_threshold_lower,
+        ),
     ):
         if (1 / upper if lower is None and key.startswith("rollout_rs") else lower or 0.0) > upper:
             yield (
-                f"{prefix}.{key}_lower must not exceed {key}, got {lower} and {upper}. A band about 1 is meant, "
-                "[0.5, 2] say."
+                f"{prefix}.{key}_lower must not exceed {key}, got {lower} and {upper}. A band "
+                "about 1 is meant, [0.5, 2] say."
             )
 
 
@@ -66,8 +84,12 @@ def doubts(config: TrainConfig) -> Iterator[str]:
     loss = actor.policy_loss.loss_mode
     if loss in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
         yield (
-            f"actor.policy_loss.loss_mode={loss} has one ratio a response and is written for loss_agg_mode="
-            f"seq-mean-token-mean; with {actor.loss_agg_mode} long responses count more."
+            f"actor.policy_loss.loss_mode={loss} has one ratio a response and is written for "
+            f"loss_agg_mode=seq-mean-token-mean; with {actor.loss_agg_mode} long responses count "
+            "more."
         )
     if config.algorithm.gdpo_reward_keys and config.algorithm.adv_estimator != "gdpo":
-        yield "algorithm.gdpo_reward_keys has no effect: it is read with algorithm.adv_estimator=gdpo only."
+        yield (
+            "algorithm.gdpo_reward_keys has no effect: it is read with "
+            "algorithm.adv_estimator=gdpo only."
+        )

@@ -11,7 +11,11 @@ CHECKPOINT_PARTS = (*_DEFAULT, "hf_model")
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     save_contents: list[str] = setting(
-        _DEFAULT, "written: model (always), optimizer, extra (schedule), hf_model (weights that transformers loads)"
+        _DEFAULT,
+        (
+            "written: model (always), optimizer, extra (schedule), hf_model (weights that "
+            "transformers loads)"
+        ),
     )
     load_contents: list[str] = setting(
         _DEFAULT, "read on resume: model (always), optimizer, extra", follows=".save_contents"

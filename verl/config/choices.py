@@ -1,7 +1,12 @@
 """Names that a key may take, where the set is closed."""
 
 STRATEGIES = ("fsdp", "fsdp2")
-LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 SEQUENCE_LOSSES = ("gspo", "geo_mean")  # of one ratio a response, written for seq-mean-token-mean
 ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")

@@ -69,7 +69,9 @@ def parse_command_line(argv: list[str]) -> CommandLine:
 def _set_option(command: CommandLine, option: str, value: str) -> None:
     if option == "cfg":
         if value != "job":
-            raise ConfigError(f"--cfg prints the run's configuration only: expected 'job', got '{value}'.")
+            raise ConfigError(
+                f"--cfg prints the run's configuration only: expected 'job', got '{value}'."
+            )
         command.show = True
     elif option == "config_name":
         command.config_name = value.removesuffix(".yaml").removesuffix(".yml")
@@ -78,7 +80,8 @@ def _set_option(command: CommandLine, option: str, value: str) -> None:
 
 
 def _normalised_override(argument: str) -> str:
-    """`--a.b=v`, `+a.b=v` and `a.b=v` all set a value: `++a.b=v`. Deletions and config groups stay as they are."""
+    """`--a.b=v`, `+a.b=v` and `a.b=v` all set a value: `++a.b=v`. Deletions and config groups stay
+    as they are."""
     override = argument.lstrip("-") if argument.startswith("-") else argument
     if override.startswith("~"):
         return override
@@ -87,6 +90,7 @@ def _normalised_override(argument: str) -> str:
         raise ConfigError(f"Expected key=value, got '{argument}'. See --help for the options.")
     if "/" in key or "@" in key:
         return override
-    if value.startswith("~/"):  # no shell expands it after a dotted key, and Hydra's grammar has no such word
+    # no shell expands it after a dotted key, and Hydra's grammar has no such word
+    if value.startswith("~/"):
         value = str(Path(value).expanduser())
     return f"++{key.lstrip('+')}={value}"

@@ -13,50 +13,77 @@ from verl.config.setting import setting
 
 @dataclass(kw_only=True, slots=True)
 class CriticClassConfig:
-    path: str | None = setting(None, "file or module of your own subclass of CriticModel", is_path=True)
+    path: str | None = setting(
+        None, "file or module of your own subclass of CriticModel", is_path=True
+    )
     name: str | None = setting(None, "name of your own subclass of CriticModel")
 
 
 @dataclass(kw_only=True, slots=True)
 class CriticModelConfig:
     path: str | None = setting(
-        None, "folder or hub name; null: the actor's", follows="actor_rollout_ref.model.path", is_path=True
+        None,
+        "folder or hub name; null: the actor's",
+        follows="actor_rollout_ref.model.path",
+        is_path=True,
     )
     tokenizer_path: str | None = setting(
-        None, "tokenizer of the critic", follows="actor_rollout_ref.model.path",
-        no_effect="the critic reads the actor's token ids", is_path=True,
-    )  # fmt: skip
+        None,
+        "tokenizer of the critic",
+        follows="actor_rollout_ref.model.path",
+        no_effect="the critic reads the actor's token ids",
+        is_path=True,
+    )
     override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
     external_lib: str | None = setting(
-        None, "module imported at start", follows="actor_rollout_ref.model.external_lib", is_path=True
+        None,
+        "module imported at start",
+        follows="actor_rollout_ref.model.external_lib",
+        is_path=True,
     )
     dtype: str | None = setting(
-        None, "dtype of the trained parameters; null: float32", choices=("float32", "bfloat16", "float64"),
+        None,
+        "dtype of the trained parameters; null: float32",
+        choices=("float32", "bfloat16", "float64"),
         follows="actor_rollout_ref.model.dtype",
-    )  # fmt: skip
-    trust_remote_code: bool = setting(
-        False, "run Python code that comes with a model", follows="actor_rollout_ref.model.trust_remote_code"
     )
-    use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect="weights are read once a process")
-    enable_gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass")
+    trust_remote_code: bool = setting(
+        False,
+        "run Python code that comes with a model",
+        follows="actor_rollout_ref.model.trust_remote_code",
+    )
+    use_shm: bool = setting(
+        False, "copy weights to /dev/shm first", no_effect="weights are read once a process"
+    )
+    enable_gradient_checkpointing: bool = setting(
+        True, "recompute activations in the backward pass"
+    )
     attention_kernel: str = setting(
         "auto",
         "for packed sequences on CUDA; auto: the fastest that is installed and proved",
         choices=ATTENTION_KERNELS,
     )
     gradient_checkpointing_share: float = setting(
-        1.0, "share of the decoder layers that recompute: less where memory is left", above=0, at_most=1
+        1.0,
+        "share of the decoder layers that recompute: less where memory is left",
+        above=0,
+        at_most=1,
     )
-    enable_activation_offload: bool = setting(False, "keep the inputs of checkpointed layers on the host")
+    enable_activation_offload: bool = setting(
+        False, "keep the inputs of checkpointed layers on the host"
+    )
     use_remove_padding: bool = setting(
-        True, "compute on packed sequences", no_effect="rows are packed, unless custom_cls has a forward of its own"
+        True,
+        "compute on packed sequences",
+        no_effect="rows are packed, unless custom_cls has a forward of its own",
     )
     custom_cls: CriticClassConfig = field(default_factory=CriticClassConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", at_least=0)
     lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
     target_modules: Any = setting(
-        "all-linear", "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names"
+        "all-linear",
+        "LoRA: modules that get adapters; a list of (ends of) names, or a regex for whole names",
     )
     exclude_modules: Any = setting(None, "LoRA: modules that get none, given likewise")
 
@@ -67,43 +94,71 @@ def _critic_optim() -> OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig:
-    enable: bool | None = setting(None, "train a critic; null: only where adv_estimator=gae needs one")
+    enable: bool | None = setting(
+        None, "train a critic; null: only where adv_estimator=gae needs one"
+    )
     rollout_n: int = setting(1, "G", follows="actor_rollout_ref.rollout.n")
-    strategy: str = setting("fsdp", "how weights are sharded; fsdp and fsdp2 both mean FSDP2", choices=STRATEGIES)
+    strategy: str = setting(
+        "fsdp", "how weights are sharded; fsdp and fsdp2 both mean FSDP2", choices=STRATEGIES
+    )
     optim: OptimConfig = field(default_factory=_critic_optim)
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int | None = setting(
-        None, "prompts an optimizer step; null: the whole batch", above=0,
+        None,
+        "prompts an optimizer step; null: the whole batch",
+        above=0,
         follows="actor_rollout_ref.actor.ppo_mini_batch_size",
-    )  # fmt: skip
-    ppo_micro_batch_size: int | None = setting(None, "old name", alias_of="critic.ppo_micro_batch_size_per_gpu")
-    ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "responses a forward-backward pass; null: as many as fit ppo_max_token_len_per_gpu", above=0
     )
-    forward_micro_batch_size: int | None = setting(None, "old name", alias_of="critic.forward_micro_batch_size_per_gpu")
+    ppo_micro_batch_size: int | None = setting(
+        None, "old name", alias_of="critic.ppo_micro_batch_size_per_gpu"
+    )
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        None,
+        "responses a forward-backward pass; null: as many as fit ppo_max_token_len_per_gpu",
+        above=0,
+    )
+    forward_micro_batch_size: int | None = setting(
+        None, "old name", alias_of="critic.forward_micro_batch_size_per_gpu"
+    )
     forward_micro_batch_size_per_gpu: int | None = setting(
         None, "responses a forward pass", above=0, follows=".ppo_micro_batch_size_per_gpu"
     )
     use_dynamic_bsz: bool | None = setting(
-        None, "micro-batches by tokens; null: unless their rows are given",
+        None,
+        "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
-    )  # fmt: skip
+    )
     ppo_max_token_len_per_gpu: int | None = setting(
-        None, "tokens a forward-backward pass; null: what the GPU has room for, by measurement", above=0
+        None,
+        "tokens a forward-backward pass; null: what the GPU has room for, by measurement",
+        above=0,
     )
     forward_max_token_len_per_gpu: int | None = setting(
-        None, "tokens a forward pass; null: what the GPU has room for", above=0, follows=".ppo_max_token_len_per_gpu"
+        None,
+        "tokens a forward pass; null: what the GPU has room for",
+        above=0,
+        follows=".ppo_max_token_len_per_gpu",
     )
-    ppo_epochs: int = setting(1, "passes over a batch", above=0, follows="actor_rollout_ref.actor.ppo_epochs")
+    ppo_epochs: int = setting(
+        1, "passes over a batch", above=0, follows="actor_rollout_ref.actor.ppo_epochs"
+    )
     shuffle: bool = setting(
-        False, "new order of rows in each pass over a batch", follows="actor_rollout_ref.actor.shuffle"
+        False,
+        "new order of rows in each pass over a batch",
+        follows="actor_rollout_ref.actor.shuffle",
     )
-    cliprange_value: float = setting(0.5, "largest move of a value from the old one that is rewarded", above=0)
+    cliprange_value: float = setting(
+        0.5, "largest move of a value from the old one that is rewarded", above=0
+    )
     loss_agg_mode: str = setting(
-        "token-mean", "how token losses become one number", choices=LOSS_AGGREGATIONS,
+        "token-mean",
+        "how token losses become one number",
+        choices=LOSS_AGGREGATIONS,
         follows="actor_rollout_ref.actor.loss_agg_mode",
-    )  # fmt: skip
+    )
     grad_clip: float = setting(1.0, "largest L2 norm of the gradient", above=0)
-    ulysses_sequence_parallel_size: int = setting(1, "ranks that share the tokens of a sequence", above=0)
+    ulysses_sequence_parallel_size: int = setting(
+        1, "ranks that share the tokens of a sequence", above=0
+    )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -22,31 +22,52 @@ class SamplerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataGenConfig:
-    path: str | None = setting(None, "file of a data generator", planned="data cannot be generated during training yet")
-    name: str | None = setting(None, "name of a data generator", no_effect="read together with data.datagen.path only")
+    path: str | None = setting(
+        None, "file of a data generator", planned="data cannot be generated during training yet"
+    )
+    name: str | None = setting(
+        None, "name of a data generator", no_effect="read together with data.datagen.path only"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     dataset_name: str | None = setting(
-        None, "'toy' (ten packaged prompts, with defaults of its own), or a file or `save_to_disk` folder", is_path=True
+        None,
+        (
+            "'toy' (ten packaged prompts, with defaults of its own), or a file or `save_to_disk` "
+            "folder"
+        ),
+        is_path=True,
     )
-    train_files: Any = setting(None, "file or list of files: Parquet, JSON lines, folder", many=True, is_path=True)
-    val_files: Any = setting(None, "files to validate on; null: no validation", many=True, is_path=True)
-    tokenizer: str | None = setting(None, "folder or hub name of a tokenizer; null: the model's", is_path=True)
+    train_files: Any = setting(
+        None, "file or list of files: Parquet, JSON lines, folder", many=True, is_path=True
+    )
+    val_files: Any = setting(
+        None, "files to validate on; null: no validation", many=True, is_path=True
+    )
+    tokenizer: str | None = setting(
+        None, "folder or hub name of a tokenizer; null: the model's", is_path=True
+    )
     use_shm: bool = setting(False, "copy files to /dev/shm first", no_effect="files are read once")
     prompt_key: str = setting("prompt", "column that holds the messages")
     reward_fn_key: str = setting("data_source", "column that picks the reward rule")
     max_prompt_length: int = setting(512, "P: longest prompt, in tokens", above=0)
     max_response_length: int = setting(512, "R: longest response, in tokens", above=0)
     train_batch_size: int = setting(1024, "prompts a step", above=0)
-    val_batch_size: int | None = setting(None, "prompts a validation batch; null: all at once", above=0)
+    val_batch_size: int | None = setting(
+        None, "prompts a validation batch; null: all at once", above=0
+    )
     return_raw_input_ids: bool = setting(
         False, "keep raw_prompt_ids", no_effect="every batch carries raw_prompt_ids", also=(True,)
     )
-    return_raw_chat: bool = setting(False, "keep raw_prompt", no_effect="every batch carries raw_prompt", also=(True,))
+    return_raw_chat: bool = setting(
+        False, "keep raw_prompt", no_effect="every batch carries raw_prompt", also=(True,)
+    )
     return_full_prompt: bool = setting(
-        False, "keep the prompt's rendered text", no_effect="batches carry the messages and the token ids instead"
+        False,
+        "keep the prompt's rendered text",
+        no_effect="batches carry the messages and the token ids instead",
     )
     shuffle: bool = setting(True, "new order of the training rows each epoch")
     validation_shuffle: bool = setting(False, "shuffle the validation rows")
@@ -59,9 +80,10 @@ class DataConfig:
         1, "processes that measure prompts", no_effect="lengths are measured once and cached"
     )
     truncation: str = setting(
-        "error", "what to do with a longer prompt; left and right name the side cut off",
+        "error",
+        "what to do with a longer prompt; left and right name the side cut off",
         choices=("error", "left", "right", "middle"),
-    )  # fmt: skip
+    )
     custom_chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
     )

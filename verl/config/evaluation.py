@@ -17,28 +17,40 @@ from verl.config.reward_rules import reward_has_what_it_needs
 from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys, as_in
 
-_NO_RAY = "rewards are called without Ray; reward_model.reward_manager=prime calls them in processes"
+_NO_RAY = (
+    "rewards are called without Ray; reward_model.reward_manager=prime calls them in processes"
+)
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationDataConfig:
     path: Any = setting(
-        None, "file or list of files that main_generation wrote, or others like them", many=True, is_path=True
+        None,
+        "file or list of files that main_generation wrote, or others like them",
+        many=True,
+        is_path=True,
     )
     prompt_key: str = setting("prompt", "column that holds the messages; errors show them")
     response_key: str = setting("responses", "column with the list of responses to each prompt")
-    data_source_key: str = setting("data_source", "column that picks the reward rule, and the line of the table")
+    data_source_key: str = setting(
+        "data_source", "column that picks the reward rule, and the line of the table"
+    )
     reward_model_key: str = setting("reward_model", "column with {ground_truth: ...}")
-    extra_info_key: str = setting("extra_info", "column that the reward function gets as extra_info")
-    output_path: str | None = setting(None, "JSON file to write; null: the table alone", is_path=True)
+    extra_info_key: str = setting(
+        "extra_info", "column that the reward function gets as extra_info"
+    )
+    output_path: str | None = setting(
+        None, "JSON file to write; null: the table alone", is_path=True
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationRewardConfig:
     reward_manager: str = setting(
-        "naive", "naive: one call a response; batch: one for many; prime: calls in processes",
+        "naive",
+        "naive: one call a response; batch: one for many; prime: calls in processes",
         choices=("naive", "batch", "prime"),
-    )  # fmt: skip
+    )
     timeout_s: float | None = as_in(RewardModelConfig, "timeout_s")
     on_error: str = as_in(RewardModelConfig, "on_error")
     max_retries: int = as_in(RewardModelConfig, "max_retries")
@@ -52,9 +64,15 @@ class EvaluationRewardConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MetricsConfig:
-    k: list[int] = setting([], "k of pass@k and maj@k; empty: 1, 2, 4 ... and the number of responses")
+    k: list[int] = setting(
+        [], "k of pass@k and maj@k; empty: 1, 2, 4 ... and the number of responses"
+    )
     pass_score: float = setting(
-        1.0, "score from which a response passes, where the reward function returns no field `acc` that says so"
+        1.0,
+        (
+            "score from which a response passes, where the reward function returns no field `acc` "
+            "that says so"
+        ),
     )
     confidence: float = setting(0.95, "level of the confidence intervals", above=0, at_most=0.9999)
     resamples: int = setting(2000, "bootstrap samples of the prompts", above=0)
@@ -70,7 +88,9 @@ class EvaluationRayConfig:
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
-    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(
+        default_factory=CustomRewardFunctionConfig
+    )
     reward_model: EvaluationRewardConfig = field(default_factory=EvaluationRewardConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     ray_init: EvaluationRayConfig = field(default_factory=EvaluationRayConfig)

@@ -20,23 +20,32 @@ _NO_PASS = "log-probs come with the tokens; no pass computes them again"
 @dataclass(kw_only=True, slots=True)
 class GenerationDataConfig:
     path: Any = setting(
-        None, "file or list of files with the prompts: Parquet, JSON lines, folder; 'toy': the ten packaged ones",
-        many=True, is_path=True,
-    )  # fmt: skip
+        None,
+        (
+            "file or list of files with the prompts: Parquet, JSON lines, folder; 'toy': the ten "
+            "packaged ones"
+        ),
+        many=True,
+        is_path=True,
+    )
     output_path: str | None = setting(
         None, "Parquet file to write: all columns of the input and the responses", is_path=True
     )
     prompt_key: str = as_in(DataConfig, "prompt_key")
     response_key: str = setting("responses", "column to write: the list of responses to a prompt")
     reward_fn_key: str = as_in(DataConfig, "reward_fn_key")
-    batch_size: int = setting(128, "prompts that are generated, and kept on the disk, at a time", above=0)
+    batch_size: int = setting(
+        128, "prompts that are generated, and kept on the disk, at a time", above=0
+    )
     n_samples: int = setting(5, "responses a prompt", above=0)
     max_prompt_length: int = as_in(DataConfig, "max_prompt_length")
     max_response_length: int = as_in(DataConfig, "max_response_length")
     filter_overlong_prompts: bool = as_in(DataConfig, "filter_overlong_prompts")
     truncation: str = as_in(DataConfig, "truncation")
     tokenizer: str | None = as_in(DataConfig, "tokenizer")
-    custom_chat_template: str | None = setting(None, "Jinja chat template", alias_of="model.custom_chat_template")
+    custom_chat_template: str | None = setting(
+        None, "Jinja chat template", alias_of="model.custom_chat_template"
+    )
     trust_remote_code: bool = as_in(DataConfig, "trust_remote_code")
 
 
@@ -45,7 +54,9 @@ class GenerationModelConfig:
     path: str | None = as_in(ModelConfig, "path")
     custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
     external_lib: str | None = setting(
-        None, "Python module or .py file imported at start: the place to register a rollout engine", is_path=True
+        None,
+        "Python module or .py file imported at start: the place to register a rollout engine",
+        is_path=True,
     )
     override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
     trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
@@ -71,11 +82,15 @@ class GenerationRolloutConfig:
     max_new_tokens: int | None = as_in(RolloutConfig, "max_new_tokens")
     max_model_len: int | None = as_in(RolloutConfig, "max_model_len")
     dtype: str | None = setting(
-        None, "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
+        None,
+        "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
         choices=("float32", "bfloat16", "float16", "float64"),
-    )  # fmt: skip
+    )
     gpu_memory_utilization: float = setting(
-        0.85, "share of the memory that is free beside the weights that key-value pages may fill", above=0, at_most=1
+        0.85,
+        "share of the memory that is free beside the weights that key-value pages may fill",
+        above=0,
+        at_most=1,
     )
     page_size: int = as_in(RolloutConfig, "page_size")
     num_pages: int | None = as_in(RolloutConfig, "num_pages")
@@ -88,12 +103,22 @@ class GenerationRolloutConfig:
         1, "neighbouring ranks that share one engine, each with a slice of its weights", above=0
     )
     enable_chunked_prefill: bool = as_in(RolloutConfig, "enable_chunked_prefill")
-    disable_log_stats: bool = setting(True, "no engine statistics", no_effect="progress lines have tokens per second")
-    calculate_log_probs: bool = setting(False, "return log-probs", no_effect="responses are written as text")
-    free_cache_engine: bool = setting(True, "give memory back between phases", no_effect=_NO_TRAINING, also=(False,))
-    load_format: str = setting("dummy_dtensor", "how the engine loads weights", no_effect="it loads them once, whole")
+    disable_log_stats: bool = setting(
+        True, "no engine statistics", no_effect="progress lines have tokens per second"
+    )
+    calculate_log_probs: bool = setting(
+        False, "return log-probs", no_effect="responses are written as text"
+    )
+    free_cache_engine: bool = setting(
+        True, "give memory back between phases", no_effect=_NO_TRAINING, also=(False,)
+    )
+    load_format: str = setting(
+        "dummy_dtensor", "how the engine loads weights", no_effect="it loads them once, whole"
+    )
     log_prob_micro_batch_size: int | None = setting(None, "old name", no_effect=_NO_PASS)
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, "responses a forward pass", no_effect=_NO_PASS)
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        None, "responses a forward pass", no_effect=_NO_PASS
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,8 +130,12 @@ class GenerationFSDPConfig:
 @dataclass(kw_only=True, slots=True)
 class GenerationActorConfig:
     strategy: str = setting("fsdp", "how weights are sharded", no_effect=_NO_TRAINING)
-    ulysses_sequence_parallel_size: int = setting(1, "ranks that share one sequence", no_effect=_NO_TRAINING)
-    entropy_from_logits_with_chunking: bool = setting(False, "entropy in chunks", no_effect=_NO_TRAINING)
+    ulysses_sequence_parallel_size: int = setting(
+        1, "ranks that share one sequence", no_effect=_NO_TRAINING
+    )
+    entropy_from_logits_with_chunking: bool = setting(
+        False, "entropy in chunks", no_effect=_NO_TRAINING
+    )
     entropy_checkpointing: bool = setting(False, "recompute the entropy", no_effect=_NO_TRAINING)
     fsdp_config: GenerationFSDPConfig = field(default_factory=GenerationFSDPConfig)
 
@@ -120,10 +149,11 @@ class GenerationTrainerConfig:
     deadline_s: float = as_in(TrainerConfig, "deadline_s")
     seed: int = setting(0, "seed of the sampling noise", at_least=0)
     resume_mode: str = setting(
-        "auto", "auto: go on where a killed run of the same configuration stopped; disable: start anew, and replace "
-        "data.output_path",
+        "auto",
+        "auto: go on where a killed run of the same configuration stopped; disable: start "
+        "anew, and replace data.output_path",
         choices=("auto", "disable"),
-    )  # fmt: skip
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,32 +168,54 @@ class GenerationConfig:
 
 # What changes where and how fast responses are generated, but not from what and how they are drawn.
 PLACE_AND_SPEED = (
-    "actor.", "ray_init.", "trainer.", "data.output_path", "rollout.gpu_memory_utilization", "rollout.num_pages",
-    "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.enforce_eager", "rollout.enable_prefix_caching",
+    "actor.",
+    "ray_init.",
+    "trainer.",
+    "data.output_path",
+    "rollout.gpu_memory_utilization",
+    "rollout.num_pages",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.enforce_eager",
+    "rollout.enable_prefix_caching",
     "rollout.tensor_model_parallel_size",
-)  # fmt: skip
+)
 
 
-SHARED = SharedKeys((("model.", "actor_rollout_ref.model."), ("rollout.", "actor_rollout_ref.rollout.")))
+SHARED = SharedKeys(
+    (("model.", "actor_rollout_ref.model."), ("rollout.", "actor_rollout_ref.rollout."))
+)
 
 
 def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
     if config.model.path is None:
-        yield "model.path is not set. Give a folder or hub name of a Hugging Face causal LM, or 'toy'."
+        yield (
+            "model.path is not set. Give a folder or hub name of a Hugging Face causal LM, or "
+            "'toy'."
+        )
     if not config.data.path:
         yield "data.path is not set. Give a file with prompts (Parquet, JSON lines), or 'toy'."
     output = config.data.output_path
     if output is None or not output.endswith(".parquet"):
         yield f"data.output_path must name the .parquet file to write, got {output}."
     elif config.data.path and output in config.data.path:
-        yield f"data.output_path='{output}' is also read as data.path. Give the output a name of its own."
+        yield (
+            f"data.output_path='{output}' is also read as data.path. Give the output a name of its "
+            "own."
+        )
 
 
-RULES = (files_and_model_are_named, *map(SHARED.rule_here, (engine_can_be_shared, ranks_can_be_divided, sequences_fit)))
+RULES = (
+    files_and_model_are_named,
+    *map(SHARED.rule_here, (engine_can_be_shared, ranks_can_be_divided, sequences_fit)),
+)
 
 
 def doubtful(config: GenerationConfig) -> Iterator[str]:
     """Combinations that run, but are seldom meant."""
     rollout: Any = config.rollout
     if config.data.n_samples > 1 and is_greedy(rollout):
-        yield f"Greedy generation gives data.n_samples={config.data.n_samples} equal responses a prompt."
+        yield (
+            f"Greedy generation gives data.n_samples={config.data.n_samples} equal responses a "
+            "prompt."
+        )

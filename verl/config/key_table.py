@@ -27,24 +27,33 @@ def page() -> str:
     """The whole page: the keys of every entry point, by section."""
     parts = [_INTRODUCTION]
     for module, root in ROOTS.items():
-        counts = Counter(_status(key).partition(":")[0].partition(" of ")[0] for key in keys_of(root).values())
+        counts = Counter(
+            _status(key).partition(":")[0].partition(" of ")[0] for key in keys_of(root).values()
+        )
         told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         parts.append(f"\n## {module}\n\n{sum(counts.values())} keys: {told}.\n")
-        parts += [f"\n### {module.rpartition('.')[2]}: {name}\n\n{table}" for name, table in key_tables(root).items()]
+        parts += [
+            f"\n### {module.rpartition('.')[2]}: {name}\n\n{table}"
+            for name, table in key_tables(root).items()
+        ]
     return "".join(parts)
 
 
 def key_tables(root: type) -> dict[str, str]:
-    """Section -> a table with one line for each key: name, default, meaning, and what becomes of a change."""
+    """Section -> a table with one line for each key: name, default, meaning, and what becomes of a
+    change."""
     tables: dict[str, str] = {}
     for key in keys_of(root).values():
         section = _section(key)
-        tables[section] = tables.get(section, "| key | default | meaning | status |\n|---|---|---|---|\n") + _line(key)
+        tables[section] = tables.get(
+            section, "| key | default | meaning | status |\n|---|---|---|---|\n"
+        ) + _line(key)
     return tables
 
 
 def _section(key: Key) -> str:
-    """The first word of the section, or two where the first is all of actor, reference and rollout."""
+    """The first word of the section, or two where the first is all of actor, reference and
+    rollout."""
     words = key.section.split(".")
     return ".".join(words[:2] if words[0] == "actor_rollout_ref" else words[:1]) or "top level"
 
@@ -70,7 +79,11 @@ def _status(key: Key) -> str:
         return f"another name of `{setting.alias_of}`"
     if setting.planned is not None:
         values = ", ".join(setting.planned_values)
-        return f"implemented; {values} refused: {setting.planned}" if values else f"refused: {setting.planned}"
+        return (
+            f"implemented; {values} refused: {setting.planned}"
+            if values
+            else f"refused: {setting.planned}"
+        )
     return f"no effect: {setting.no_effect}" if setting.no_effect is not None else "implemented"
 
 

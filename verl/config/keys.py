@@ -1,4 +1,5 @@
-"""The tree of keys as a flat table: what exists, what it means, and what a user's nested values say about it."""
+"""The tree of keys as a flat table: what exists, what it means, and what a user's nested values say
+about it."""
 
 import dataclasses
 import difflib
@@ -77,7 +78,12 @@ def value_at(config: Any, path: str) -> Any:
 def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
     """Nested values as {path: value}, or a ConfigError that names every key that does not exist."""
     known = keys_of(root)
-    sections = {key.path[:index] for key in known.values() for index, char in enumerate(key.path) if char == "."}
+    sections = {
+        key.path[:index]
+        for key in known.values()
+        for index, char in enumerate(key.path)
+        if char == "."
+    }
     flat: dict[str, Any] = {}
     unknown: list[str] = []
 
@@ -94,7 +100,8 @@ def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
                 visit(value, f"{path}.")
             elif value is not None:
                 raise ConfigError(
-                    f"'{path}' is a section with keys of its own, got {value!r}. Set {path}.<key>=<value>."
+                    f"'{path}' is a section with keys of its own, got {value!r}. Set "
+                    f"{path}.<key>=<value>."
                 )
 
     visit(values, "")
@@ -126,7 +133,8 @@ def rename_aliases(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Move the value of a key's other name to the key itself; the alias then follows it.
 
-    Returns the values by main key, and how the user wrote each main key. Names `on_line` overrule others.
+    Returns the values by main key, and how the user wrote each main key. Names `on_line` overrule
+    others.
     """
     renamed = {path: value for path, value in given.items() if keys[path].setting.alias_of is None}
     written_as = {path: path for path in renamed}
@@ -138,8 +146,8 @@ def rename_aliases(
             other = written_as[main]
             if (path in on_line) == (other in on_line):
                 raise ConfigError(
-                    f"{path} and {other} are two names of one setting, got {value!r} and {renamed[main]!r}. "
-                    f"Set {main} alone."
+                    f"{path} and {other} are two names of one setting, got {value!r} and "
+                    f"{renamed[main]!r}. Set {main} alone."
                 )
             if other in on_line:
                 continue
@@ -150,18 +158,22 @@ def rename_aliases(
 def _unknown_key_message(path: str, known: list[str]) -> str:
     if "megatron" in path:
         return (
-            f"Unknown key '{path}': there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the "
-            "rollout engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
+            f"Unknown key '{path}': there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) "
+            "and split the rollout engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
         )
     return f"Unknown key '{path}'. Nearest known: {nearest_keys(path, known)}."
 
 
 def nearest_keys(path: str, known: list[str]) -> str:
-    """Keys that end in `path`, else similar ones of the same section, else of the same name, else of the whole tree."""
+    """Keys that end in `path`, else similar ones of the same section, else of the same name, else
+    of the whole tree."""
     ending = [key for key in known if key.endswith(f".{path}")]
     section, _, name = path.rpartition(".")
     siblings = {_name(key): key for key in known if key.rpartition(".")[0] == section}
-    similar = [siblings[close] for close in difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)]
+    similar = [
+        siblings[close]
+        for close in difflib.get_close_matches(name, list(siblings), n=3, cutoff=0.6)
+    ]
     same_name = [key for key in known if _name(key) == name]
     best = ending or similar or same_name or difflib.get_close_matches(path, known, n=4, cutoff=0.5)
     return ", ".join(best[:4]) if best else "none; --cfg job prints all keys"

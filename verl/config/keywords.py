@@ -1,7 +1,8 @@
-"""The configuration in keywords, for a program or a notebook: short names of keys, and settings that several share.
+"""The configuration in keywords, for a program or a notebook: short names of keys, and settings
+that several share.
 
-A keyword is one of `KEYWORDS`, a section of `SECTIONS` with a mapping, one of `OPTIONS`, or a key or a section of the
-tree itself. A YAML file and a dictionary may hold them too.
+A keyword is one of `KEYWORDS`, a section of `SECTIONS` with a mapping, one of `OPTIONS`, or a key
+or a section of the tree itself. A YAML file and a dictionary may hold them too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,12 @@ KEYWORDS = {
     "lr": (f"{_ACTOR}.optim.lr",),
 }
 # Keyword: the section whose keys it holds.
-SECTIONS = {"actor_config": _ACTOR, "rollout_config": _ROLLOUT, "critic_config": _CRITIC, "ray_config": "ray_init"}
+SECTIONS = {
+    "actor_config": _ACTOR,
+    "rollout_config": _ROLLOUT,
+    "critic_config": _CRITIC,
+    "ray_config": "ray_init",
+}
 # Other names of keys within those.
 _SHORT = {"backend": "name", "gradient_clip_val": "grad_clip", "lr": "optim.lr"}
 _BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
@@ -38,7 +44,8 @@ OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 
 
 def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfig:
-    """A configuration of its own, checked; it need not name data, which a program may give as objects.
+    """A configuration of its own, checked; it need not name data, which a program may give as
+    objects.
 
     Args:
         config: a TrainConfig, a mapping, a DictConfig, the path of a YAML file, or None.
@@ -51,14 +58,17 @@ def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfi
 
 
 def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig:
-    """Another configuration with the `OPTIONS` that are not None; `config` itself where there are none."""
+    """Another configuration with the `OPTIONS` that are not None; `config` itself where there are
+    none."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in ("enable_hybrid_engine", "amp"):
         if given.get(name, True) not in (True, False):
             raise ConfigError(f"{name} must be True or False, got {given[name]!r}.")
     if "enable_hybrid_engine" in given:
         _check_hybrid_engine(config, given["enable_hybrid_engine"])
-    values = dict(_update_sizes(config, **{name: given[name] for name in _BATCHES if name in given}))
+    values = dict(
+        _update_sizes(config, **{name: given[name] for name in _BATCHES if name in given})
+    )
     if "amp" in given:
         values |= _compute_dtypes(config, given["amp"])
     if not values:
@@ -74,7 +84,7 @@ def assign(config: TrainConfig, other: TrainConfig) -> None:
         setattr(owner, name, value_at(other, path))
 
 
-# ---- from keywords to keys ------------------------------------------------------------------------------------------
+# ---- from keywords to keys -----------------------------------------------------------------------
 
 
 def _given(config: Any) -> dict[str, Any]:
@@ -84,27 +94,32 @@ def _given(config: Any) -> dict[str, Any]:
         # What follows another key is left out, so that it goes on following it.
         keys, value = keys_of(TrainConfig), lambda path: value_at(config, path)
         return {
-            path: value(path) for path, key in keys.items() if not key.followed or value(path) != value(key.followed)
+            path: value(path)
+            for path, key in keys.items()
+            if not key.followed or value(path) != value(key.followed)
         }
     if isinstance(config, Mapping):
         return given_values(config)
     if isinstance(config, str | Path):
         return read_yaml(config)
     raise ConfigError(
-        f"A configuration is a TrainConfig, a mapping or the path of a YAML file, got {type(config).__name__}. "
-        "Give settings as keywords: RLTrainer(lr=1e-6, ...)."
+        "A configuration is a TrainConfig, a mapping or the path of a YAML file, got "
+        f"{type(config).__name__}. Give settings as keywords: RLTrainer(lr=1e-6, ...)."
     )
 
 
 def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{key of the tree: value}. ConfigError for what does not exist, and for two values of one key."""
+    """{key of the tree: value}. ConfigError for what does not exist, and for two values of one
+    key."""
     flat: dict[str, Any] = {}
     for name, path, value in _paths(values):
         if name.endswith("backend") and value == "local":
             value = "embedded"
         for key, leaf in flatten(nest({path: value}), TrainConfig).items():
             if flat.setdefault(key, leaf) != leaf:
-                raise ConfigError(f"'{name}' sets {key}={leaf!r}, which is {flat[key]!r} already. Set it once.")
+                raise ConfigError(
+                    f"'{name}' sets {key}={leaf!r}, which is {flat[key]!r} already. Set it once."
+                )
     return flat
 
 
@@ -117,10 +132,17 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 yield name, path, value
         elif name in SECTIONS:
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{name} must be a mapping of keys of {SECTIONS[name]} to values, got {value!r}.")
+                raise ConfigError(
+                    f"{name} must be a mapping of keys of {SECTIONS[name]} to values, got "
+                    f"{value!r}."
+                )
             for inner, setting in value.items():
                 path = f"{SECTIONS[name]}.{_SHORT.get(inner, inner)}"
-                yield f"{name}: {inner}", path if path in known else f"{SECTIONS[name]}.{inner}", setting
+                yield (
+                    f"{name}: {inner}",
+                    path if path in known else f"{SECTIONS[name]}.{inner}",
+                    setting,
+                )
         elif name.partition(".")[0] in tops or "." in name:
             yield name, name, value
         else:
@@ -128,7 +150,7 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             raise ConfigError(f"Unknown keyword '{name}'. Nearest known: {near}.")
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
@@ -138,10 +160,12 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
     shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if enabled and config.trainer.placement.actor is not None and len(actor) > shared_by:
         raise ConfigError(
-            f"enable_hybrid_engine=True with actor_placement={actor} would load the model {len(actor) // shared_by} "
-            f"times for the rollout: each engine has a whole copy, and tensor_model_parallel_size={shared_by} ranks "
-            f"share one. Set rollout_config={{'tensor_model_parallel_size': {len(actor)}}} for one copy over these "
-            "ranks, or leave enable_hybrid_engine out to have the copies, which share the prompts."
+            f"enable_hybrid_engine=True with actor_placement={actor} would load the model "
+            f"{len(actor) // shared_by} times for the rollout: each engine has a whole copy, and "
+            f"tensor_model_parallel_size={shared_by} ranks share one. Set "
+            f"rollout_config={{'tensor_model_parallel_size': {len(actor)}}} for one copy over "
+            "these ranks, or leave enable_hybrid_engine out to have the copies, which share the "
+            "prompts."
         )
     if enabled:
         return
@@ -149,62 +173,84 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
     if beside or not ranks:
         raise ConfigError(
             "enable_hybrid_engine=False asks for models on ranks of their own, but "
-            + (f"{' and '.join(beside)} would be on the actor's ranks {actor}" if beside else "the actor is alone")
-            + ", whose rollout engine always lives with it in this version. Set critic_placement, reference_placement "
-            "or reward_model_placement to other ranks, or leave enable_hybrid_engine out."
+            + (
+                f"{' and '.join(beside)} would be on the actor's ranks {actor}"
+                if beside
+                else "the actor is alone"
+            )
+            + ", whose rollout engine always lives with it in this version. Set "
+            "critic_placement, reference_placement or reward_model_placement to other ranks, "
+            "or leave enable_hybrid_engine out."
         )
-    logger.info("enable_hybrid_engine=False: %s; the rollout engine is with the actor on %s.", ranks, actor)
+    logger.info(
+        "enable_hybrid_engine=False: %s; the rollout engine is with the actor on %s.", ranks, actor
+    )
 
 
 def _update_sizes(
-    config: TrainConfig, micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None
+    config: TrainConfig,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Keys for passes of `micro_batch_size` responses, as many an update and rank as there are accumulation steps."""
+    """Keys for passes of `micro_batch_size` responses, as many an update and rank as there are
+    accumulation steps."""
     ranks = ranks_of_roles(config)
     roles = ((_ACTOR, config.actor_rollout_ref.actor), (_CRITIC, config.critic))
     for section, role in roles if config.needs_critic else roles[:1]:
         micro = role.ppo_micro_batch_size_per_gpu if micro_batch_size is None else micro_batch_size
-        for name, value in (("micro_batch_size", micro_batch_size), (_BATCHES[1], gradient_accumulation_steps)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        for name, value in (
+            ("micro_batch_size", micro_batch_size),
+            (_BATCHES[1], gradient_accumulation_steps),
+        ):
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
                 raise ConfigError(f"{name} must be a whole number above 0, got {value!r}.")
         if micro_batch_size is not None:
             if role.use_dynamic_bsz:
                 raise ConfigError(
-                    f"micro_batch_size={micro} counts responses, but {section}.use_dynamic_bsz=True fills passes by "
-                    "tokens. Set use_dynamic_bsz=False, or leave micro_batch_size out."
+                    f"micro_batch_size={micro} counts responses, but "
+                    f"{section}.use_dynamic_bsz=True fills passes by tokens. Set "
+                    "use_dynamic_bsz=False, or leave micro_batch_size out."
                 )
             yield f"{section}.ppo_micro_batch_size_per_gpu", micro_batch_size
         if gradient_accumulation_steps is None:
             continue
         if micro is None:
             raise ConfigError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps} counts passes of micro_batch_size "
-                "responses, which is not set. Give micro_batch_size too."
+                f"gradient_accumulation_steps={gradient_accumulation_steps} counts passes of "
+                "micro_batch_size responses, which is not set. Give micro_batch_size too."
             )
         members = ranks["critic" if section == _CRITIC else "actor_rollout"]
         shares = len(members) // role.ulysses_sequence_parallel_size
         rows, n = micro * gradient_accumulation_steps * shares, config.actor_rollout_ref.rollout.n
         if rows % n:
             steps = next(
-                count for count in range(gradient_accumulation_steps, n * rows) if micro * count * shares % n == 0
+                count
+                for count in range(gradient_accumulation_steps, n * rows)
+                if micro * count * shares % n == 0
             )
             raise ConfigError(
-                "An update takes whole prompts: micro_batch_size * gradient_accumulation_steps * ranks must be a "
-                f"multiple of actor_rollout_ref.rollout.n={n} responses a prompt, got {micro} * "
-                f"{gradient_accumulation_steps} * {shares} = {rows}. Set gradient_accumulation_steps={steps}, or "
-                "another rollout.n."
+                "An update takes whole prompts: micro_batch_size * gradient_accumulation_steps * "
+                f"ranks must be a multiple of actor_rollout_ref.rollout.n={n} responses a prompt, "
+                f"got {micro} * {gradient_accumulation_steps} * {shares} = {rows}. Set "
+                f"gradient_accumulation_steps={steps}, or another rollout.n."
             )
         yield f"{section}.ppo_mini_batch_size", rows // n
 
 
 def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
-    """Keys for forward and backward in bfloat16 over float32 parameters, or in the parameters' own dtype."""
-    models = {"actor_rollout_ref.model": config.actor_rollout_ref.model, "critic.model": config.critic.model}
+    """Keys for forward and backward in bfloat16 over float32 parameters, or in the parameters' own
+    dtype."""
+    models = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model,
+        "critic.model": config.critic.model,
+    }
     for section, model in models.items():
         if amp and model.dtype not in (None, "float32"):
             raise ConfigError(
-                f"amp=True computes in bfloat16 over parameters in float32, got {section}.dtype={model.dtype}. Leave "
-                "the dtype unset, or amp out."
+                "amp=True computes in bfloat16 over parameters in float32, got "
+                f"{section}.dtype={model.dtype}. Leave the dtype unset, or amp out."
             )
     own, critics = (model.dtype or "float32" for model in models.values())
     values: dict[str, Any] = {
@@ -213,4 +259,8 @@ def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
         "critic.model.fsdp_config.compute_dtype": "bfloat16" if amp else critics,
     }
     # Of frozen weights too, which would be bfloat16 on CUDA.
-    return values if amp else {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}
+    return (
+        values
+        if amp
+        else {**values, "actor_rollout_ref.model.dtype": own, "critic.model.dtype": critics}
+    )

@@ -1,4 +1,5 @@
-"""From a command line or a dictionary to a checked configuration. The only file that knows Hydra and OmegaConf."""
+"""From a command line or a dictionary to a checked configuration. The only file that knows Hydra
+and OmegaConf."""
 
 import dataclasses
 import functools
@@ -46,7 +47,10 @@ ROOTS = {
     "ppo_trainer": Root(
         TrainConfig,
         "verl.trainer.main_ppo",
-        "The shortest run: data.dataset_name=toy. With --dry-run: its memory and batches alone, nothing is trained.",
+        (
+            "The shortest run: data.dataset_name=toy. With --dry-run: its memory and batches "
+            "alone, nothing is trained."
+        ),
         rules_of_files=RULES_OF_FILES,
         with_defaults=with_toy_defaults,
     ),
@@ -76,11 +80,12 @@ ROOTS = {
 
 
 def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: bool = False) -> Any:
-    """The configuration that `argv` (without the program's name) asks for, checked for contradictions: an object of
-    `ROOTS[root].schema`, by default a TrainConfig.
+    """The configuration that `argv` (without the program's name) asks for, checked for
+    contradictions: an object of `ROOTS[root].schema`, by default a TrainConfig.
 
-    `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a ConfigError; with
-    `only_to_plan` what this version has not yet is a warning, and the object must not be trained with.
+    `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a
+    ConfigError; with `only_to_plan` what this version has not yet is a warning, and the object must
+    not be trained with.
     """
     command = parse_command_line(argv)
     if command.help:
@@ -94,7 +99,9 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         schema = ROOTS[root].schema
         values, keys = flatten(config_to_dict(config), schema), keys_of(schema)
         # Without second names, which a change of the first would contradict.
-        shown = nest({path: value for path, value in values.items() if keys[path].setting.alias_of is None})
+        shown = nest(
+            {path: value for path, value in values.items() if keys[path].setting.alias_of is None}
+        )
         print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
         sys.exit(0)
     config = _build(_compose(command, root), root, on_line)
@@ -104,15 +111,16 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
 
 
 def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
-    """A checked configuration from nested values, of which any may be left out (also a composed DictConfig). It need
-    not name data, which a program may give as objects."""
+    """A checked configuration from nested values, of which any may be left out (also a composed
+    DictConfig). It need not name data, which a program may give as objects."""
     config = _build(given_values(values, root=root), root)
     validate(config, ROOTS[root].rules, ROOTS[root].doubts)
     return config
 
 
 def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
-    """Nested values of layers {key: value}, of which later ones win, by whichever of its names they call a key."""
+    """Nested values of layers {key: value}, of which later ones win, by whichever of its names they
+    call a key."""
     keys, merged = keys_of(ROOTS[root].schema), dict[str, Any]()
     for layer in layers:
         merged |= rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
@@ -120,23 +128,38 @@ def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[
 
 
 def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
-    """What a YAML file sets, with the files that its `defaults:` name: nested values, not checked yet."""
+    """What a YAML file sets, with the files that its `defaults:` name: nested values, not checked
+    yet."""
     file = Path(path)
     if file.suffix != ".yaml":
-        raise ConfigError(f"The name of a configuration file must end in .yaml, got '{path}'. Rename it.")
+        raise ConfigError(
+            f"The name of a configuration file must end in .yaml, got '{path}'. Rename it."
+        )
     return _compose(CommandLine(config_path=str(file.parent), config_name=file.stem), root)
 
 
-def given_values(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> dict[str, Any]:
-    """The same in plain values; of a tree composed on the schema by a user's own Hydra program what is not simply the
-    schema's default."""
+def given_values(
+    values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer"
+) -> dict[str, Any]:
+    """The same in plain values; of a tree composed on the schema by a user's own Hydra program what
+    is not simply the schema's default."""
     if not isinstance(values, DictConfig):
         return {str(name): value for name, value in values.items()}
     schema, plain, sections = ROOTS[root].schema, _plain(values), _plain(_schema(root))
-    others = {name: plain.pop(name) for name in [*plain] if name not in sections}  # keywords, or mistakes
+    # keywords, or mistakes
+    others = {name: plain.pop(name) for name in [*plain] if name not in sections}
     defaults = flatten(sections, schema)
     changed = flatten(plain, schema).items()
-    return nest({path: value for path, value in changed if path not in defaults or value != defaults[path]}) | others
+    return (
+        nest(
+            {
+                path: value
+                for path, value in changed
+                if path not in defaults or value != defaults[path]
+            }
+        )
+        | others
+    )
 
 
 def _plain(tree: DictConfig) -> dict[str, Any]:
@@ -151,28 +174,42 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-# ---- Hydra -----------------------------------------------------------------------------------------------------------
+# ---- Hydra ---------------------------------------------------------------------------------------
 
 
 def _compose(command: CommandLine, root: str) -> dict[str, Any]:
-    """What the user's YAML and overrides set, and nothing else: nested values, interpolations unresolved.
+    """What the user's YAML and overrides set, and nothing else: nested values, interpolations
+    unresolved.
 
-    The schema stays out of the composition (its name stands for an empty tree meanwhile), so that what the user has
-    set can be told from what is default, and so that every complaint is ours.
+    The schema stays out of the composition (its name stands for an empty tree meanwhile), so that
+    what the user has set can be told from what is default, and so that every complaint is ours.
     """
     name = command.config_name or root
     if "megatron" in name:
-        raise ConfigError(f"Config '{name}': there is no Megatron backend; use '{root}', which shards with FSDP2.")
+        raise ConfigError(
+            f"Config '{name}': there is no Megatron backend; use '{root}', which shards with FSDP2."
+        )
     folder, overrides = _config_folder(command), list(command.overrides)
-    groups = {path.name for path in folder.iterdir() if path.is_dir()} if _asks_for_files(command) else set()
+    groups = (
+        {path.name for path in folder.iterdir() if path.is_dir()}
+        if _asks_for_files(command)
+        else set()
+    )
     if command.config_path and command.config_dir:
         further = _folder(command.config_dir, "--config-dir")
         groups |= {path.name for path in further.iterdir() if path.is_dir()}
         overrides.append(f"hydra.searchpath=[file://{further}]")
-    overrides = [_as_group(override, groups) for override in overrides if not _is_hydra_setting(override)]
+    overrides = [
+        _as_group(override, groups) for override in overrides if not _is_hydra_setting(override)
+    ]
     try:
-        with _stand_in(root), warnings.catch_warnings(), initialize_config_dir(str(folder), version_base="1.3"):
-            # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config may point nowhere.
+        with (
+            _stand_in(root),
+            warnings.catch_warnings(),
+            initialize_config_dir(str(folder), version_base="1.3"),
+        ):
+            # ppo_trainer is built in, so file://verl/trainer/config and pkg://verl.trainer.config
+            # may point nowhere.
             pattern = r".*verl[/.]trainer[/.]config is not\s+available"
             warnings.filterwarnings("ignore", message=pattern, category=UserWarning)
             composed = compose(name, overrides)
@@ -183,7 +220,8 @@ def _compose(command: CommandLine, root: str) -> dict[str, Any]:
 
 @contextmanager
 def _stand_in(root: str) -> Iterator[None]:
-    """While open, `root` in Hydra's ConfigStore is empty; else it is the schema, for users' own Hydra programs."""
+    """While open, `root` in Hydra's ConfigStore is empty; else it is the schema, for users' own
+    Hydra programs."""
     store = ConfigStore.instance()
     store.store(name=root, node={})
     try:
@@ -193,7 +231,11 @@ def _stand_in(root: str) -> Iterator[None]:
 
 
 def _asks_for_files(command: CommandLine) -> bool:
-    return command.config_path is not None or command.config_dir is not None or command.config_name is not None
+    return (
+        command.config_path is not None
+        or command.config_dir is not None
+        or command.config_name is not None
+    )
 
 
 def _config_folder(command: CommandLine) -> Path:
@@ -207,7 +249,9 @@ def _config_folder(command: CommandLine) -> Path:
 def _folder(path: str, option: str) -> Path:
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
-        raise ConfigError(f"{option} must be an existing folder, got '{path}' (looked at {folder}).")
+        raise ConfigError(
+            f"{option} must be an existing folder, got '{path}' (looked at {folder})."
+        )
     return folder
 
 
@@ -220,7 +264,8 @@ def _is_hydra_setting(override: str) -> bool:
 
 
 def _as_group(override: str, groups: set[str]) -> str:
-    """Undo the `++` where the name is a config group (a subfolder of the user's) or Hydra's own search path."""
+    """Undo the `++` where the name is a config group (a subfolder of the user's) or Hydra's own
+    search path."""
     key = override.lstrip("+").partition("=")[0]
     if key == "hydra.searchpath":
         return override.lstrip("+")
@@ -232,26 +277,37 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
     if isinstance(error, OverrideParseException):
         override = error.override.lstrip("+")
         return (
-            f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the argument: \"key='value'\"."
+            f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the "
+            "argument: \"key='value'\"."
         )
     if "--multirun" in text:
-        return f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as \"key='a,b'\"."
+        return (
+            f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as "
+            "\"key='a,b'\"."
+        )
     if "Could not delete" in text:
         return f"{text} A deletion takes back what a YAML file sets; for no value write key=null."
     if "Cannot find primary config" in text:
         found = sorted(path.stem for path in folder.glob("[!.]*.y*ml"))
-        return f"No '{command.config_name}.yaml' in {folder}. Found there: {', '.join(found) or 'no YAML file'}."
+        return (
+            f"No '{command.config_name}.yaml' in {folder}. Found there: "
+            f"{', '.join(found) or 'no YAML file'}."
+        )
     if "must be a DictConfig" in text:
-        return f"'{command.config_name}.yaml' must hold keys and their values (key: value), got a list."
+        return (
+            f"'{command.config_name}.yaml' must hold keys and their values (key: value), got a "
+            "list."
+        )
     return text
 
 
-# ---- building --------------------------------------------------------------------------------------------------------
+# ---- building ------------------------------------------------------------------------------------
 
 
 def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -> Any:
-    """Schema defaults, then those of the toy set, then `values`, all resolved; not yet checked for contradictions.
-    Of a key's names, one that is `on_line` overrules the others, which come from files."""
+    """Schema defaults, then those of the toy set, then `values`, all resolved; not yet checked for
+    contradictions. Of a key's names, one that is `on_line` overrules the others, which come from
+    files."""
     root_class = ROOTS[root].schema
     keys = keys_of(root_class)
     given, written_as = rename_aliases(flatten(values, root_class), keys, on_line)
@@ -278,7 +334,11 @@ def _schema(root: str) -> DictConfig:
 
 def _leaves_unset(key: Key, value: Any) -> bool:
     """An explicit null of a key that has no null means what the key follows, or its default."""
-    return value is None and not _allows_null(key) and (key.setting.follows is not None or key.setting.null_is_default)
+    return (
+        value is None
+        and not _allows_null(key)
+        and (key.setting.follows is not None or key.setting.null_is_default)
+    )
 
 
 def _allows_null(key: Key) -> bool:
@@ -298,8 +358,8 @@ def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
 
 
 def _has_misfits(key: Key, value: Any) -> bool:
-    """What OmegaConf lets pass: other numbers than 0 and 1 for True and False, whole numbers that torch cannot take,
-    entries of a list, or what becomes one, of another kind than is due."""
+    """What OmegaConf lets pass: other numbers than 0 and 1 for True and False, whole numbers that
+    torch cannot take, entries of a list, or what becomes one, of another kind than is due."""
     if key.setting.many:
         entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         return not all(isinstance(entry, (str, Path)) for entry in entries)
@@ -314,7 +374,9 @@ def _type_message(key: Key, value: Any, written_as: str) -> str:
     hint = " Write null for no value." if value in ("None", "none") else ""
     if isinstance(value, int) and abs(value) > _LARGEST:
         hint = f" The largest is {_LARGEST}."
-    return f"{written_as} expects {describe_type(key)}, got {value!r} ({type(value).__name__}).{hint}"
+    return (
+        f"{written_as} expects {describe_type(key)}, got {value!r} ({type(value).__name__}).{hint}"
+    )
 
 
 _LARGEST = 2**63 - 1  # of torch
@@ -361,7 +423,10 @@ def _resolution_message(tree: DictConfig, schema: type) -> str:
                 OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            return f"{key.path}={written[key.path]} cannot be resolved to {describe_type(key)}: {reason}"
+            return (
+                f"{key.path}={written[key.path]} cannot be resolved to {describe_type(key)}: "
+                f"{reason}"
+            )
     raise AssertionError("every key resolves alone, but not all together")
 
 
@@ -373,7 +438,9 @@ def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
         if key.setting.many and not isinstance(value, list):
             value = [value] if value is not None else None if key.default is None else []
         if key.setting.is_path:
-            value = [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
+            value = (
+                [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
+            )
         setattr(owner, name, value)
 
 

@@ -10,7 +10,8 @@ from verl.config.rollout import RolloutConfig
 
 
 class MicroBatch(NamedTuple):
-    """The responses a pass takes, or the most tokens; neither: as many tokens as the device has room for."""
+    """The responses a pass takes, or the most tokens; neither: as many tokens as the device has
+    room for."""
 
     max_tokens: int | None
     rows: int | None
@@ -18,30 +19,39 @@ class MicroBatch(NamedTuple):
 
 def update_micro_batch(role: ActorConfig | CriticConfig) -> MicroBatch:
     """Of forward-backward passes."""
-    return _choose(role.use_dynamic_bsz, role.ppo_micro_batch_size_per_gpu, role.ppo_max_token_len_per_gpu)
+    return _choose(
+        role.use_dynamic_bsz, role.ppo_micro_batch_size_per_gpu, role.ppo_max_token_len_per_gpu
+    )
 
 
 def log_prob_micro_batch(role: RolloutConfig | RefConfig) -> MicroBatch:
     """Of forward passes for old (rollout) or reference (ref) log-probs."""
     return _choose(
-        role.log_prob_use_dynamic_bsz, role.log_prob_micro_batch_size_per_gpu, role.log_prob_max_token_len_per_gpu
+        role.log_prob_use_dynamic_bsz,
+        role.log_prob_micro_batch_size_per_gpu,
+        role.log_prob_max_token_len_per_gpu,
     )
 
 
 def value_micro_batch(critic: CriticConfig) -> MicroBatch:
     """Of forward passes for values."""
     return _choose(
-        critic.use_dynamic_bsz, critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len_per_gpu
+        critic.use_dynamic_bsz,
+        critic.forward_micro_batch_size_per_gpu,
+        critic.forward_max_token_len_per_gpu,
     )
 
 
 def reward_micro_batch(role: RewardModelConfig) -> MicroBatch:
     """Of forward passes of the reward model."""
-    return _choose(role.use_dynamic_bsz, role.micro_batch_size_per_gpu, role.forward_max_token_len_per_gpu)
+    return _choose(
+        role.use_dynamic_bsz, role.micro_batch_size_per_gpu, role.forward_max_token_len_per_gpu
+    )
 
 
 def _choose(by_tokens: bool | None, rows: int | None, max_tokens: int | None) -> MicroBatch:
-    # use_dynamic_bsz=False without a number of rows still means tokens: there is always a working micro-batch.
+    # use_dynamic_bsz=False without a number of rows still means tokens: there is always a working
+    # micro-batch.
     if by_tokens or rows is None:
         return MicroBatch(max_tokens, None)
     return MicroBatch(None, rows)

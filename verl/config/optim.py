@@ -10,22 +10,41 @@ from verl.config.setting import setting
 class OptimConfig:
     optimizer: str = setting(
         "AdamW",
-        "AdamW; AdamW8bit: moments of 8 bits (torchao); Muon: hidden matrices by Muon, all else by AdamW",
+        (
+            "AdamW; AdamW8bit: moments of 8 bits (torchao); Muon: hidden matrices by Muon, all "
+            "else by AdamW"
+        ),
         choices=OPTIMIZERS,
     )
     lr: float = setting(1e-6, "peak learning rate", at_least=0)
-    lr_warmup_steps_ratio: float = setting(0.0, "share of all steps spent warming up", at_least=0, at_most=1)
+    lr_warmup_steps_ratio: float = setting(
+        0.0, "share of all steps spent warming up", at_least=0, at_most=1
+    )
     lr_warmup_steps: int = setting(
-        -1, "steps spent warming up; -1: take lr_warmup_steps_ratio", at_least=-1, null_is_default=True
+        -1,
+        "steps spent warming up; -1: take lr_warmup_steps_ratio",
+        at_least=-1,
+        null_is_default=True,
     )
     total_training_steps: int = setting(
-        -1, "length of the schedule in optimizer steps; -1: the length of the run", at_least=-1, null_is_default=True
+        -1,
+        "length of the schedule in optimizer steps; -1: the length of the run",
+        at_least=-1,
+        null_is_default=True,
     )
     weight_decay: float = setting(0.01, "decoupled weight decay", at_least=0)
     min_lr_ratio: float = setting(
-        0.0, "the cosine schedule ends at this share of lr", at_least=0, at_most=1, null_is_default=True
+        0.0,
+        "the cosine schedule ends at this share of lr",
+        at_least=0,
+        at_most=1,
+        null_is_default=True,
     )
-    num_cycles: float = setting(0.5, "cosine waves over the run; 0.5 goes from the peak to the minimum once", above=0)
-    warmup_style: str = setting("constant", "schedule after the warm-up", choices=("constant", "cosine"))
+    num_cycles: float = setting(
+        0.5, "cosine waves over the run; 0.5 goes from the peak to the minimum once", above=0
+    )
+    warmup_style: str = setting(
+        "constant", "schedule after the warm-up", choices=("constant", "cosine")
+    )
     betas: list[float] = setting([0.9, 0.999], "AdamW's decay rates of the first and second moment")
     eps: float = setting(1e-8, "AdamW's epsilon", above=0)

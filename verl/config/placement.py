@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from verl.config.train import TrainConfig
 
 # By the names of the keys, those that roles are started under.
-ROLES = {"actor": "actor_rollout", "critic": "critic", "reference": "reference", "reward_model": "reward_model"}
+ROLES = {
+    "actor": "actor_rollout",
+    "critic": "critic",
+    "reference": "reference",
+    "reward_model": "reward_model",
+}
 
 
 def number_of_ranks(config: TrainConfig) -> int:
@@ -31,7 +36,11 @@ def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
 def _active(config: TrainConfig) -> list[str]:
     """The roles beside the actor. With LoRA the reference is the actor without its adapters."""
     has_reference = config.needs_reference and config.actor_rollout_ref.model.lora_rank == 0
-    has = {"critic": config.needs_critic, "reference": has_reference, "reward_model": config.reward_model.enable}
+    has = {
+        "critic": config.needs_critic,
+        "reference": has_reference,
+        "reward_model": config.reward_model.enable,
+    }
     return [role for role, is_there in has.items() if is_there]
 
 
@@ -46,25 +55,34 @@ def roles_are_placed(config: TrainConfig) -> Iterator[str]:
     ranks, is_sound, trainer = number_of_ranks(config), True, config.trainer
     if trainer.nnodes > 1 and trainer.n_gpus_per_node is None and "WORLD_SIZE" not in os.environ:
         yield (
-            f"trainer.nnodes={trainer.nnodes} needs trainer.n_gpus_per_node, the ranks of each, for Ray to start them; "
-            "or start this command by torchrun on every node."
+            f"trainer.nnodes={trainer.nnodes} needs trainer.n_gpus_per_node, the ranks of each, "
+            "for Ray to start them; or start this command by torchrun on every node."
         )
     for role, numbers in _given(config).items():
-        if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0 or max(numbers) >= ranks:
+        if (
+            not numbers
+            or len(set(numbers)) < len(numbers)
+            or min(numbers) < 0
+            or max(numbers) >= ranks
+        ):
             is_sound = False
             yield (
-                f"trainer.placement.{role} must list different ranks from 0 to {ranks - 1}, got {numbers}. Name "
-                "others, or ask for more ranks with trainer.n_gpus_per_node and trainer.nnodes."
+                f"trainer.placement.{role} must list different ranks from 0 to {ranks - 1}, got "
+                f"{numbers}. Name others, or ask for more ranks with trainer.n_gpus_per_node and "
+                "trainer.nnodes."
             )
     if not is_sound:
         return
     placed = list(ranks_of_roles(config).items())
     for number, (role, ranks_of_role) in enumerate(placed):
         for other, ranks_of_other in placed[:number]:
-            if ranks_of_role != ranks_of_other and not set(ranks_of_role).isdisjoint(ranks_of_other):
+            if ranks_of_role != ranks_of_other and not set(ranks_of_role).isdisjoint(
+                ranks_of_other
+            ):
                 yield (
-                    f"Two roles of trainer.placement share all their ranks or none, got {ranks_of_other} for {other} "
-                    f"and {ranks_of_role} for {role}. Give them the same ranks, or different ones."
+                    "Two roles of trainer.placement share all their ranks or none, got "
+                    f"{ranks_of_other} for {other} and {ranks_of_role} for {role}. Give them the "
+                    "same ranks, or different ones."
                 )
 
 
@@ -77,4 +95,7 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
     for role in ROLES:
         ranks = getattr(config.trainer.placement, role)
         if ranks is not None and role not in active:
-            yield f"trainer.placement.{role}={ranks} has no effect: this run has no {role} with a model of its own."
+            yield (
+                f"trainer.placement.{role}={ranks} has no effect: this run has no {role} with a "
+                "model of its own."
+            )

@@ -11,31 +11,45 @@ from verl.config.setting import setting
 @dataclass(kw_only=True, slots=True)
 class RefConfig:
     strategy: str = setting(
-        "fsdp", "how weights are sharded", choices=STRATEGIES, follows="actor_rollout_ref.actor.strategy"
+        "fsdp",
+        "how weights are sharded",
+        choices=STRATEGIES,
+        follows="actor_rollout_ref.actor.strategy",
     )
     use_torch_compile: bool | None = setting(
-        None, "compile the decoder layers; null: as the actor", follows="actor_rollout_ref.actor.use_torch_compile"
+        None,
+        "compile the decoder layers; null: as the actor",
+        follows="actor_rollout_ref.actor.use_torch_compile",
     )
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "responses a forward pass; null: as many as fit log_prob_max_token_len_per_gpu", above=0
+        None,
+        "responses a forward pass; null: as many as fit log_prob_max_token_len_per_gpu",
+        above=0,
     )
     log_prob_use_dynamic_bsz: bool | None = setting(
-        None, "micro-batches by tokens; null: unless their rows are given",
+        None,
+        "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
-    )  # fmt: skip
+    )
     log_prob_max_token_len_per_gpu: int | None = setting(
-        None, "tokens a forward pass; null: what the GPU has room for", above=0,
+        None,
+        "tokens a forward pass; null: what the GPU has room for",
+        above=0,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    )  # fmt: skip
+    )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     ulysses_sequence_parallel_size: int = setting(
-        1, "ranks that share the tokens of a sequence", above=0,
+        1,
+        "ranks that share the tokens of a sequence",
+        above=0,
         follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    )  # fmt: skip
+    )
     entropy_from_logits_with_chunking: bool = setting(
         False, "entropy in chunks", no_effect=ALWAYS_CHUNKED, also=(True,)
     )
-    entropy_checkpointing: bool = setting(False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,))
+    entropy_checkpointing: bool = setting(
+        False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,)
+    )

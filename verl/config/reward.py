@@ -12,32 +12,49 @@ from verl.config.setting import setting
 @dataclass(kw_only=True, slots=True)
 class RewardModelModelConfig:
     input_tokenizer: str | None = setting(
-        None, "tokenizer that the actor's tokens are decoded with, for the reward model's own chat template; null: its "
-        "tokens are scored as they are, if both tokenizers are the same",
-        follows="actor_rollout_ref.model.path", is_path=True,
-    )  # fmt: skip
+        None,
+        "tokenizer that the actor's tokens are decoded with, for the reward model's own chat "
+        "template; null: its tokens are scored as they are, if both tokenizers are the same",
+        follows="actor_rollout_ref.model.path",
+        is_path=True,
+    )
     path: str | None = setting(
-        None, "folder or hub name of the reward model, a sequence classifier with one label", is_path=True
+        None,
+        "folder or hub name of the reward model, a sequence classifier with one label",
+        is_path=True,
     )
     external_lib: str | None = setting(
-        None, "module imported at start", follows="actor_rollout_ref.model.external_lib", is_path=True
+        None,
+        "module imported at start",
+        follows="actor_rollout_ref.model.external_lib",
+        is_path=True,
     )
     trust_remote_code: bool = setting(False, "run Python code that comes with a model")
-    use_shm: bool = setting(False, "copy weights to /dev/shm first", no_effect="weights are read once a process")
+    use_shm: bool = setting(
+        False, "copy weights to /dev/shm first", no_effect="weights are read once a process"
+    )
     use_remove_padding: bool = setting(
-        True, "compute on packed sequences", no_effect="sequences are always packed; there is no padded path"
+        True,
+        "compute on packed sequences",
+        no_effect="sequences are always packed; there is no padded path",
     )
     use_fused_kernels: bool = setting(
-        True, "fused log-probs", follows="actor_rollout_ref.model.use_fused_kernels",
+        True,
+        "fused log-probs",
+        follows="actor_rollout_ref.model.use_fused_kernels",
         no_effect="a reward model has no log-probs",
-    )  # fmt: skip
+    )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
 
 @dataclass(kw_only=True, slots=True)
 class SandboxFusionConfig:
     url: str | None = setting(
-        None, "address of a sandbox service that runs code (its `run_code`); null: the sandbox of this machine"
+        None,
+        (
+            "address of a sandbox service that runs code (its `run_code`); null: the sandbox of "
+            "this machine"
+        ),
     )
     max_concurrent: int = setting(64, "requests to the service at once", above=0)
     memory_limit_mb: int = setting(1024, "memory of one run in the service", above=0)
@@ -46,10 +63,12 @@ class SandboxFusionConfig:
 @dataclass(kw_only=True, slots=True)
 class SandboxConfig:
     isolation: str = setting(
-        "auto", "how code of the model is locked in: namespaces, seccomp, auto (the first of them that this machine "
-        "allows, else an error), or none (not at all: for machines that are a sandbox themselves)",
+        "auto",
+        "how code of the model is locked in: namespaces, seccomp, auto (the first of them that "
+        "this machine allows, else an error), or none (not at all: for machines that are a "
+        "sandbox themselves)",
         choices=("auto", "namespaces", "seccomp", "none"),
-    )  # fmt: skip
+    )
     timeout_s: float = setting(10.0, "longest run of one program", above=0)
     memory_limit_mb: int = setting(1024, "address space of one program", above=0)
     max_concurrent: int | None = setting(None, "programs at once; null: one a core", above=0)
@@ -58,7 +77,9 @@ class SandboxConfig:
 @dataclass(kw_only=True, slots=True)
 class OverlongBufferConfig:
     enable: bool = setting(False, "punish responses that come near the limit (reward_manager=dapo)")
-    len: int = setting(0, "tokens before data.max_response_length in which the punishment grows", at_least=0)
+    len: int = setting(
+        0, "tokens before data.max_response_length in which the punishment grows", at_least=0
+    )
     penalty_factor: float = setting(1.0, "punishment at the limit", at_least=0)
     log: bool = setting(False, "metrics reward/overlong_reward/mean and reward/overlong/mean")
 
@@ -66,15 +87,21 @@ class OverlongBufferConfig:
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig:
     url: str | None = setting(
-        None, "base address of an OpenAI-style service whose model judges responses, such as http://host:8000/v1"
+        None,
+        (
+            "base address of an OpenAI-style service whose model judges responses, such as "
+            "http://host:8000/v1"
+        ),
     )
     model: str | None = setting(None, "name of the judging model at that service")
     prompt: str | None = setting(
-        None, "what the judge reads, with {question} (extra_info.question), {ground_truth} and {response}; null: a "
-        "plain request for a number from 0 to 10"
-    )  # fmt: skip
+        None,
+        "what the judge reads, with {question} (extra_info.question), {ground_truth} and "
+        "{response}; null: a plain request for a number from 0 to 10",
+    )
     score_pattern: str = setting(
-        r"Score:\s*(-?\d+(?:\.\d+)?)", "regular expression whose last match's first group is the score"
+        r"Score:\s*(-?\d+(?:\.\d+)?)",
+        "regular expression whose last match's first group is the score",
     )
     score_scale: float = setting(10.0, "the parsed number is divided by this", above=0)
     api_key_env: str | None = setting(None, "environment variable that holds the service's key")
@@ -97,15 +124,20 @@ class RequestsConfig:
 @dataclass(kw_only=True, slots=True)
 class RewardModelConfig:
     reward_manager: str = setting("naive", "registered manager that turns responses into scores")
-    timeout_s: float | None = setting(60.0, "longest a score may take, per response; null: no limit", above=0)
+    timeout_s: float | None = setting(
+        60.0, "longest a score may take, per response; null: no limit", above=0
+    )
     on_error: str = setting(
-        "stop", "a reward function that raises or is too slow: stop the run, score 0, drop the response, or retry: "
-        "call it again, and drop what fails still",
+        "stop",
+        "a reward function that raises or is too slow: stop the run, score 0, drop the "
+        "response, or retry: call it again, and drop what fails still",
         choices=("stop", "zero", "drop", "retry"),
-    )  # fmt: skip
+    )
     max_retries: int = setting(2, "further calls for a response under on_error=retry", at_least=0)
     preflight: bool = setting(True, "try the reward on a few rows before the first step")
-    rule_kwargs: dict[str, Any] = setting({}, "options of the rules, such as {method: flexible} of gsm8k")
+    rule_kwargs: dict[str, Any] = setting(
+        {}, "options of the rules, such as {method: flexible} of gsm8k"
+    )
     reward_kwargs: dict[str, Any] = setting(
         {}, "further arguments of the manager's class, such as num_processes of prime"
     )
@@ -114,34 +146,48 @@ class RewardModelConfig:
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
     launch_reward_fn_async: bool | None = setting(
-        None, "score responses while others are generated, and beside log-probs and values; null: where the manager is "
-        "not your own and thus leaves the batch as it is; never with on_error=drop",
-    )  # fmt: skip
+        None,
+        "score responses while others are generated, and beside log-probs and values; null: "
+        "where the manager is not your own and thus leaves the batch as it is; never with "
+        "on_error=drop",
+    )
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     enable: bool = setting(
-        False, "score responses by the reward model instead of a rule; validation rows with a ground truth (and not of "
-        "the style 'model') keep their rule"
-    )  # fmt: skip
+        False,
+        "score responses by the reward model instead of a rule; validation rows with a ground "
+        "truth (and not of the style 'model') keep their rule",
+    )
     strategy: str = setting("fsdp", "how weights are sharded", choices=STRATEGIES)
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    micro_batch_size: int | None = setting(None, "old name", alias_of="reward_model.micro_batch_size_per_gpu")
+    micro_batch_size: int | None = setting(
+        None, "old name", alias_of="reward_model.micro_batch_size_per_gpu"
+    )
     micro_batch_size_per_gpu: int | None = setting(
-        None, "responses a forward pass; null: as many as fit forward_max_token_len_per_gpu", above=0
+        None,
+        "responses a forward pass; null: as many as fit forward_max_token_len_per_gpu",
+        above=0,
     )
     max_length: int | None = setting(
-        None, "longest input, in tokens of the reward model; null: as many as it has positions for", above=0
+        None,
+        "longest input, in tokens of the reward model; null: as many as it has positions for",
+        above=0,
     )
     truncation: str = setting(
-        "error", "what to do with a longer input; left and right name the side cut off",
+        "error",
+        "what to do with a longer input; left and right name the side cut off",
         choices=("error", "left", "right", "middle"),
-    )  # fmt: skip
+    )
     use_dynamic_bsz: bool | None = setting(
-        None, "micro-batches by tokens; null: unless their rows are given", follows="critic.use_dynamic_bsz"
+        None,
+        "micro-batches by tokens; null: unless their rows are given",
+        follows="critic.use_dynamic_bsz",
     )
     forward_max_token_len_per_gpu: int | None = setting(
-        None, "tokens a forward pass; null: what the GPU has room for", above=0,
+        None,
+        "tokens a forward pass; null: what the GPU has room for",
+        above=0,
         follows="critic.forward_max_token_len_per_gpu",
-    )  # fmt: skip
+    )
     ulysses_sequence_parallel_size: int = setting(
         1, "ranks that share one sequence", planned="every rank scores whole sequences"
     )

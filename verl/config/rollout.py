@@ -15,8 +15,12 @@ class SamplingValConfig:
     """How validation samples. `do_sample=False` is greedy, whatever the temperature."""
 
     top_k: int = setting(-1, "sample among the k likeliest tokens; -1: all", at_least=-1)
-    top_p: float = setting(1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1)
-    min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1)
+    top_p: float = setting(
+        1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1
+    )
+    min_p: float = setting(
+        0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1
+    )
     temperature: float = setting(0.0, "0 is greedy", at_least=0)
     n: int = setting(1, "responses a prompt", above=0)
     do_sample: bool = setting(False, "False: greedy")
@@ -30,27 +34,39 @@ class EngineKwargsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TraceConfig:
-    backend: str | None = setting(None, "where rollouts are traced to", planned="rollouts are not traced yet")
-    token2text: bool = setting(False, "decode traced tokens", no_effect="read together with trace.backend only")
+    backend: str | None = setting(
+        None, "where rollouts are traced to", planned="rollouts are not traced yet"
+    )
+    token2text: bool = setting(
+        False, "decode traced tokens", no_effect="read together with trace.backend only"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     name: str = setting(
-        "embedded", "registered engine: embedded, or hf (slow reference)",
-        planned="there is no adapter for this engine yet", planned_values=("vllm", "sglang"),
-    )  # fmt: skip
+        "embedded",
+        "registered engine: embedded, or hf (slow reference)",
+        planned="there is no adapter for this engine yet",
+        planned_values=("vllm", "sglang"),
+    )
     mode: str = setting("sync", "sync or async", planned="asynchronous rollouts are not built yet")
     seed: int = setting(
-        0, "seed of the sampling noise; with step, sample and position it fixes every draw", at_least=0,
+        0,
+        "seed of the sampling noise; with step, sample and position it fixes every draw",
+        at_least=0,
         follows="trainer.seed",
-    )  # fmt: skip
+    )
     n: int = setting(1, "G: responses a prompt", above=0)
     do_sample: bool = setting(True, "False: greedy")
     temperature: float = setting(1.0, "divides the logits, in every log-prob too", at_least=0)
     top_k: int = setting(-1, "sample among the k likeliest tokens; -1: all", at_least=-1)
-    top_p: float = setting(1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1)
-    min_p: float = setting(0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1)
+    top_p: float = setting(
+        1.0, "sample among the likeliest tokens that make up this probability", above=0, at_most=1
+    )
+    min_p: float = setting(
+        0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1
+    )
     stop: Any = setting([], "text (or list of texts) that ends a response and is kept", many=True)
     stop_token_ids: list[int] = setting([], "tokens that end a response, beside the model's own")
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
@@ -59,9 +75,10 @@ class RolloutConfig:
     max_new_tokens: int | None = setting(None, "R", alias_of="data.max_response_length")
     max_model_len: int | None = setting(None, "longest sequence; null: prompt + response", above=0)
     dtype: str | None = setting(
-        None, "dtype of the engine's weights; null: bfloat16 on CUDA, the trainer's on CPU",
+        None,
+        "dtype of the engine's weights; null: bfloat16 on CUDA, the trainer's on CPU",
         choices=("float32", "bfloat16", "float16", "float64"),
-    )  # fmt: skip
+    )
     gpu_memory_utilization: float = setting(
         0.5,
         "share of the memory that is free beside weights and trainer that key-value pages may fill",
@@ -69,11 +86,13 @@ class RolloutConfig:
         at_most=1,
     )
     page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
-    num_pages: int | None = setting(None, "pages of the key-value cache; null: what the memory allows", above=0)
+    num_pages: int | None = setting(
+        None, "pages of the key-value cache; null: what the memory allows", above=0
+    )
     enable_prefix_caching: bool = setting(
         True,
-        "keep the pages of prompts and responses for later prompts that begin with them, while weights last; "
-        "not with deterministic=true",
+        "keep the pages of prompts and responses for later prompts that begin with them, while "
+        "weights last; not with deterministic=true",
     )
     max_num_seqs: int = setting(1024, "sequences generated at once", above=0)
     max_num_batched_tokens: int = setting(8192, "prompt tokens taken in one prefill step", above=0)
@@ -83,38 +102,64 @@ class RolloutConfig:
     enforce_eager: bool = setting(False, "on CUDA, decode without CUDA graphs")
     free_cache_engine: bool = setting(True, "give the engine's memory back while training")
     deterministic: bool = setting(
-        False, "the same tokens, to the last bit of their log-probs, whatever else is in the batch; slower"
+        False,
+        (
+            "the same tokens, to the last bit of their log-probs, whatever else is in the batch; "
+            "slower"
+        ),
     )
     tensor_model_parallel_size: int = setting(
-        1, "neighbouring ranks that share one engine, each with a slice of its weights, however training is sharded",
+        1,
+        (
+            "neighbouring ranks that share one engine, each with a slice of its weights, however "
+            "training is sharded"
+        ),
         above=0,
-    )  # fmt: skip
+    )
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "responses a forward pass for old log-probs; null: as many as fit the token budget", above=0
+        None,
+        "responses a forward pass for old log-probs; null: as many as fit the token budget",
+        above=0,
     )
     log_prob_use_dynamic_bsz: bool | None = setting(
-        None, "micro-batches by tokens; null: unless their rows are given",
+        None,
+        "micro-batches by tokens; null: unless their rows are given",
         follows="actor_rollout_ref.actor.use_dynamic_bsz",
-    )  # fmt: skip
-    log_prob_max_token_len_per_gpu: int | None = setting(
-        None, "tokens a forward pass for old log-probs; null: what the GPU has room for", above=0,
-        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    )  # fmt: skip
-    calculate_log_probs: bool = setting(
-        True, "return log-probs of the sampled tokens", no_effect="they are always returned", also=(False,)
     )
-    disable_log_stats: bool = setting(True, "no engine statistics", no_effect="statistics are metrics of each step")
-    multi_stage_wake_up: bool = setting(False, "wake weights and cache apart", no_effect=_OTHER_ENGINES)
+    log_prob_max_token_len_per_gpu: int | None = setting(
+        None,
+        "tokens a forward pass for old log-probs; null: what the GPU has room for",
+        above=0,
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )
+    calculate_log_probs: bool = setting(
+        True,
+        "return log-probs of the sampled tokens",
+        no_effect="they are always returned",
+        also=(False,),
+    )
+    disable_log_stats: bool = setting(
+        True, "no engine statistics", no_effect="statistics are metrics of each step"
+    )
+    multi_stage_wake_up: bool = setting(
+        False, "wake weights and cache apart", no_effect=_OTHER_ENGINES
+    )
     update_weights_bucket_megabytes: int = setting(
-        512, "weights are gathered for the engine this much at a time; two such buckets are in memory", above=0
+        512,
+        ("weights are gathered for the engine this much at a time; two such buckets are in memory"),
+        above=0,
     )
     fingerprint_interval: int = setting(
-        20, "hand-overs of weights from one that fingerprints prove to the next; 0: the first alone is proved",
+        20,
+        (
+            "hand-overs of weights from one that fingerprints prove to the next; 0: the first "
+            "alone is proved"
+        ),
         at_least=0,
-    )  # fmt: skip
+    )
     load_format: str = setting("dummy_dtensor", "how the engine loads weights", no_effect=_ONE_COPY)
     layered_summon: bool = setting(False, "gather weights layer by layer", no_effect=_ONE_COPY)
     engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)

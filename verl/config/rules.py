@@ -1,4 +1,5 @@
-"""Contradictions between keys. Each rule yields one message per contradiction: expectation, fact, way out."""
+"""Contradictions between keys. Each rule yields one message per contradiction: expectation, fact,
+way out."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,12 @@ from verl.config.algorithm_rules import RULES as ALGORITHM_RULES
 from verl.config.algorithm_rules import doubts
 from verl.config.checkpoint import CHECKPOINT_PARTS
 from verl.config.choices import TRACKERS
-from verl.config.micro_batch import MicroBatch, log_prob_micro_batch, update_micro_batch, value_micro_batch
+from verl.config.micro_batch import (
+    MicroBatch,
+    log_prob_micro_batch,
+    update_micro_batch,
+    value_micro_batch,
+)
 from verl.config.placement import placement_doubts, ranks_of_roles, roles_are_placed
 from verl.config.reward_rules import reward_doubts, reward_has_what_it_needs
 from verl.config.rollout import RolloutConfig, SamplingValConfig
@@ -37,26 +43,37 @@ def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
     data, critic_class = config.data, config.critic.model.custom_cls
     if not config.actor_rollout_ref.model.path:  # also an empty text: $MODEL that is not set
         yield (
-            "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face causal LM, "
-            "or 'toy' for the packaged one."
+            "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face "
+            "causal LM, or 'toy' for the packaged one."
         )
     if data.train_files and data.dataset_name is not None:
         yield (
-            f"data.train_files and data.dataset_name both name the training data, got {data.train_files} and "
-            f"'{data.dataset_name}'. Set one of them."
+            "data.train_files and data.dataset_name both name the training data, got "
+            f"{data.train_files} and '{data.dataset_name}'. Set one of them."
         )
     for section, path, name, path_key, name_key in (
         ("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name"),
         ("critic.model.custom_cls", critic_class.path, critic_class.name, "path", "name"),
-        ("data.sampler", data.sampler.class_path, data.sampler.class_name, "class_path", "class_name"),
+        (
+            "data.sampler",
+            data.sampler.class_path,
+            data.sampler.class_name,
+            "class_path",
+            "class_name",
+        ),
     ):
         if (path is None) != (name is None):
-            yield f"{section}.{path_key} and {section}.{name_key} go together, got {path!r} and {name!r}. Set both."
+            yield (
+                f"{section}.{path_key} and {section}.{name_key} go together, got {path!r} and "
+                f"{name!r}. Set both."
+            )
 
 
 def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
     batch = config.data.train_batch_size
-    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    minis = {
+        "actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size
+    }
     if config.needs_critic and config.critic.ppo_mini_batch_size not in minis.values():
         minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     for key, mini in minis.items():
@@ -64,19 +81,23 @@ def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
             continue
         if mini > batch:
             yield (
-                f"{key} must not exceed data.train_batch_size (both count prompts), got {mini} and {batch}. "
-                f"Set {key}={batch}, or leave it unset for the whole batch."
+                f"{key} must not exceed data.train_batch_size (both count prompts), got {mini} and "
+                f"{batch}. Set {key}={batch}, or leave it unset for the whole batch."
             )
         elif batch % mini:
             yield (
                 f"data.train_batch_size must be divisible by {key}, got {batch} and {mini}. "
-                f"Nearest that fit: train_batch_size {batch // mini * mini} or {(batch // mini + 1) * mini}, "
-                f"ppo_mini_batch_size {_nearest_divisor(batch, mini)}."
+                f"Nearest that fit: train_batch_size {batch // mini * mini} or "
+                f"{(batch // mini + 1) * mini}, ppo_mini_batch_size "
+                f"{_nearest_divisor(batch, mini)}."
             )
 
 
 def _nearest_divisor(number: int, near: int) -> int:
-    return min((part for part in range(1, number + 1) if number % part == 0), key=lambda part: abs(part - near))
+    return min(
+        (part for part in range(1, number + 1) if number % part == 0),
+        key=lambda part: abs(part - near),
+    )
 
 
 def sequences_fit(config: TrainConfig) -> Iterator[str]:
@@ -86,8 +107,8 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
     if limit is not None and limit < longest:
         yield (
             "actor_rollout_ref.rollout.max_model_len must hold a prompt and its response "
-            f"(data.max_prompt_length + data.max_response_length = {prompt} + {response}), got {limit}. "
-            f"Set it to at least {longest}, or leave it unset."
+            f"(data.max_prompt_length + data.max_response_length = {prompt} + {response}), got "
+            f"{limit}. Set it to at least {longest}, or leave it unset."
         )
     reported = set()  # one message for a budget and those that follow it
     for key, micro_batch, ranks in _micro_batches(config):
@@ -101,8 +122,9 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
             continue
         reported.add(budget)
         yield (
-            f"{key} must hold one whole sequence (data.max_prompt_length + data.max_response_length = "
-            f"{prompt} + {response}), got {budget}. Set it to at least {-(-longest // ranks)}."
+            f"{key} must hold one whole sequence (data.max_prompt_length + "
+            f"data.max_response_length = {prompt} + {response}), got {budget}. Set it to at least "
+            f"{-(-longest // ranks)}."
         )
 
 
@@ -116,7 +138,9 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]
         update_micro_batch(config.critic),
         value_micro_batch(config.critic),
     )
-    actor, ref, critic = (role.ulysses_sequence_parallel_size for role in (roles.actor, roles.ref, config.critic))
+    actor, ref, critic = (
+        role.ulysses_sequence_parallel_size for role in (roles.actor, roles.ref, config.critic)
+    )
     yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic))
 
 
@@ -126,12 +150,29 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
     of_actor = counts["actor_rollout"]
     for section, role, ulysses, fsdp_key, fsdp in (
-        ("actor_rollout_ref.actor", "actor_rollout", roles.actor.ulysses_sequence_parallel_size, "",
-         roles.actor.fsdp_config),
-        ("actor_rollout_ref.ref", "reference", roles.ref.ulysses_sequence_parallel_size, "", roles.ref.fsdp_config),
-        ("critic", "critic", config.critic.ulysses_sequence_parallel_size, ".model", config.critic.model.fsdp_config),
+        (
+            "actor_rollout_ref.actor",
+            "actor_rollout",
+            roles.actor.ulysses_sequence_parallel_size,
+            "",
+            roles.actor.fsdp_config,
+        ),
+        (
+            "actor_rollout_ref.ref",
+            "reference",
+            roles.ref.ulysses_sequence_parallel_size,
+            "",
+            roles.ref.fsdp_config,
+        ),
+        (
+            "critic",
+            "critic",
+            config.critic.ulysses_sequence_parallel_size,
+            ".model",
+            config.critic.model.fsdp_config,
+        ),
         ("reward_model.model", "reward_model", 1, "", config.reward_model.model.fsdp_config),
-    ):  # fmt: skip
+    ):
         if f"{section}.".startswith(inactive_sections(config)):
             continue
         ranks = counts.get(role, of_actor)
@@ -139,31 +180,36 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
         inherits = role == "reference" and is_actors
         if ranks % ulysses and not inherits:
             yield (
-                f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got {ulysses} and {ranks}. "
-                f"Set it to {_nearest_divisor(ranks, ulysses)}."
+                f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got "
+                f"{ulysses} and {ranks}. Set it to {_nearest_divisor(ranks, ulysses)}."
             )
         if 0 < fsdp.fsdp_size < ranks and ranks % fsdp.fsdp_size:
             yield (
-                f"{section}{fsdp_key}.fsdp_config.fsdp_size must divide the number of ranks, got {fsdp.fsdp_size} and "
-                f"{ranks}. Set it to {_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
+                f"{section}{fsdp_key}.fsdp_config.fsdp_size must divide the number of ranks, got "
+                f"{fsdp.fsdp_size} and {ranks}. Set it to "
+                f"{_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
             )
     shared_by = roles.rollout.tensor_model_parallel_size
     if of_actor % shared_by:
         yield (
-            "actor_rollout_ref.rollout.tensor_model_parallel_size must divide the number of ranks, got "
-            f"{shared_by} and {of_actor}. Set it to {_nearest_divisor(of_actor, shared_by)}."
+            "actor_rollout_ref.rollout.tensor_model_parallel_size must divide the number of ranks, "
+            f"got {shared_by} and {of_actor}. Set it to {_nearest_divisor(of_actor, shared_by)}."
         )
 
 
 def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
-    models = (("actor_rollout_ref.model", config.actor_rollout_ref.model), ("critic.model", config.critic.model))
+    models = (
+        ("actor_rollout_ref.model", config.actor_rollout_ref.model),
+        ("critic.model", config.critic.model),
+    )
     for section, model in models:
         if section.startswith(inactive_sections(config)):
             continue
         if model.enable_activation_offload and not model.enable_gradient_checkpointing:
             yield (
-                f"{section}.enable_activation_offload keeps the inputs of checkpointed layers on the host, but "
-                f"{section}.enable_gradient_checkpointing=False. Set that to True, or the former to False."
+                f"{section}.enable_activation_offload keeps the inputs of checkpointed layers on "
+                f"the host, but {section}.enable_gradient_checkpointing=False. Set that to True, "
+                "or the former to False."
             )
 
 
@@ -188,13 +234,13 @@ def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
         )
     if config.needs_critic and config.critic.rollout_n != n:
         yield (
-            f"critic.rollout_n must equal actor_rollout_ref.rollout.n, got {config.critic.rollout_n} and {n}. "
-            "Leave critic.rollout_n unset."
+            "critic.rollout_n must equal actor_rollout_ref.rollout.n, got "
+            f"{config.critic.rollout_n} and {n}. Leave critic.rollout_n unset."
         )
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
         yield (
-            f"trainer.critic_warmup={config.trainer.critic_warmup} trains the critic alone at first, but this run has "
-            "none. Set trainer.critic_warmup=0."
+            f"trainer.critic_warmup={config.trainer.critic_warmup} trains the critic alone at "
+            "first, but this run has none. Set trainer.critic_warmup=0."
         )
 
 
@@ -203,28 +249,38 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
     prefix = "actor_rollout_ref.actor"
     for key, low in (("clip_ratio_low", actor.clip_ratio_low), ("clip_ratio", actor.clip_ratio)):
         if low > 1:
-            yield f"{prefix}.{key} is a distance below a ratio of 1 and cannot exceed 1, got {low}. 0.2 is usual."
+            yield (
+                f"{prefix}.{key} is a distance below a ratio of 1 and cannot exceed 1, got {low}. "
+                "0.2 is usual."
+            )
             break
     if actor.policy_loss.clip_cov_lb > actor.policy_loss.clip_cov_ub:
         yield (
-            f"{prefix}.policy_loss.clip_cov_lb must not exceed clip_cov_ub, got {actor.policy_loss.clip_cov_lb} and "
-            f"{actor.policy_loss.clip_cov_ub}. Swap them."
+            f"{prefix}.policy_loss.clip_cov_lb must not exceed clip_cov_ub, got "
+            f"{actor.policy_loss.clip_cov_lb} and {actor.policy_loss.clip_cov_ub}. Swap them."
         )
     for role, optim in ((prefix, actor.optim), ("critic", config.critic.optim)):
         if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-            yield f"{role}.optim.betas must be two numbers in [0, 1), got {optim.betas}. [0.9,0.999] is usual."
+            yield (
+                f"{role}.optim.betas must be two numbers in [0, 1), got {optim.betas}. [0.9,0.999] "
+                "is usual."
+            )
 
 
 def kl_is_estimated_from_drawn_tokens(config: TrainConfig) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     for key, asked in (
-        ("actor_rollout_ref.actor.kl_loss_type", actor.use_kl_loss and actor.kl_loss_type == "full"),
+        (
+            "actor_rollout_ref.actor.kl_loss_type",
+            actor.use_kl_loss and actor.kl_loss_type == "full",
+        ),
         ("algorithm.kl_penalty", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"),
     ):
         if asked:
             yield (
-                f"{key}=full needs both policies' whole distribution at every token, which is never kept. Set "
-                f"{key}=low_var_kl: it needs the drawn tokens alone and is unbiased as well."
+                f"{key}=full needs both policies' whole distribution at every token, which is "
+                f"never kept. Set {key}=low_var_kl: it needs the drawn tokens alone and is "
+                "unbiased as well."
             )
 
 
@@ -250,37 +306,56 @@ def engine_can_be_shared(config: TrainConfig) -> Iterator[str]:
     shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if shared_by > 1 and name not in ("embedded", "vllm", "sglang"):
         yield (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={shared_by} is for the engine 'embedded', got "
-            f"actor_rollout_ref.rollout.name={name}. Set name=embedded, or tensor_model_parallel_size=1."
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={shared_by} is for the engine "
+            f"'embedded', got actor_rollout_ref.rollout.name={name}. Set name=embedded, or "
+            "tensor_model_parallel_size=1."
         )
 
 
 def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
     roles = config.actor_rollout_ref
     for section, model, key, optim in (
-        ("actor_rollout_ref.model", roles.model, "actor_rollout_ref.actor.optim", roles.actor.optim),
+        (
+            "actor_rollout_ref.model",
+            roles.model,
+            "actor_rollout_ref.actor.optim",
+            roles.actor.optim,
+        ),
         ("critic.model", config.critic.model, "critic.optim", config.critic.optim),
     ):
         if section.startswith(inactive_sections(config)):
             continue
-        for name, value in (("target_modules", model.target_modules), ("exclude_modules", model.exclude_modules)):
-            is_list = isinstance(value, list) and all(isinstance(entry, str) for entry in value) and value != []
-            if not (is_list or isinstance(value, str) or (value is None and name == "exclude_modules")):
+        for name, value in (
+            ("target_modules", model.target_modules),
+            ("exclude_modules", model.exclude_modules),
+        ):
+            is_list = (
+                isinstance(value, list)
+                and all(isinstance(entry, str) for entry in value)
+                and value != []
+            )
+            if not (
+                is_list or isinstance(value, str) or (value is None and name == "exclude_modules")
+            ):
                 yield (
-                    f"{section}.{name} must be a list of names, or a regular expression, or all-linear, "
-                    f"got {value!r}. Set {section}.target_modules=all-linear."
+                    f"{section}.{name} must be a list of names, or a regular expression, or "
+                    f"all-linear, got {value!r}. Set {section}.target_modules=all-linear."
                 )
         if model.lora_rank > 0 and optim.optimizer == "Muon":
             yield (
-                f"{key}.optimizer=Muon orthogonalises updates of whole weight matrices, which {section}.lora_rank="
-                f"{model.lora_rank} leaves frozen. Set {key}.optimizer=AdamW, or {section}.lora_rank=0."
+                f"{key}.optimizer=Muon orthogonalises updates of whole weight matrices, which "
+                f"{section}.lora_rank={model.lora_rank} leaves frozen. Set {key}.optimizer=AdamW, "
+                f"or {section}.lora_rank=0."
             )
 
 
 def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.total_training_steps is None and trainer.total_epochs is None:
-        yield "The run has no end. Set trainer.total_training_steps (max_steps) or trainer.total_epochs."
+        yield (
+            "The run has no end. Set trainer.total_training_steps (max_steps) or "
+            "trainer.total_epochs."
+        )
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield (
             "trainer.resume_mode=resume_path needs trainer.resume_from_path, which is not set. "
@@ -288,26 +363,37 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
         )
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield (
-            f"trainer.resume_from_path='{trainer.resume_from_path}' is read with trainer.resume_mode=resume_path only, "
-            f"got '{trainer.resume_mode}'. Set trainer.resume_mode=resume_path."
+            f"trainer.resume_from_path='{trainer.resume_from_path}' is read with "
+            f"trainer.resume_mode=resume_path only, got '{trainer.resume_mode}'. Set "
+            "trainer.resume_mode=resume_path."
         )
     elif trainer.resume_from_path is not None and not Path(trainer.resume_from_path).is_dir():
-        yield f"trainer.resume_from_path must be a global_step_N folder, found none at '{trainer.resume_from_path}'."
+        yield (
+            "trainer.resume_from_path must be a global_step_N folder, found none at "
+            f"'{trainer.resume_from_path}'."
+        )
     if "://" in trainer.default_local_dir:
-        yield f"trainer.default_local_dir must be a local or a mounted folder, got '{trainer.default_local_dir}'."
+        yield (
+            "trainer.default_local_dir must be a local or a mounted folder, got "
+            f"'{trainer.default_local_dir}'."
+        )
     for key in ("save_freq", "test_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key} must be positive, or -1 for never, got 0."
 
 
 def validation_has_data(config: TrainConfig) -> Iterator[str]:
-    if config.data.val_files or config.data.dataset_name is not None:  # a data set may bring its validation split
+    # a data set may bring its validation split
+    if config.data.val_files or config.data.dataset_name is not None:
         return
-    for key, asked in (("val_only", config.trainer.val_only), ("test_freq", config.trainer.test_freq > 0)):
+    for key, asked in (
+        ("val_only", config.trainer.val_only),
+        ("test_freq", config.trainer.test_freq > 0),
+    ):
         if asked:
             yield (
-                f"trainer.{key}={getattr(config.trainer, key)} asks for validation, but data.val_files is not set. "
-                "Set data.val_files."
+                f"trainer.{key}={getattr(config.trainer, key)} asks for validation, but "
+                "data.val_files is not set. Set data.val_files."
             )
 
 
@@ -319,7 +405,10 @@ def checkpoint_parts_are_known(config: TrainConfig) -> Iterator[str]:
         for key in ("save_contents", "load_contents"):
             for part in getattr(checkpoint, key):
                 if part not in CHECKPOINT_PARTS:
-                    yield f"{section}.checkpoint.{key}: unknown part '{part}'. Known: {', '.join(CHECKPOINT_PARTS)}."
+                    yield (
+                        f"{section}.checkpoint.{key}: unknown part '{part}'. Known: "
+                        f"{', '.join(CHECKPOINT_PARTS)}."
+                    )
 
 
 def loggers_are_known(config: TrainConfig) -> Iterator[str]:
@@ -328,7 +417,10 @@ def loggers_are_known(config: TrainConfig) -> Iterator[str]:
     for name in config.trainer.logger:
         if name not in TRACKERS:
             near = nearest_names(str(name), list(TRACKERS))
-            yield f"trainer.logger: unknown '{name}'. Nearest known: {near}. All: {', '.join(TRACKERS)}."
+            yield (
+                f"trainer.logger: unknown '{name}'. Nearest known: {near}. All: "
+                f"{', '.join(TRACKERS)}."
+            )
 
 
 RULES: tuple[Rule, ...] = (
@@ -361,11 +453,20 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
     yield from reward_doubts(config)
     actor, validation = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.val_kwargs
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        yield "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward are both on."
+        yield (
+            "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward "
+            "are both on."
+        )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not enter the loss."
+        yield (
+            "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not "
+            "enter the loss."
+        )
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
-        yield "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the reward."
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the "
+            "reward."
+        )
     for section, model in (
         ("actor_rollout_ref.model", config.actor_rollout_ref.model),
         ("critic.model", config.critic.model),
@@ -374,14 +475,20 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
         for key in ("lora_alpha", "target_modules", "exclude_modules"):
             value = getattr(model, key)
             if model.lora_rank == 0 and value != getattr(plain, key):
-                yield f"{section}.{key}={value} has no effect: it is read with {section}.lora_rank > 0 only."
+                yield (
+                    f"{section}.{key}={value} has no effect: it is read with {section}.lora_rank > "
+                    "0 only."
+                )
     if not validation.do_sample and validation.temperature > 0:
         yield (
-            f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no effect without "
-            "val_kwargs.do_sample=True: validation is greedy."
+            f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no "
+            "effect without val_kwargs.do_sample=True: validation is greedy."
         )
     if validation.n > 1 and is_greedy(validation):
-        yield f"Greedy validation gives {validation.n} equal responses a prompt; set val_kwargs.do_sample=True to vary."
+        yield (
+            f"Greedy validation gives {validation.n} equal responses a prompt; set "
+            "val_kwargs.do_sample=True to vary."
+        )
     for section, fsdp in (
         ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
         ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
@@ -389,6 +496,6 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
     ):
         if fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload):
             yield (
-                f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the host always, so "
-                "param_offload and optimizer_offload have no effect."
+                f"{section}.fsdp_config: offload_policy=True keeps parameters and moments on the "
+                "host always, so param_offload and optimizer_offload have no effect."
             )

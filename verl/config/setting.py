@@ -1,6 +1,8 @@
-"""How one configuration key is declared: its default, its help line, and whether this version honours it.
+"""How one configuration key is declared: its default, its help line, and whether this version
+honours it.
 
-Everything stays in the dataclass field's metadata, so that checks, warnings and the table of keys read one source.
+Everything stays in the dataclass field's metadata, so that checks, warnings and the table of keys
+read one source.
 """
 
 import copy
@@ -12,26 +14,32 @@ _METADATA_KEY = "verl_setting"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is known of one key beside its type and default. At most one of `no_effect` and `planned` is set."""
+    """What is known of one key beside its type and default. At most one of `no_effect` and
+    `planned` is set."""
 
     help: str
-    no_effect: str | None = None  # accepted; the reason why it changes nothing, logged when the user changes it
+    # accepted; the reason why it changes nothing, logged when the user changes it
+    no_effect: str | None = None
     planned: str | None = None  # refused unless it has its default; what it would take
-    planned_values: tuple[Any, ...] = ()  # the values that `planned` is said of; empty: all but the default
+    # the values that `planned` is said of; empty: all but the default
+    planned_values: tuple[Any, ...] = ()
     also: tuple[Any, ...] = ()  # values beside the default that pass without a warning or an error
     choices: tuple[str, ...] | None = None
     above: float | None = None  # exclusive lower bound
     at_least: float | None = None
     at_most: float | None = None
-    follows: str | None = None  # key whose value is taken when unset (".x": in the same section), or an interpolation
+    # key whose value is taken when unset (".x": in the same section), or an interpolation
+    follows: str | None = None
     alias_of: str | None = None  # full key of which this one is another name
-    null_is_default: bool = False  # an explicit null is accepted, though the type has none, and leaves the default
+    # an explicit null is accepted, though the type has none, and leaves the default
+    null_is_default: bool = False
     is_path: bool = False  # a file or folder: `~` is expanded
     many: bool = False  # one value or a list of them is accepted; a list after loading
 
 
 def setting(default: Any, help: str, **details: Any) -> Any:
-    """A dataclass field of the configuration. Mutable defaults (lists, dicts, sections) are copied per instance."""
+    """A dataclass field of the configuration. Mutable defaults (lists, dicts, sections) are copied
+    per instance."""
     metadata = {_METADATA_KEY: Setting(help=help, **details)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)

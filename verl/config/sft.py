@@ -1,4 +1,5 @@
-"""The configuration tree of `verl.trainer.main_sft`: names of verl 0.5's sft_trainer, read by the parts of training."""
+"""The configuration tree of `verl.trainer.main_sft`: names of verl 0.5's sft_trainer, read by the
+parts of training."""
 # ruff: noqa: RUF009 - `as_in` makes dataclass fields
 
 from collections.abc import Iterator
@@ -19,20 +20,29 @@ from verl.config.trainer import RayInitConfig, TrainerConfig
 
 @dataclass(kw_only=True, slots=True)
 class SFTMultiTurnConfig:
-    enable: bool = setting(False, "rows hold whole conversations; every turn of the assistant is learnt")
+    enable: bool = setting(
+        False, "rows hold whole conversations; every turn of the assistant is learnt"
+    )
     messages_key: str = setting("messages", "column with the list of messages")
-    tools_key: str = setting("tools", "column with the tools that the chat template gets, where there is one")
+    tools_key: str = setting(
+        "tools", "column with the tools that the chat template gets, where there is one"
+    )
     enable_thinking_key: str = setting(
-        "enable_thinking", "column with the enable_thinking that the chat template gets, where there is one"
+        "enable_thinking",
+        "column with the enable_thinking that the chat template gets, where there is one",
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class SFTCustomClassConfig:
     path: str | None = setting(
-        None, "file of your own dataset class", planned="from Python, SFTTrainer(train_dataset=...) takes yours"
+        None,
+        "file of your own dataset class",
+        planned="from Python, SFTTrainer(train_dataset=...) takes yours",
     )
-    name: str | None = setting(None, "its name", no_effect="read together with data.custom_cls.path only")
+    name: str | None = setting(
+        None, "its name", no_effect="read together with data.custom_cls.path only"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +50,12 @@ class SFTDataConfig:
     train_files: Any = as_in(DataConfig, "train_files")
     val_files: Any = as_in(DataConfig, "val_files")
     train_batch_size: int = setting(256, "rows an optimizer step, of all ranks together", above=0)
-    val_batch_size: int | None = setting(None, "rows a validation batch; null: train_batch_size", above=0)
-    micro_batch_size: int | None = setting(None, "old name", alias_of="data.micro_batch_size_per_gpu")
+    val_batch_size: int | None = setting(
+        None, "rows a validation batch; null: train_batch_size", above=0
+    )
+    micro_batch_size: int | None = setting(
+        None, "old name", alias_of="data.micro_batch_size_per_gpu"
+    )
     micro_batch_size_per_gpu: int | None = setting(
         None, "rows a forward-backward pass; null: as many as fit max_token_len_per_gpu", above=0
     )
@@ -54,17 +68,24 @@ class SFTDataConfig:
     )
     response_dict_keys: list[str] | None = setting(None, "the same for the response column")
     multiturn: SFTMultiTurnConfig = field(default_factory=SFTMultiTurnConfig)
-    max_length: int = setting(1024, "longest row, in tokens: prompt and answer, or the whole conversation", above=0)
+    max_length: int = setting(
+        1024, "longest row, in tokens: prompt and answer, or the whole conversation", above=0
+    )
     truncation: str = setting(
-        "error", "what to do with a longer row; left and right name the side cut off",
+        "error",
+        "what to do with a longer row; left and right name the side cut off",
         choices=("error", "left", "right"),
-    )  # fmt: skip
+    )
     shuffle: bool = as_in(DataConfig, "shuffle")
     seed: int = as_in(DataConfig, "seed")
     tokenizer: str | None = as_in(DataConfig, "tokenizer")
-    chat_template: str | None = setting(None, "Jinja chat template", alias_of="model.custom_chat_template")
+    chat_template: str | None = setting(
+        None, "Jinja chat template", alias_of="model.custom_chat_template"
+    )
     trust_remote_code: bool = as_in(DataConfig, "trust_remote_code")
-    balance_dp_token: bool = setting(False, "even out tokens over ranks", no_effect="they always are", also=(True,))
+    balance_dp_token: bool = setting(
+        False, "even out tokens over ranks", no_effect="they always are", also=(True,)
+    )
     custom_cls: SFTCustomClassConfig = field(default_factory=SFTCustomClassConfig)
     use_shm: bool = as_in(DataConfig, "use_shm")
 
@@ -72,7 +93,9 @@ class SFTDataConfig:
 @dataclass(kw_only=True, slots=True)
 class SFTFSDPConfig(FSDPConfig):
     model_dtype: str = setting("fp32", "dtype of the parameters", no_effect="model.dtype says it")
-    cpu_offload: bool | None = setting(None, "FSDP1's name", alias_of="model.fsdp_config.offload_policy")
+    cpu_offload: bool | None = setting(
+        None, "FSDP1's name", alias_of="model.fsdp_config.offload_policy"
+    )
     offload_params: bool = setting(
         False, "part of cpu_offload", no_effect="cpu_offload moves parameters too", also=(True,)
     )
@@ -80,7 +103,9 @@ class SFTFSDPConfig(FSDPConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SFTModelConfig(ModelConfig):
-    partial_pretrain: str | None = setting(None, "verl's name of path", alias_of="model.path", is_path=True)
+    partial_pretrain: str | None = setting(
+        None, "verl's name of path", alias_of="model.path", is_path=True
+    )
     strategy: str = as_in(ActorConfig, "strategy")
     use_torch_compile: bool | None = as_in(ActorConfig, "use_torch_compile")
     fsdp_config: SFTFSDPConfig = field(default_factory=SFTFSDPConfig)
@@ -88,22 +113,30 @@ class SFTModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SFTOptimConfig(OptimConfig):
-    warmup_steps_ratio: float | None = setting(None, "verl's name", alias_of="optim.lr_warmup_steps_ratio")
+    warmup_steps_ratio: float | None = setting(
+        None, "verl's name", alias_of="optim.lr_warmup_steps_ratio"
+    )
     lr_scheduler: str | None = setting(None, "verl's name", alias_of="optim.warmup_style")
     clip_grad: float = as_in(ActorConfig, "grad_clip")
 
 
 def _optim() -> SFTOptimConfig:
-    return SFTOptimConfig(lr=1e-5, betas=[0.9, 0.95], lr_warmup_steps_ratio=0.1, warmup_style="cosine")
+    return SFTOptimConfig(
+        lr=1e-5, betas=[0.9, 0.95], lr_warmup_steps_ratio=0.1, warmup_style="cosine"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class SFTTrainerConfig:
-    total_epochs: int | None = setting(4, "epochs; not read where total_training_steps is given", above=0)
+    total_epochs: int | None = setting(
+        4, "epochs; not read where total_training_steps is given", above=0
+    )
     num_train_epochs: int | None = as_in(TrainerConfig, "num_train_epochs")
     total_training_steps: int | None = as_in(TrainerConfig, "total_training_steps")
     max_steps: int | None = as_in(TrainerConfig, "max_steps")
-    seed: int = setting(1, "seed of everything that is drawn: the order of rows follows it", at_least=0)
+    seed: int = setting(
+        1, "seed of everything that is drawn: the order of rows follows it", at_least=0
+    )
     device: str | None = as_in(TrainerConfig, "device")
     num_threads: int | None = as_in(TrainerConfig, "num_threads")
     nnodes: int = as_in(TrainerConfig, "nnodes")
@@ -113,7 +146,9 @@ class SFTTrainerConfig:
     logger: Any = as_in(TrainerConfig, "logger")
     log_interval: int = as_in(TrainerConfig, "log_interval")
     test_freq: int = as_in(TrainerConfig, "test_freq")
-    val_before_train: bool = setting(False, "validate before the first step, where there are validation files")
+    val_before_train: bool = setting(
+        False, "validate before the first step, where there are validation files"
+    )
     deadline_s: float = as_in(TrainerConfig, "deadline_s")
     max_nonfinite_steps: int = as_in(TrainerConfig, "max_nonfinite_steps")
     save_freq: int = as_in(TrainerConfig, "save_freq")
@@ -139,21 +174,26 @@ class SFTConfig:
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
 
-SHARED = SharedKeys((
-    ("model.fsdp_config.", "actor_rollout_ref.actor.fsdp_config."),
-    ("model.strategy", "actor_rollout_ref.actor.strategy"),
-    ("model.use_torch_compile", "actor_rollout_ref.actor.use_torch_compile"),
-    ("model.", "actor_rollout_ref.model."),
-    ("optim.clip_grad", "actor_rollout_ref.actor.grad_clip"),
-    ("optim.", "actor_rollout_ref.actor.optim."),
-    ("data.micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-    ("data.max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-    ("data.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    ("data.chat_template", "data.custom_chat_template"),
-    ("trainer.checkpoint.", "actor_rollout_ref.actor.checkpoint."),
-    ("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
-    ("ulysses_sequence_parallel_size", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"),
-))  # fmt: skip
+SHARED = SharedKeys(
+    (
+        ("model.fsdp_config.", "actor_rollout_ref.actor.fsdp_config."),
+        ("model.strategy", "actor_rollout_ref.actor.strategy"),
+        ("model.use_torch_compile", "actor_rollout_ref.actor.use_torch_compile"),
+        ("model.", "actor_rollout_ref.model."),
+        ("optim.clip_grad", "actor_rollout_ref.actor.grad_clip"),
+        ("optim.", "actor_rollout_ref.actor.optim."),
+        ("data.micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        ("data.max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("data.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
+        ("data.chat_template", "data.custom_chat_template"),
+        ("trainer.checkpoint.", "actor_rollout_ref.actor.checkpoint."),
+        ("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
+        (
+            "ulysses_sequence_parallel_size",
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        ),
+    )
+)
 
 
 # The same run for the parts of training: an actor without rollout.
@@ -162,20 +202,30 @@ as_train_config = SHARED.as_train_config
 
 def model_is_named(config: SFTConfig) -> Iterator[str]:
     if config.model.path is None:
-        yield "model.path (partial_pretrain) is not set. Give a folder or hub name of a causal LM, or 'toy'."
+        yield (
+            "model.path (partial_pretrain) is not set. Give a folder or hub name of a causal LM, "
+            "or 'toy'."
+        )
 
 
 def training_data_is_named(config: SFTConfig) -> Iterator[str]:
     if not config.data.train_files:
-        yield "data.train_files is not set. Give Parquet or JSON lines with prompts and responses, or with messages."
+        yield (
+            "data.train_files is not set. Give Parquet or JSON lines with prompts and responses, "
+            "or with messages."
+        )
 
 
 def a_row_fits(config: SFTConfig) -> Iterator[str]:
     data, ranks = config.data, config.ulysses_sequence_parallel_size
-    if data.max_token_len_per_gpu is not None and data.max_token_len_per_gpu * ranks < data.max_length:
+    if (
+        data.max_token_len_per_gpu is not None
+        and data.max_token_len_per_gpu * ranks < data.max_length
+    ):
         yield (
-            f"data.max_token_len_per_gpu must hold one whole row (data.max_length={data.max_length}), got "
-            f"{data.max_token_len_per_gpu}. Set it to at least {-(-data.max_length // ranks)}."
+            "data.max_token_len_per_gpu must hold one whole row "
+            f"(data.max_length={data.max_length}), got {data.max_token_len_per_gpu}. Set it to at "
+            f"least {-(-data.max_length // ranks)}."
         )
 
 
@@ -195,7 +245,8 @@ RULES = (
         ),
     ),
 )
-# What a command line must name, and a program may give as objects: the training set and the validation set.
+# What a command line must name, and a program may give as objects: the training set and the
+# validation set.
 RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_data))
 
 

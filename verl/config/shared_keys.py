@@ -1,4 +1,5 @@
-"""Keys that a root shares with training: declared once, read by the parts of training, told under the root's names."""
+"""Keys that a root shares with training: declared once, read by the parts of training, told under
+the root's names."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ def as_in(section: type, name: str) -> Any:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Where training has the keys of a root. `places`: beginnings of keys, here and there, of which the first that fits
-    counts; a key that none fits has the same name there, if it is there at all."""
+    """Where training has the keys of a root. `places`: beginnings of keys, here and there, of which
+    the first that fits counts; a key that none fits has the same name there, if it is there at
+    all."""
 
     places: tuple[tuple[str, str], ...] = ()
 

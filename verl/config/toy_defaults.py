@@ -1,4 +1,5 @@
-"""What `data.dataset_name=toy` sets where the user says nothing: ten prompts, a tiny model, two CPU cores."""
+"""What `data.dataset_name=toy` sets where the user says nothing: ten prompts, a tiny model, two CPU
+cores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,12 +30,14 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
 TOY_MODEL_DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": False,
     "actor_rollout_ref.actor.optim.lr": 5e-4,
-    "trainer.num_threads": 1,  # as fast as two when they have the machine to themselves, and not slower when not
+    # as fast as two when they have the machine to themselves, and not slower when not
+    "trainer.num_threads": 1,
 }
 
 
 def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` (flat, aliases already renamed) over the toy defaults, which are logged in one line."""
+    """`given` (flat, aliases already renamed) over the toy defaults, which are logged in one
+    line."""
     if given.get("data.dataset_name") != TOY:
         return dict(given)
     defaults = dict(TOY_DATA_DEFAULTS)

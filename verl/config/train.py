@@ -16,7 +16,9 @@ class TrainConfig:
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(
+        default_factory=CustomRewardFunctionConfig
+    )
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
@@ -24,7 +26,11 @@ class TrainConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether a value model is trained."""
-        return self.critic.enable if self.critic.enable is not None else self.algorithm.adv_estimator == "gae"
+        return (
+            self.critic.enable
+            if self.critic.enable is not None
+            else self.algorithm.adv_estimator == "gae"
+        )
 
     @property
     def needs_reference(self) -> bool:

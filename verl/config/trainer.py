@@ -8,8 +8,8 @@ from verl.config.setting import setting
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
-    """Ranks count over all machines from 0. Roles with the same ranks share their processes and devices, others have
-    none in common and work at the same time."""
+    """Ranks count over all machines from 0. Roles with the same ranks share their processes and
+    devices, others have none in common and work at the same time."""
 
     actor: list[int] | None = setting(
         None, "ranks of the actor and its rollout, [0,1] say; null: all that no other role is given"
@@ -21,15 +21,27 @@ class PlacementConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    total_epochs: int | None = setting(30, "epochs; not read where total_training_steps is given", above=0)
-    num_train_epochs: int | None = setting(None, "epochs", alias_of="trainer.total_epochs")
-    total_training_steps: int | None = setting(None, "steps; null: total_epochs over the data", above=0)
-    max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
-    seed: int = setting(0, "seed of everything that is drawn: order of rows and sampling noise follow it", at_least=0)
-    device: str | None = setting(
-        None, "cpu or cuda; null: the first visible GPU, else the CPU", choices=("auto", "cpu", "cuda")
+    total_epochs: int | None = setting(
+        30, "epochs; not read where total_training_steps is given", above=0
     )
-    num_threads: int | None = setting(None, "CPU threads that torch computes with; null: one a core", above=0)
+    num_train_epochs: int | None = setting(None, "epochs", alias_of="trainer.total_epochs")
+    total_training_steps: int | None = setting(
+        None, "steps; null: total_epochs over the data", above=0
+    )
+    max_steps: int | None = setting(None, "steps", alias_of="trainer.total_training_steps")
+    seed: int = setting(
+        0,
+        "seed of everything that is drawn: order of rows and sampling noise follow it",
+        at_least=0,
+    )
+    device: str | None = setting(
+        None,
+        "cpu or cuda; null: the first visible GPU, else the CPU",
+        choices=("auto", "cpu", "cuda"),
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads that torch computes with; null: one a core", above=0
+    )
     nnodes: int = setting(1, "machines", above=0, at_most=100_000)
     n_gpus_per_node: int | None = setting(
         None,
@@ -41,66 +53,102 @@ class TrainerConfig:
     project_name: str = setting("verl_examples", "project, for trackers and folders")
     experiment_name: str = setting("gsm8k", "experiment, for trackers and folders")
     logger: Any = setting(
-        ["console"], "where metrics go: console, file, tensorboard, wandb, mlflow, swanlab", many=True
+        ["console"],
+        "where metrics go: console, file, tensorboard, wandb, mlflow, swanlab",
+        many=True,
     )
     log_interval: int = setting(1, "steps between two lines on the console", above=0)
     log_val_generations: int = setting(0, "validation samples that trackers show", at_least=0)
-    rollout_data_dir: str | None = setting(None, "folder for the training samples of each step", is_path=True)
-    validation_data_dir: str | None = setting(None, "folder for the validation samples", is_path=True)
-    val_before_train: bool = setting(True, "validate before the first step, where there are validation files")
+    rollout_data_dir: str | None = setting(
+        None, "folder for the training samples of each step", is_path=True
+    )
+    validation_data_dir: str | None = setting(
+        None, "folder for the validation samples", is_path=True
+    )
+    val_before_train: bool = setting(
+        True, "validate before the first step, where there are validation files"
+    )
     val_only: bool = setting(False, "validate and stop")
     test_freq: int = setting(-1, "steps between validations; -1: none", at_least=-1)
     critic_warmup: int = setting(0, "first steps that train the critic alone", at_least=0)
     deadline_s: float = setting(
-        7200.0, "seconds that one call on the ranks may take (a generation, an update, a checkpoint) before the run "
-        "ends with the stacks of all ranks", above=0,
-    )  # fmt: skip
+        7200.0,
+        "seconds that one call on the ranks may take (a generation, an update, a checkpoint) "
+        "before the run ends with the stacks of all ranks",
+        above=0,
+    )
     max_nonfinite_steps: int = setting(
         3, "skipped steps in a row (loss or gradient not finite) that stop the run", above=0
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: none", at_least=-1)
-    async_save: bool = setting(False, "write checkpoints beside the run, from a copy in host memory")
-    default_local_dir: str = setting(
-        "checkpoints/verl_examples/gsm8k", "folder of checkpoints",
-        follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}", is_path=True,
-    )  # fmt: skip
-    default_hdfs_dir: str | None = setting(
-        None, "remote copy of checkpoints", planned="checkpoints are written to a local or mounted folder only"
+    async_save: bool = setting(
+        False, "write checkpoints beside the run, from a copy in host memory"
     )
-    max_actor_ckpt_to_keep: int | None = setting(None, "newest checkpoints kept; null: all", above=0)
+    default_local_dir: str = setting(
+        "checkpoints/verl_examples/gsm8k",
+        "folder of checkpoints",
+        follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        is_path=True,
+    )
+    default_hdfs_dir: str | None = setting(
+        None,
+        "remote copy of checkpoints",
+        planned="checkpoints are written to a local or mounted folder only",
+    )
+    max_actor_ckpt_to_keep: int | None = setting(
+        None, "newest checkpoints kept; null: all", above=0
+    )
     max_critic_ckpt_to_keep: int | None = setting(
         None, "the same for the critic, which lies in the same folders", above=0
     )
     del_local_ckpt_after_load: bool = setting(
-        False, "delete a checkpoint after it was read", no_effect="old checkpoints go by max_actor_ckpt_to_keep"
+        False,
+        "delete a checkpoint after it was read",
+        no_effect="old checkpoints go by max_actor_ckpt_to_keep",
     )
     resume_mode: str = setting(
-        "auto", "auto: from the newest whole checkpoint; resume_path: from resume_from_path",
+        "auto",
+        "auto: from the newest whole checkpoint; resume_path: from resume_from_path",
         choices=("auto", "disable", "resume_path"),
-    )  # fmt: skip
+    )
     resume_from_path: str | None = setting(None, "a global_step_N folder", is_path=True)
     esi_redundant_time: float = setting(
-        0.0, "seconds kept for a checkpoint before an instance expires", planned="expiry of an instance is not watched"
+        0.0,
+        "seconds kept for a checkpoint before an instance expires",
+        planned="expiry of an instance is not watched",
     )
     balance_batch: bool = setting(True, "even out tokens over ranks", no_effect="they always are")
     profile_steps: list[int] | None = setting(
-        None, "steps whose timeline is written, a Chrome trace for each: default_local_dir/timeline/global_step_N.json"
+        None,
+        (
+            "steps whose timeline is written, a Chrome trace for each: "
+            "default_local_dir/timeline/global_step_N.json"
+        ),
     )
     ray_wait_register_center_timeout: int = setting(
-        300, "seconds Ray may take", no_effect="Ray is waited for as long as it says that it is starting"
+        300,
+        "seconds Ray may take",
+        no_effect="Ray is waited for as long as it says that it is starting",
     )
-    use_legacy_worker_impl: str = setting("auto", "choice between two implementations", no_effect="there is one")
+    use_legacy_worker_impl: str = setting(
+        "auto", "choice between two implementations", no_effect="there is one"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class RayInitConfig:
     address: str | None = setting(
-        None, "the cluster: HOST:6379, ray://HOST:10001, auto, or local for one of the run's own; null: RAY_ADDRESS, "
-        "else one that was started on this machine, else the run's own",
-    )  # fmt: skip
+        None,
+        "the cluster: HOST:6379, ray://HOST:10001, auto, or local for one of the run's own; "
+        "null: RAY_ADDRESS, else one that was started on this machine, else the run's own",
+    )
     namespace: str | None = setting(None, "Ray's namespace for the actors")
     runtime_env: Any = setting(
-        None, "a mapping or a YAML file that extends verl's own: its excludes are added, its env_vars win"
+        None,
+        (
+            "a mapping or a YAML file that extends verl's own: its excludes are added, its "
+            "env_vars win"
+        ),
     )
     num_cpus: int | None = setting(None, "CPU cores that a Ray started here may use", above=0)
     timeline_json_file: str | None = setting(

@@ -19,10 +19,12 @@ def validate(
     *,
     only_to_plan: bool = False,
 ) -> None:
-    """Raise one ConfigError with every contradiction; log one line for each changed key that has no effect.
+    """Raise one ConfigError with every contradiction; log one line for each changed key that has no
+    effect.
 
-    `rules` and `doubts` are those of the configuration's root, by default of TrainConfig. With `only_to_plan` what is
-    not available in this version is a line of the log as well: nothing will run.
+    `rules` and `doubts` are those of the configuration's root, by default of TrainConfig. With
+    `only_to_plan` what is not available in this version is a line of the log as well: nothing will
+    run.
     """
     keys = keys_of(type(config))
     problems = contradictions(config, rules, only_to_plan=only_to_plan)
@@ -30,7 +32,8 @@ def validate(
         raise ConfigError(
             problems[0]
             if len(problems) == 1
-            else f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {problem}" for problem in problems)
+            else f"{len(problems)} problems in the configuration:\n"
+            + "\n".join(f"- {problem}" for problem in problems)
         )
     if only_to_plan:
         for told in _not_available(config):
@@ -39,9 +42,15 @@ def validate(
         logger.warning(warning)
 
 
-def contradictions(config: Any, rules: Iterable[Rule] = RULES, *, only_to_plan: bool = False) -> list[str]:
+def contradictions(
+    config: Any, rules: Iterable[Rule] = RULES, *, only_to_plan: bool = False
+) -> list[str]:
     """What cannot be honoured, one message each; see `validate`."""
-    problems = [problem for key in keys_of(type(config)).values() for problem in _problems_of_value(config, key)]
+    problems = [
+        problem
+        for key in keys_of(type(config)).values()
+        for problem in _problems_of_value(config, key)
+    ]
     if not problems:  # rules take it that every single value is in its range
         problems = [] if only_to_plan else list(_not_available(config))
         problems += [problem for rule in rules for problem in rule(config)]
@@ -56,12 +65,16 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
     if setting.choices is not None and value not in setting.choices:
         if key.path.endswith("strategy") and "megatron" in str(value):
             yield (
-                f"{key.path}={value}: there is no Megatron backend. Set {key.path}=fsdp: FSDP2 shards weights, "
-                "gradients and moments, and actor_rollout_ref.rollout.tensor_model_parallel_size splits the rollout."
+                f"{key.path}={value}: there is no Megatron backend. Set {key.path}=fsdp: FSDP2 "
+                "shards weights, gradients and moments, and "
+                "actor_rollout_ref.rollout.tensor_model_parallel_size splits the rollout."
             )
             return
         near = nearest_names(str(value), list(setting.choices))
-        yield f"{key.path}: unknown value '{value}'. Nearest known: {near}. All: {', '.join(setting.choices)}."
+        yield (
+            f"{key.path}: unknown value '{value}'. Nearest known: {near}. All: "
+            f"{', '.join(setting.choices)}."
+        )
     if (bounds := _violated_bounds(key, value)) is not None:
         yield f"{key.path} must be {bounds}, got {value}."
     elif isinstance(value, float) and math.isnan(value):
@@ -72,12 +85,19 @@ def _not_available(config: Any) -> Iterator[str]:
     """What is asked for and not built yet, in the sections that are read at all."""
     unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
     for key in keys_of(type(config)).values():
-        value, reason, values = value_at(config, key.path), key.setting.planned, key.setting.planned_values
+        value, reason, values = (
+            value_at(config, key.path),
+            key.setting.planned,
+            key.setting.planned_values,
+        )
         if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
             continue
         if (not values or value in values) and not key.path.startswith(unread):
             default = _written(key.default)
-            yield f"{key.path}={value} is not available in this version: {reason}. Set {key.path}={default}."
+            yield (
+                f"{key.path}={value} is not available in this version: {reason}. Set "
+                f"{key.path}={default}."
+            )
 
 
 def _violated_bounds(key: Key, value: Any) -> str | None:

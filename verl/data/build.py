@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def build_dataset(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, split: str) -> MapDataset | None:
+def build_dataset(
+    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, split: str
+) -> MapDataset | None:
     """The dataset of `split` ("train" or "val"); None where there is nothing to validate on."""
     data = config.data
     files = data_files(data, split)
@@ -29,8 +31,8 @@ def build_dataset(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", *, 
 
 
 def data_files(data: DataConfig, split: str) -> Any:
-    """Files of a split. Without `val_files`, the toy set validates on itself, and a folder of several splits on its
-    validation or test split; otherwise there is no validation set (None)."""
+    """Files of a split. Without `val_files`, the toy set validates on itself, and a folder of
+    several splits on its validation or test split; otherwise there is no validation set (None)."""
     if split == "val" and data.val_files:
         return data.val_files
     if data.dataset_name == TOY:
@@ -39,13 +41,21 @@ def data_files(data: DataConfig, split: str) -> Any:
         folder = data.dataset_name
         return [folder] if folder is not None and has_split(folder, "val") else None
     files = data.train_files or data.dataset_name
-    if data.custom_cls.path is None and not data.train_files and files and not Path(files).expanduser().exists():
+    if (
+        data.custom_cls.path is None
+        and not data.train_files
+        and files
+        and not Path(files).expanduser().exists()
+    ):
         raise DataError(
-            f"data.dataset_name must be '{TOY}', a file, or a folder written by datasets' save_to_disk, found none at "
-            f"'{files}'. A set of the hub is made a file by a script of examples/data_preprocess."
+            f"data.dataset_name must be '{TOY}', a file, or a folder written by datasets' "
+            f"save_to_disk, found none at '{files}'. A set of the hub is made a file by a script "
+            "of examples/data_preprocess."
         )
     if not files:
-        raise DataError("No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy.")
+        raise DataError(
+            "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
+        )
     return files
 
 
@@ -60,7 +70,9 @@ def build_sampler(data: DataConfig, dataset: MapDataset) -> Sampler | None:
     return made
 
 
-def _custom_dataset(data: DataConfig, files: Any, tokenizer: "PreTrainedTokenizerBase", split: str) -> MapDataset:
+def _custom_dataset(
+    data: DataConfig, files: Any, tokenizer: "PreTrainedTokenizerBase", split: str
+) -> MapDataset:
     kind = load_extern_type(str(data.custom_cls.path), str(data.custom_cls.name))
     arguments: dict[str, Any] = {"data_files": files, "tokenizer": tokenizer, "config": data}
     accepted = inspect.signature(kind).parameters
@@ -78,4 +90,7 @@ def _custom_dataset(data: DataConfig, files: Any, tokenizer: "PreTrainedTokenize
 def _require_methods(made: Any, methods: tuple[str, ...], key: str) -> None:
     missing = [method for method in methods if not callable(getattr(type(made), method, None))]
     if missing:
-        raise DataError(f"{key}: {type(made).__name__} must have {' and '.join(methods)}, lacks {', '.join(missing)}.")
+        raise DataError(
+            f"{key}: {type(made).__name__} must have {' and '.join(methods)}, lacks "
+            f"{', '.join(missing)}."
+        )

@@ -17,7 +17,8 @@ Messages = list[Message]
 
 
 def as_messages(value: Any) -> Messages:
-    """A prompt as messages; a plain string is one message of the user (said once). DataError otherwise."""
+    """A prompt as messages; a plain string is one message of the user (said once). DataError
+    otherwise."""
     if isinstance(value, str):
         say_once("A prompt that is a plain string is taken as one message of the user.")
         value = [{"role": "user", "content": value}]
@@ -33,10 +34,14 @@ def as_messages(value: Any) -> Messages:
 
 def _check_message(number: int, message: Any) -> None:
     if not isinstance(message, dict):
-        raise DataError(f"message {number} must be a dict with role and content, got {type(message).__name__}")
+        raise DataError(
+            f"message {number} must be a dict with role and content, got {type(message).__name__}"
+        )
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise DataError(f"message {number} lacks its role (system, user, assistant ...): {str(message)[:80]}")
+        raise DataError(
+            f"message {number} lacks its role (system, user, assistant ...): {str(message)[:80]}"
+        )
     # Text, or a list of parts; null is an assistant's turn that only calls tools.
     if not (isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))):
         raise DataError(f"message {number} lacks its content (a text): {str(message)[:80]}")
@@ -57,16 +62,17 @@ def check_text(text: str, name: str = "") -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{name}must be text that can be written as UTF-8, got half a character (a lone surrogate, "
-            f"{text[error.start]!r}) at place {error.start}: {text[:80]!r}. Write the whole character, or take it out"
+            f"{name}must be text that can be written as UTF-8, got half a character (a lone "
+            f"surrogate, {text[error.start]!r}) at place {error.start}: {text[:80]!r}. Write the "
+            "whole character, or take it out"
         ) from error
 
 
 def plain_text(messages: Messages, *, add_generation_prompt: bool = True) -> str:
     """The text of a conversation for a tokenizer without chat template.
 
-    One message is its content and nothing else: base models continue text. Several are one `role: content` a line,
-    and the line `assistant:` opens the answer.
+    One message is its content and nothing else: base models continue text. Several are one `role:
+    content` a line, and the line `assistant:` opens the answer.
     """
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -75,18 +81,22 @@ def plain_text(messages: Messages, *, add_generation_prompt: bool = True) -> str
 
 
 def encode_conversations(
-    tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Messages], *, add_generation_prompt: bool = True
+    tokenizer: "PreTrainedTokenizerBase",
+    conversations: Sequence[Messages],
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[list[int]]:
     """Token ids of each conversation, ready for an answer.
 
-    The tokenizer's own template writes every special token itself. Without a template the text is `plain_text`, to
-    which the tokenizer adds what it adds to the beginning of any text. DataError if a template refuses a conversation.
+    The tokenizer's own template writes every special token itself. Without a template the text is
+    `plain_text`, to which the tokenizer adds what it adds to the beginning of any text. DataError
+    if a template refuses a conversation.
     """
     templated = tokenizer.chat_template is not None
     if not templated:
         say_once(
-            "The tokenizer has no chat template: a single message is encoded as plain text, several as lines of "
-            "'role: content'. Set data.custom_chat_template for another form."
+            "The tokenizer has no chat template: a single message is encoded as plain text, "
+            "several as lines of 'role: content'. Set data.custom_chat_template for another form."
         )
     texts = [
         _render(tokenizer, messages, add_generation_prompt)
@@ -97,7 +107,9 @@ def encode_conversations(
     if not texts:
         return []
     # verbose=False: whether a prompt is too long is ours to say, against the limit of this run.
-    encoded: Any = tokenizer(texts, add_special_tokens=not templated, return_attention_mask=False, verbose=False)
+    encoded: Any = tokenizer(
+        texts, add_special_tokens=not templated, return_attention_mask=False, verbose=False
+    )
     ids: list[list[int]] = encoded["input_ids"]
     if templated:
         return ids
@@ -109,12 +121,18 @@ def apply_chat_template(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, add_generation_prompt: bool = True
 ) -> list[int]:
     """Token ids of one conversation; see `encode_conversations`."""
-    return encode_conversations(tokenizer, [messages], add_generation_prompt=add_generation_prompt)[0]
+    return encode_conversations(tokenizer, [messages], add_generation_prompt=add_generation_prompt)[
+        0
+    ]
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool
+) -> str:
     with refusals_told(messages, "data.custom_chat_template"):
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text: Any = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     return text
 
 
@@ -125,8 +143,10 @@ def refusals_told(messages: Messages, key: str) -> Iterator[None]:
         yield
     # TypeError: a template that writes texts was given something else, a list of parts say.
     except (TemplateError, TypeError) as error:
-        texts = " (many templates take no content but a text)" if isinstance(error, TypeError) else ""
+        texts = (
+            " (many templates take no content but a text)" if isinstance(error, TypeError) else ""
+        )
         raise DataError(
-            f"the tokenizer's chat template refuses these messages ({error}): {str(messages)[:120]}. Change the "
-            f"messages{texts}, or set {key}"
+            f"the tokenizer's chat template refuses these messages ({error}): "
+            f"{str(messages)[:120]}. Change the messages{texts}, or set {key}"
         ) from error

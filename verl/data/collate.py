@@ -15,27 +15,33 @@ _PADDED = ("input_ids", "attention_mask", "position_ids")
 
 
 def collate(items: Sequence[dict[str, Any]]) -> DataProto:
-    """A batch of B items with the object column `raw_prompt_ids`. DataError if one lacks prompt ids, or keys differ.
+    """A batch of B items with the object column `raw_prompt_ids`. DataError if one lacks prompt
+    ids, or keys differ.
 
-    Tensors of equal shape are stacked to tensor columns; everything else becomes an object column. An item of a user's
-    dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of `raw_prompt_ids`.
+    Tensors of equal shape are stacked to tensor columns; everything else becomes an object column.
+    An item of a user's dataset may have `input_ids` (P,) and `attention_mask` (P,) instead of
+    `raw_prompt_ids`.
     """
     rows = [_with_prompt_ids(item) for item in items]
     return DataProto.from_single_dict(columns_of(rows))
 
 
 def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Items by column: tensors of equal shape stacked to (B, ...), everything else as an object array (B,)."""
+    """Items by column: tensors of equal shape stacked to (B, ...), everything else as an object
+    array (B,)."""
     keys = data_list[0].keys()
     for item in data_list:
         if item.keys() != keys:
             raise DataError(
-                f"All items of a dataset must have the same keys; these are not in all: {item.keys() ^ keys}."
+                "All items of a dataset must have the same keys; these are not in all: "
+                f"{item.keys() ^ keys}."
             )
     columns: dict[str, torch.Tensor | np.ndarray] = {}
     for key in keys:
         values = [item[key] for item in data_list]
-        stacks = all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values)
+        stacks = all(
+            isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values
+        )
         columns[key] = torch.stack(values) if stacks else object_column(values)
     return columns
 
@@ -44,17 +50,24 @@ def _with_prompt_ids(item: dict[str, Any]) -> dict[str, Any]:
     ids = item.get("raw_prompt_ids")
     if ids is None:
         if "input_ids" not in item:
-            raise DataError(f"An item needs raw_prompt_ids (a list of token ids) or input_ids, got keys {list(item)}.")
+            raise DataError(
+                "An item needs raw_prompt_ids (a list of token ids) or input_ids, got keys "
+                f"{list(item)}."
+            )
         padded = torch.as_tensor(item["input_ids"])
         mask = torch.as_tensor(item.get("attention_mask", torch.ones_like(padded)))
         if padded.dim() != 1 or mask.shape != padded.shape:
             raise DataError(
-                f"An item's input_ids and attention_mask must be 1-D and of equal length, got shapes "
-                f"{tuple(padded.shape)} and {tuple(mask.shape)}."
+                "An item's input_ids and attention_mask must be 1-D and of equal length, got "
+                f"shapes {tuple(padded.shape)} and {tuple(mask.shape)}."
             )
         ids = padded[mask.bool()]
     # tolist() of a tensor or array; a plain list is copied as it is
     ids = torch.as_tensor(ids).tolist() if not isinstance(ids, list) else ids
     if not ids:
-        raise DataError(f"A prompt must have at least one token, got none (keys of the item: {list(item)}).")
-    return {"raw_prompt_ids": ids} | {k: v for k, v in item.items() if k not in ("raw_prompt_ids", *_PADDED)}
+        raise DataError(
+            f"A prompt must have at least one token, got none (keys of the item: {list(item)})."
+        )
+    return {"raw_prompt_ids": ids} | {
+        k: v for k, v in item.items() if k not in ("raw_prompt_ids", *_PADDED)
+    }

@@ -18,8 +18,11 @@ import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError
 
-FORMATS = "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
-# Names under which a `save_to_disk` folder with several splits keeps the one that is wanted, first found wins.
+FORMATS = (
+    "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
+)
+# Names under which a `save_to_disk` folder with several splits keeps the one that is wanted, first
+# found wins.
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 _MARKERS = ("dataset_dict.json", "state.json")  # one of them lies in every `save_to_disk` folder
 _GZIP = b"\x1f\x8b"  # what a file packed by gzip begins with
@@ -84,15 +87,17 @@ def as_file_list(files: Any) -> list[str]:
 
 
 def open_rows(file: str | Path, split: str = "train") -> Rows:
-    """The rows of a file or folder (`split` picks among several in a folder). DataError if it is missing, of an
-    unknown format, unreadable or empty."""
+    """The rows of a file or folder (`split` picks among several in a folder). DataError if it is
+    missing, of an unknown format, unreadable or empty."""
     path = Path(file).expanduser()
     if path.is_dir():
         rows: Rows = _open_folder(path, split)
     elif not path.is_file():
         raise DataError(_missing(file, path))
     elif path.stat().st_size == 0:
-        raise DataError(f"Data file '{file}' is empty (0 bytes). Write it again, or take it off the list.")
+        raise DataError(
+            f"Data file '{file}' is empty (0 bytes). Write it again, or take it off the list."
+        )
     elif path.suffix == ".parquet":
         rows = _open_parquet(path)
     elif path.suffix in (".json", ".jsonl"):
@@ -100,7 +105,9 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
     else:
         raise DataError(f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.")
     if len(rows) == 0:
-        raise DataError(f"Data file '{file}' holds no rows. Write it again, or take it off the list.")
+        raise DataError(
+            f"Data file '{file}' holds no rows. Write it again, or take it off the list."
+        )
     return rows
 
 
@@ -110,15 +117,18 @@ def has_split(file: str | Path, split: str) -> bool:
     if not marker.is_file():
         return False
     with _told_as_damaged(marker.parent):
-        return any(name in SPLITS[split] for name in json.loads(marker.read_text(encoding="utf-8"))["splits"])
+        return any(
+            name in SPLITS[split]
+            for name in json.loads(marker.read_text(encoding="utf-8"))["splits"]
+        )
 
 
 def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
     """DataError where the rows lack the column that the configuration names in `key`."""
     if column not in rows.columns:
         raise DataError(
-            f"{file}: the column '{column}' is missing; columns found: {', '.join(rows.columns) or 'none'}. Rename "
-            f"yours, or name it in {key}."
+            f"{file}: the column '{column}' is missing; columns found: "
+            f"{', '.join(rows.columns) or 'none'}. Rename yours, or name it in {key}."
         )
 
 
@@ -132,9 +142,14 @@ def told_of(place: str) -> Iterator[None]:
 
 
 def encoded_in_chunks(
-    file: str | Path, rows: Iterable[Row], encode: Callable[[list[Row]], list[Encoded]], *, chunk: int
+    file: str | Path,
+    rows: Iterable[Row],
+    encode: Callable[[list[Row]], list[Encoded]],
+    *,
+    chunk: int,
 ) -> Iterator[Encoded]:
-    """What `encode` makes of each row of a file, `chunk` rows a call. DataError names the first that it refuses."""
+    """What `encode` makes of each row of a file, `chunk` rows a call. DataError names the first
+    that it refuses."""
     rest, start = iter(rows), 0
     while many := list(islice(rest, chunk)):
         try:
@@ -163,12 +178,18 @@ def content_fingerprint(file: str | Path) -> str:
 def _missing(file: str | Path, path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path."
+        return (
+            f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path."
+        )
     beside = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json", ".jsonl"))
-    found = f"data files in that folder: {', '.join(beside[:8])}" if beside else "no data file is in that folder"
+    found = (
+        f"data files in that folder: {', '.join(beside[:8])}"
+        if beside
+        else "no data file is in that folder"
+    )
     return (
-        f"Data file '{file}' does not exist; {found}. Correct the path, or make the file with a script of "
-        "examples/data_preprocess."
+        f"Data file '{file}' does not exist; {found}. Correct the path, or make the file with a "
+        "script of examples/data_preprocess."
     )
 
 
@@ -176,11 +197,14 @@ def _open_parquet(path: Path) -> Rows:
     try:
         return ArrowRows(pq.read_table(path))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"Data file '{path}' is not readable as Parquet: {error}. Write it again.") from error
+        raise DataError(
+            f"Data file '{path}' is not readable as Parquet: {error}. Write it again."
+        ) from error
 
 
 def read_json_rows(path: Path) -> list[dict[str, Any]]:
-    """Objects one a line, or one array of objects; those of a file named .gz unpacked. DataError names what is not."""
+    """Objects one a line, or one array of objects; those of a file named .gz unpacked. DataError
+    names what is not."""
     text = _read_text(path)
     if text.lstrip().startswith("["):
         try:
@@ -188,25 +212,34 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
         return [_json_object(path, f"element {number}", row) for number, row in rows]
-    # Lines end at "\n" alone: str.splitlines would also cut at separators that JSON allows inside strings.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    # Lines end at "\n" alone: str.splitlines would also cut at separators that JSON allows inside
+    # strings.
+    lines = [
+        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+    ]
     return [_parse_line(path, number, line) for number, line in lines]
 
 
 def _read_text(path: Path) -> str:
     try:
-        return (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+        return (
+            gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        ).decode("utf-8")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
-            f"Data file '{path}' cannot be unpacked ({error}). Get it again, or name it without .gz."
+            f"Data file '{path}' cannot be unpacked ({error}). Get it again, or name it without "
+            ".gz."
         ) from error
     except UnicodeDecodeError as error:
         if error.object.startswith(_GZIP):
-            raise DataError(f"Data file '{path}' must be plain text, got one packed by gzip. Unpack it.") from error
+            raise DataError(
+                f"Data file '{path}' must be plain text, got one packed by gzip. Unpack it."
+            ) from error
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"Data file '{path}', line {line}, must be text in UTF-8, got the byte 0x{error.object[error.start]:02x} "
-            f"({error.reason}). Convert the file, for example with iconv -f LATIN1 -t UTF-8 or -f UTF-16."
+            f"Data file '{path}', line {line}, must be text in UTF-8, got the byte "
+            f"0x{error.object[error.start]:02x} ({error.reason}). Convert the file, for example "
+            "with iconv -f LATIN1 -t UTF-8 or -f UTF-16."
         ) from error
 
 
@@ -214,7 +247,9 @@ def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         return _json_object(path, f"line {number}", json.loads(line))
     except json.JSONDecodeError as error:
-        raise DataError(f"Data file '{path}', line {number}, must be one JSON object a line: {error}.") from error
+        raise DataError(
+            f"Data file '{path}', line {number}, must be one JSON object a line: {error}."
+        ) from error
 
 
 def _json_object(path: Path, where: str, value: Any) -> dict[str, Any]:
@@ -230,10 +265,11 @@ def _open_folder(path: Path, split: str) -> Rows:
     if not any((path / marker).is_file() for marker in _MARKERS):
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise DataError(
-            f"Folder '{path}' was not written by datasets' save_to_disk (it holds {inside}). Name such a folder, or "
-            "the data files themselves."
+            f"Folder '{path}' was not written by datasets' save_to_disk (it holds {inside}). Name "
+            "such a folder, or the data files themselves."
         )
-    from datasets import DatasetDict, load_from_disk  # with pandas it takes 0.6 s, which other files need not wait for
+    # with pandas it takes 0.6 s, which other files need not wait for
+    from datasets import DatasetDict, load_from_disk
 
     with _told_as_damaged(path):
         loaded = load_from_disk(str(path))
@@ -251,13 +287,14 @@ def _open_folder(path: Path, split: str) -> Rows:
 
 @contextmanager
 def _told_as_damaged(folder: Path) -> Iterator[None]:
-    """DataError for whatever reading the files of a `save_to_disk` folder raises where one is not what was saved."""
+    """DataError for whatever reading the files of a `save_to_disk` folder raises where one is not
+    what was saved."""
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         raise DataError(
-            f"Folder '{folder}' must be whole, as datasets' save_to_disk writes it, but cannot be read "
-            f"({type(error).__name__}: {error}). Save it again."
+            f"Folder '{folder}' must be whole, as datasets' save_to_disk writes it, but cannot be "
+            f"read ({type(error).__name__}: {error}). Save it again."
         ) from error
 
 
@@ -269,6 +306,7 @@ def load_from_hub(name: str, *arguments: Any, **keywords: Any) -> Any:
         return load_dataset(name, *arguments, **keywords)
     except (ConnectionError, TimeoutError) as error:
         raise DataError(
-            f"The set '{name}' cannot be had from the hub: {error}. Mend the network (HF_ENDPOINT names a mirror, "
-            "HF_HUB_OFFLINE=1 forbids it), or give files that are here with --local_dataset_path."
+            f"The set '{name}' cannot be had from the hub: {error}. Mend the network (HF_ENDPOINT "
+            "names a mirror, HF_HUB_OFFLINE=1 forbids it), or give files that are here with "
+            "--local_dataset_path."
         ) from error

@@ -1,4 +1,5 @@
-"""Prompt lengths in tokens, measured once per file, tokenizer and template, and kept in a cache folder."""
+"""Prompt lengths in tokens, measured once per file, tokenizer and template, and kept in a cache
+folder."""
 
 import hashlib
 import os
@@ -33,12 +34,25 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
         backend: Any = tokenizer.backend_tokenizer
         rules = backend.to_str()
     else:
-        rules = repr((type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs))
-    return hashlib.blake2b(f"{rules}\0{tokenizer.chat_template}".encode(), digest_size=16).hexdigest()
+        rules = repr(
+            (
+                type(tokenizer).__qualname__,
+                sorted(tokenizer.get_vocab().items()),
+                tokenizer.init_kwargs,
+            )
+        )
+    return hashlib.blake2b(
+        f"{rules}\0{tokenizer.chat_template}".encode(), digest_size=16
+    ).hexdigest()
 
 
 def prompt_lengths(
-    tokenizer: "PreTrainedTokenizerBase", conversations: Iterable[Messages], *, count: int, key: str, name: str
+    tokenizer: "PreTrainedTokenizerBase",
+    conversations: Iterable[Messages],
+    *,
+    count: int,
+    key: str,
+    name: str,
 ) -> np.ndarray:
     """Lengths (count,) int32 of the conversations, from the cache where `key` is known there.
 
@@ -51,10 +65,14 @@ def prompt_lengths(
     if cached is not None:
         return cached
     start = time.perf_counter()
-    encoded = encoded_in_chunks(name, conversations, partial(encode_conversations, tokenizer), chunk=_CHUNK)
+    encoded = encoded_in_chunks(
+        name, conversations, partial(encode_conversations, tokenizer), chunk=_CHUNK
+    )
     lengths = np.fromiter(map(len, encoded), dtype=np.int32)
     assert len(lengths) == count
-    logger.info("Measured %s prompts of %s in %.1f s.", f"{count:,}", name, time.perf_counter() - start)
+    logger.info(
+        "Measured %s prompts of %s in %.1f s.", f"{count:,}", name, time.perf_counter() - start
+    )
     _write(path, lengths)
     return lengths
 
@@ -85,6 +103,10 @@ def _write(path: Path, lengths: np.ndarray) -> None:
         os.replace(stream.name, path)
     except OSError as error:
         logger.warning(
-            "Cannot keep prompt lengths in '%s' (%s), so the next run measures again. VERL_CACHE names another folder.",
-            path.parent, error,
-        )  # fmt: skip
+            (
+                "Cannot keep prompt lengths in '%s' (%s), so the next run measures again. "
+                "VERL_CACHE names another folder."
+            ),
+            path.parent,
+            error,
+        )

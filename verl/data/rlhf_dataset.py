@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class RLHFDataset(RLDataset):
-    """`RLDataset` with padded prompts: an item also has `input_ids`, `attention_mask` and `position_ids`, (P,) int64.
+    """`RLDataset` with padded prompts: an item also has `input_ids`, `attention_mask` and
+    `position_ids`, (P,) int64.
 
-    The prompt stands at the right end of its `max_prompt_length` columns. `config` is the section `data`, or a mapping
-    with some of its keys; the others have their defaults.
+    The prompt stands at the right end of its `max_prompt_length` columns. `config` is the section
+    `data`, or a mapping with some of its keys; the others have their defaults.
     """
 
     def __init__(
@@ -30,7 +31,10 @@ class RLHFDataset(RLDataset):
         split: str = "train",
     ) -> None:
         if processor is not None:
-            raise DataError("A processor is for images and videos, which are not read in this version. Give None.")
+            raise DataError(
+                "A processor is for images and videos, which are not read in this version. Give "
+                "None."
+            )
         super().__init__(data_files, tokenizer, _section(config), split=split)
         self.processor = processor
 
@@ -40,11 +44,19 @@ class RLHFDataset(RLDataset):
         start = self.config.max_prompt_length - len(ids)
         padding: Any = self.tokenizer.pad_token_id
         if start and padding is None:
-            raise DataError("The tokenizer has no pad_token, which fills short prompts. Set tokenizer.pad_token.")
+            raise DataError(
+                "The tokenizer has no pad_token, which fills short prompts. Set "
+                "tokenizer.pad_token."
+            )
         mask = torch.arange(self.config.max_prompt_length) >= start
         input_ids = torch.full((len(mask),), padding or 0).masked_scatter_(mask, ids)
         position_ids = (mask.cumsum(0) - 1).clamp_(min=0)
-        return {"input_ids": input_ids, "attention_mask": mask.long(), "position_ids": position_ids, **row}
+        return {
+            "input_ids": input_ids,
+            "attention_mask": mask.long(),
+            "position_ids": position_ids,
+            **row,
+        }
 
 
 def _section(config: DataConfig | Mapping[str, Any]) -> DataConfig:

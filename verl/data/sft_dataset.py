@@ -1,4 +1,5 @@
-"""Conversations with the tokens of them that are learnt: those of the assistant, as the chat template writes them."""
+"""Conversations with the tokens of them that are learnt: those of the assistant, as the chat
+template writes them."""
 
 import hashlib
 import re
@@ -15,7 +16,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl.config.sft import SFTDataConfig
 from verl.data.chat import Messages, as_messages, check_text, encode_conversations, refusals_told
-from verl.data.files import Rows, as_file_list, encoded_in_chunks, open_rows, require_column, told_of
+from verl.data.files import (
+    Rows,
+    as_file_list,
+    encoded_in_chunks,
+    open_rows,
+    require_column,
+    told_of,
+)
 from verl.protocol import DataProto
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
@@ -37,7 +45,8 @@ class Conversation(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation's text, and the characters of it that are learnt: (start, end) of each turn, ascending."""
+    """A conversation's text, and the characters of it that are learnt: (start, end) of each turn,
+    ascending."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -51,26 +60,38 @@ class Example(NamedTuple):
 
 
 def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> Rendered:
-    """The text of a conversation by the tokenizer's chat template, and where the assistant speaks in it.
+    """The text of a conversation by the tokenizer's chat template, and where the assistant speaks
+    in it.
 
-    A template's own `{% generation %}` blocks are taken at their word. Otherwise a turn begins where the same template
-    would open an answer, and ends with the conversation up to it, less white space behind the token that ends a turn.
-    DataError where a template refuses the messages, or writes a turn otherwise when others follow.
+    A template's own `{% generation %}` blocks are taken at their word. Otherwise a turn begins
+    where the same template would open an answer, and ends with the conversation up to it, less
+    white space behind the token that ends a turn. DataError where a template refuses the messages,
+    or writes a turn otherwise when others follow.
     """
     messages, first, arguments = conversation
-    turns = [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
+    turns = [
+        number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"
+    ]
     with refusals_told(messages, "data.chat_template"):
-        if _MARKER.search(template := str(tokenizer.get_chat_template(tools=arguments.get("tools")))):
+        if _MARKER.search(
+            template := str(tokenizer.get_chat_template(tools=arguments.get("tools")))
+        ):
             return _render_marked(tokenizer, template, conversation, len(turns))
         text = _text(tokenizer, messages, arguments)
         return Rendered(text, [_span(tokenizer, text, messages, turn, arguments) for turn in turns])
 
 
 def _text(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, arguments: dict[str, Any], *, opens: bool = False
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    arguments: dict[str, Any],
+    *,
+    opens: bool = False,
 ) -> str:
     """`opens`: with what the template puts before an answer."""
-    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens, **arguments)
+    text: Any = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=opens, **arguments
+    )
     return text
 
 
@@ -91,22 +112,32 @@ def _render_marked(
 
 
 def _span(
-    tokenizer: "PreTrainedTokenizerBase", text: str, messages: Messages, turn: int, arguments: dict[str, Any]
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    messages: Messages,
+    turn: int,
+    arguments: dict[str, Any],
 ) -> tuple[int, int]:
     if turn == 0:
-        raise DataError("the conversation begins with the assistant. Put what it answers before, or a system message")
+        raise DataError(
+            "the conversation begins with the assistant. Put what it answers before, or a system "
+            "message"
+        )
     before = _text(tokenizer, messages[:turn], arguments)
     upto = _text(tokenizer, messages[: turn + 1], arguments)
     for part, number in ((before, turn - 1), (upto, turn)):
         if not text.startswith(part):
             place = _common(part, text)
             raise DataError(
-                f"the chat template rewrites history: message {number} alone ends in {part[place : place + 40]!r}, and "
-                f"{text[place : place + 40]!r} stands there in the whole conversation. The model would learn from what "
-                "it never sees when it answers. Make a row of each answer (data.prompt_key: the messages before it, "
-                "data.response_key: itself), or set data.chat_template to one that does not, or marks {% generation %}"
+                f"the chat template rewrites history: message {number} alone ends in "
+                f"{part[place : place + 40]!r}, and {text[place : place + 40]!r} stands there in "
+                "the whole conversation. The model would learn from what it never sees when it "
+                "answers. Make a row of each answer (data.prompt_key: the messages before it, "
+                "data.response_key: itself), or set data.chat_template to one that does not, or "
+                "marks {% generation %}"
             )
-    # What stands before every answer. An answer may part from it early: an empty chain of thought, say.
+    # What stands before every answer. An answer may part from it early: an empty chain of thought,
+    # say.
     start = _common(_text(tokenizer, messages[:turn], arguments, opens=True), upto)
     bare = upto.rstrip()
     # A model stops at the end of its turn; a newline that follows is the template's.
@@ -119,19 +150,29 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Conversation]) -> list[Example]:
-    """Token ids of whole conversations, as transformers' own `apply_chat_template` gives them, with those to learn.
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Conversation]
+) -> list[Example]:
+    """Token ids of whole conversations, as transformers' own `apply_chat_template` gives them, with
+    those to learn.
 
-    A token with characters on both sides of a turn's beginning is learnt, one on both sides of its end is not. Without
-    a chat template a row is the prompt's tokens (see `encode_conversations`), the answer's, and the end of a sequence.
+    A token with characters on both sides of a turn's beginning is learnt, one on both sides of its
+    end is not. Without a chat template a row is the prompt's tokens (see `encode_conversations`),
+    the answer's, and the end of a sequence.
     """
     if tokenizer.chat_template is None:
         return _encode_plain(tokenizer, conversations)
     rendered = [render(tokenizer, conversation) for conversation in conversations]
-    # A cut is found as the tokens that the text up to it shares with the whole: offsets of characters are not to be
-    # trusted, for some tokenizers leave white space out of them.
-    texts = [part for text, spans in rendered for part in (text, *(text[:cut] for span in spans for cut in span))]
-    encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    # A cut is found as the tokens that the text up to it shares with the whole: offsets of
+    # characters are not to be trusted, for some tokenizers leave white space out of them.
+    texts = [
+        part
+        for text, spans in rendered
+        for part in (text, *(text[:cut] for span in spans for cut in span))
+    ]
+    encoded: Any = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+    )
     parts = iter(encoded["input_ids"])
     examples = []
     for _, spans in rendered:
@@ -144,14 +185,21 @@ def encode(tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Convers
     return examples
 
 
-def _encode_plain(tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Conversation]) -> list[Example]:
+def _encode_plain(
+    tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Conversation]
+) -> list[Example]:
     if any(conversation.first_learnt == 0 for conversation in conversations):
         raise DataError(
-            "the tokenizer has no chat template, which conversations of several turns need. Set data.chat_template"
+            "the tokenizer has no chat template, which conversations of several turns need. Set "
+            "data.chat_template"
         )
-    prompts = encode_conversations(tokenizer, [conversation.messages[:-1] for conversation in conversations])
+    prompts = encode_conversations(
+        tokenizer, [conversation.messages[:-1] for conversation in conversations]
+    )
     texts = [conversation.messages[-1]["content"] for conversation in conversations]
-    encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    encoded: Any = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+    )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     examples = []
     for prompt, answer in zip(prompts, encoded["input_ids"]):
@@ -163,19 +211,26 @@ def _encode_plain(tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[
 class SFTDataset(Dataset):
     """Rows of one or more files, each a conversation; an item is its tokens.
 
-    An item has `raw_prompt_ids`, all that stands before the first learnt token, `response_ids`, the rest, `learnt`, for
-    each token of the rest whether it is learnt, and `uid`, the name of the row. A row is `data.prompt_key` (a text or
-    messages) with its answer `data.response_key`, or, with `data.multiturn.enable`, a list of messages.
+    An item has `raw_prompt_ids`, all that stands before the first learnt token, `response_ids`, the
+    rest, `learnt`, for each token of the rest whether it is learnt, and `uid`, the name of the row.
+    A row is `data.prompt_key` (a text or messages) with its answer `data.response_key`, or, with
+    `data.multiturn.enable`, a list of messages.
 
-    All rows are tokenised when the dataset is made, 4 bytes a token: a bad row must not stop a run halfway. Raises
-    DataError with file and row (counted from 0) for a missing column, a row that is too long
-    (`data.truncation=error`), and one in which nothing is learnt.
+    All rows are tokenised when the dataset is made, 4 bytes a token: a bad row must not stop a run
+    halfway. Raises DataError with file and row (counted from 0) for a missing column, a row that is
+    too long (`data.truncation=error`), and one in which nothing is learnt.
     """
 
     def __init__(
-        self, data_files: Any, tokenizer: "PreTrainedTokenizerBase", config: SFTDataConfig, *, split: str = "train"
+        self,
+        data_files: Any,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: SFTDataConfig,
+        *,
+        split: str = "train",
     ) -> None:
-        """`data_files`: a path or a list of paths; `split` ("train" or "val") picks from folders of several splits."""
+        """`data_files`: a path or a list of paths; `split` ("train" or "val") picks from folders of
+        several splits."""
         self.config = config
         self.tokenizer = tokenizer
         started = time.perf_counter()
@@ -190,8 +245,11 @@ class SFTDataset(Dataset):
         self._learnt = np.concatenate([example.learnt for example in examples])
         logger.info(
             "Tokenised %s rows: %s tokens, %s of them learnt, in %.1f s.",
-            f"{len(self):,}", f"{len(self._ids):,}", f"{self._learnt.sum():,}", time.perf_counter() - started,
-        )  # fmt: skip
+            f"{len(self):,}",
+            f"{len(self._ids):,}",
+            f"{self._learnt.sum():,}",
+            time.perf_counter() - started,
+        )
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -217,7 +275,9 @@ class SFTDataset(Dataset):
         return digest.hexdigest()
 
     def _examples(self, file: str, rows: Rows) -> Iterator[Example]:
-        conversations = (self._dialogues if self.config.multiturn.enable else self._pairs)(file, rows)
+        conversations = (self._dialogues if self.config.multiturn.enable else self._pairs)(
+            file, rows
+        )
         return encoded_in_chunks(file, conversations, partial(encode, self.tokenizer), chunk=_CHUNK)
 
     def _pairs(self, file: str, rows: Rows) -> Iterator[Conversation]:
@@ -233,7 +293,9 @@ class SFTDataset(Dataset):
                 if not isinstance(answer, str) or not answer:
                     raise DataError(f"must be a text that is not empty, got {str(answer)[:80]!r}")
                 check_text(answer)
-            yield Conversation([*messages, {"role": "assistant", "content": answer}], len(messages), {})
+            yield Conversation(
+                [*messages, {"role": "assistant", "content": answer}], len(messages), {}
+            )
 
     def _dialogues(self, file: str, rows: Rows) -> Iterator[Conversation]:
         keys = self.config.multiturn
@@ -256,21 +318,27 @@ class SFTDataset(Dataset):
         if long:
             if side == "error":
                 raise DataError(
-                    f"{name}: {len(ids)} tokens, data.max_length allows {limit}. Raise it, leave the row out, or set "
-                    "data.truncation=left or right, which names the side to cut off."
+                    f"{name}: {len(ids)} tokens, data.max_length allows {limit}. Raise it, leave "
+                    "the row out, or set data.truncation=left or right, which names the side to "
+                    "cut off."
                 )
             kept = slice(-limit, None) if side == "left" else slice(limit)
             ids, learnt = ids[kept], learnt[kept]
         learnt[:1] = False  # nothing stands before the first token that could predict it
         if not learnt.any():
-            why = f"within data.max_length={limit}, data.truncation={side}" if long else "the assistant says nothing"
+            why = (
+                f"within data.max_length={limit}, data.truncation={side}"
+                if long
+                else "the assistant says nothing"
+            )
             raise DataError(f"{name}: no token to learn ({why}). Leave the row out.")
         return Example(ids, learnt)
 
 
 def pad_examples(batch: DataProto) -> DataProto:
-    """The columns that an engine reads, from those of B items: `input_ids` and `attention_mask` (B, T), prompts padded
-    left and responses right, and `response_mask` (B, R), 1 where a token is learnt."""
+    """The columns that an engine reads, from those of B items: `input_ids` and `attention_mask` (B,
+    T), prompts padded left and responses right, and `response_mask` (B, R), 1 where a token is
+    learnt."""
     columns = batch.non_tensor_batch
     prompts, responses = columns["raw_prompt_ids"], columns["response_ids"]
     width = max(map(len, prompts))

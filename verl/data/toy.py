@@ -1,4 +1,5 @@
-"""The packaged toy: ten sums with one right answer each, and a tiny model that gives it a third of the time.
+"""The packaged toy: ten sums with one right answer each, and a tiny model that gives it a third of
+the time.
 
 `examples/toy/make_toy_model.py` made both.
 """

@@ -37,8 +37,8 @@ class Advice:
 
 
 def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[Advice]:
-    """The fewest changes after which every phase fits, those that cost least first; none where none is needed, or
-    where nothing helps."""
+    """The fewest changes after which every phase fits, those that cost least first; none where none
+    is needed, or where nothing helps."""
     if plan.placement.usable_bytes is None or plan.fits:
         return []
     assert plan.placement.device_bytes is not None
@@ -91,7 +91,10 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     models = {role: section for role, section in models.items() if role in plan.roles}
     trained = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
     trained = {role: section for role, section in trained.items() if role in plan.roles}
-    frozen = {"reference": "actor_rollout_ref.ref.fsdp_config", "reward_model": "reward_model.model.fsdp_config"}
+    frozen = {
+        "reference": "actor_rollout_ref.ref.fsdp_config",
+        "reward_model": "reward_model.model.fsdp_config",
+    }
     frozen = {role: section for role, section in frozen.items() if role in plan.roles}
     switches = [f"{rollout}.free_cache_engine"]
     switches += [f"{model}.enable_gradient_checkpointing" for model in models.values()]
@@ -115,7 +118,11 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     parts = roles.rollout.tensor_model_parallel_size
     for size in (2 * parts, 4 * parts, 8 * parts):
         yield ((f"{rollout}.tensor_model_parallel_size", size),)
-    if plan.placement.ranks == 1 and roles.actor.optim.optimizer == "AdamW" and roles.model.lora_rank == 0:
+    if (
+        plan.placement.ranks == 1
+        and roles.actor.optim.optimizer == "AdamW"
+        and roles.model.lora_rank == 0
+    ):
         yield (("actor_rollout_ref.actor.optim.optimizer", "AdamW8bit"),)
     if config.trainer.n_gpus_per_node is not None:
         for factor in MORE_RANKS:
@@ -135,7 +142,9 @@ def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         if phase.passes is None or phase.passes.chosen:
             continue
         passes, work = phase.passes, phase.passes.work
-        sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)} - {passes.tokens}
+        sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)} - {
+            passes.tokens
+        }
         for size in sorted(sizes, reverse=True):
             by_rows = value_at(config, f"{work.section}.{work.rows_key}") is not None
             rows = ((f"{work.section}.{work.rows_key}", None),) if by_rows else ()

@@ -8,8 +8,8 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """One training step. Rows are responses, ranks the actor's; `rows_a_rank` are those of a mini-batch on one
-    data-parallel rank."""
+    """One training step. Rows are responses, ranks the actor's; `rows_a_rank` are those of a
+    mini-batch on one data-parallel rank."""
 
     prompts: int
     samples: int  # of each prompt
@@ -26,14 +26,19 @@ class BatchPlan:
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> "BatchPlan":
         """Raises ConfigError where the ranks cannot be dealt rows evenly."""
-        actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
+        actor, rollout, data = (
+            config.actor_rollout_ref.actor,
+            config.actor_rollout_ref.rollout,
+            config.data,
+        )
         data_ranks = ranks // actor.ulysses_sequence_parallel_size
         mini_prompts = actor.ppo_mini_batch_size or data.train_batch_size
         mini_rows = mini_prompts * rollout.n
         if data_ranks < 1 or mini_rows % data_ranks:
             raise ConfigError(
-                f"The data-parallel ranks must divide the rows of a mini-batch ({mini_prompts} prompts x {rollout.n}), "
-                f"got {data_ranks} and {mini_rows}. Set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of "
+                f"The data-parallel ranks must divide the rows of a mini-batch ({mini_prompts} "
+                f"prompts x {rollout.n}), got {data_ranks} and {mini_rows}. Set "
+                "actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of "
                 f"{max(1, data_ranks)}."
             )
         longest = data.max_prompt_length + data.max_response_length
@@ -54,8 +59,8 @@ class BatchPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.prompts} prompts x {self.samples} samples = {self.rows} rows of at most {self.longest} tokens; "
-            f"{self.mini_batches} mini-batch(es) x {self.epochs} epoch(s) = {self.updates} update(s) a step; "
-            f"{self.ranks} rank(s), {self.data_ranks} with rows of their own, {self.rows_a_rank} rows of a mini-batch "
-            "each"
+            f"{self.prompts} prompts x {self.samples} samples = {self.rows} rows of at most "
+            f"{self.longest} tokens; {self.mini_batches} mini-batch(es) x {self.epochs} epoch(s) = "
+            f"{self.updates} update(s) a step; {self.ranks} rank(s), {self.data_ranks} with rows "
+            f"of their own, {self.rows_a_rank} rows of a mini-batch each"
         )

@@ -1,4 +1,5 @@
-"""`verl.utils.test_ray_connectivity`: latency and bandwidth between all nodes of a Ray cluster, with a verdict."""
+"""`verl.utils.test_ray_connectivity`: latency and bandwidth between all nodes of a Ray cluster,
+with a verdict."""
 
 import importlib
 import statistics
@@ -31,11 +32,20 @@ class Connectivity:
     def __str__(self) -> str:
         lines = [
             f"{link.source} -> {link.target}: "
-            + (link.error or f"{link.latency_s * 1e3:.2f} ms there and back, {link.bytes_per_s / 1e9:.2f} GB/s")
+            + (
+                link.error
+                or (
+                    f"{link.latency_s * 1e3:.2f} ms there and back, {link.bytes_per_s / 1e9:.2f} "
+                    "GB/s"
+                )
+            )
             for link in self.links
         ]
         for finding in self.findings:
-            lines.append(f"{finding.verdict}: {finding.evidence}" + (f"\n$ {finding.fix}" if finding.fix else ""))
+            lines.append(
+                f"{finding.verdict}: {finding.evidence}"
+                + (f"\n$ {finding.fix}" if finding.fix else "")
+            )
         return "\n".join(lines)
 
 
@@ -46,14 +56,16 @@ def test_ray_connectivity(
     deadline_s: float = 60.0,  # noqa: PT028
     **ray_init: Any,
 ) -> Connectivity:
-    """Measure every pair of nodes, in both directions, through Ray's own calls and objects; `print` the result.
+    """Measure every pair of nodes, in both directions, through Ray's own calls and objects; `print`
+    the result.
 
     Args:
         megabytes: of the object whose transfer is timed.
         rounds: of empty calls; the median counts.
         deadline_s: for one pair.
-        ray_init: of `ray.init`, as `address="auto"`; an initialised Ray is used as it is. Without an address it is the
-            cluster that runs here or that RAY_ADDRESS names, else one of this machine for as long as this takes.
+        ray_init: of `ray.init`, as `address="auto"`; an initialised Ray is used as it is. Without
+            an address it is the cluster that runs here or that RAY_ADDRESS names, else one of this
+            machine for as long as this takes.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -72,19 +84,37 @@ def judge(links: "Sequence[Link]") -> list[Finding]:
     for link in links:
         way = f"{link.source} -> {link.target}"
         if link.error is not None:
-            fix = "ray status  # is the node alive, and are ports 10002-19999 open between the nodes"
+            fix = (
+                "ray status  # is the node alive, and are ports 10002-19999 open between the nodes"
+            )
             findings.append(Finding("Ray link", "broken", f"{way}: {link.error}", fix))
         elif link.latency_s > SLOW_LATENCY_S:
-            evidence = f"{way}: {link.latency_s * 1e3:.1f} ms there and back; within a cluster it is about 1 ms"
-            findings.append(Finding("Ray link", "warn", evidence, f"ping -c 5 {_address(link.target)}"))
+            evidence = (
+                f"{way}: {link.latency_s * 1e3:.1f} ms there and back; within a cluster it is "
+                "about 1 ms"
+            )
+            findings.append(
+                Finding("Ray link", "warn", evidence, f"ping -c 5 {_address(link.target)}")
+            )
         elif link.bytes_per_s < max(SLOW_BYTES_PER_S, usual / _UNLIKE):
-            evidence = f"{way}: {link.bytes_per_s / 1e9:.2f} GB/s, the median link has {usual / 1e9:.2f}"
-            fix = "ray start --node-ip-address=<address of the fast interface> --address=<head>:6379  # on that node"
+            evidence = (
+                f"{way}: {link.bytes_per_s / 1e9:.2f} GB/s, the median link has {usual / 1e9:.2f}"
+            )
+            fix = (
+                "ray start --node-ip-address=<address of the fast interface> --address=<head>:6379 "
+                " # on that node"
+            )
             findings.append(Finding("Ray link", "warn", evidence, fix))
     if not findings:
-        slowest, longest = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
+        slowest, longest = (
+            min(link.bytes_per_s for link in links),
+            max(link.latency_s for link in links),
+        )
         num_nodes = len({link.source for link in links})
-        evidence = f"{num_nodes} node(s): at most {longest * 1e3:.2f} ms, at least {slowest / 1e9:.2f} GB/s"
+        evidence = (
+            f"{num_nodes} node(s): at most {longest * 1e3:.2f} ms, at least {slowest / 1e9:.2f} "
+            "GB/s"
+        )
         findings.append(Finding("Ray links", "ok", evidence))
     return findings
 

@@ -1,4 +1,5 @@
-"""`python -m verl.diagnostics.doctor [--json] [--ray]`: is this machine fit to train, and what mends it."""
+"""`python -m verl.diagnostics.doctor [--json] [--ray]`: is this machine fit to train, and what
+mends it."""
 
 import argparse
 import sys
@@ -33,7 +34,8 @@ CHECKS = (
 def check_env(world: World | None = None) -> EnvReport:
     """Look at this machine (or judge a `world` that was read before); `print` the result.
 
-    torch is imported and called in a process of its own, so that a broken one cannot take this process with it.
+    torch is imported and called in a process of its own, so that a broken one cannot take this
+    process with it.
     """
     seen = read_world() if world is None else world
     return EnvReport([finding for check in CHECKS for finding in check(seen)])
@@ -42,8 +44,14 @@ def check_env(world: World | None = None) -> EnvReport:
 def main(argv: list[str] | None = None) -> int:
     """Print the report. 1 where something is broken."""
     parser = argparse.ArgumentParser(description=__doc__, prog="verl doctor", allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="for programs: verdict, evidence and fix of every finding")
-    parser.add_argument("--ray", action="store_true", help="also the links between the nodes of the Ray cluster")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="for programs: verdict, evidence and fix of every finding",
+    )
+    parser.add_argument(
+        "--ray", action="store_true", help="also the links between the nodes of the Ray cluster"
+    )
     arguments = parser.parse_args(argv)
     report = check_env()
     if arguments.ray:

@@ -33,8 +33,13 @@ class EnvReport:
         return 1 if self.broken else 0
 
     def to_json(self) -> str:
-        count = {verdict: sum(f.verdict == verdict for f in self.findings) for verdict in ("ok", "warn", "broken")}
-        return json.dumps({**count, "findings": [asdict(finding) for finding in self.findings]}, indent=2)
+        count = {
+            verdict: sum(f.verdict == verdict for f in self.findings)
+            for verdict in ("ok", "warn", "broken")
+        }
+        return json.dumps(
+            {**count, "findings": [asdict(finding) for finding in self.findings]}, indent=2
+        )
 
     def __str__(self) -> str:
         width = max(len(finding.name) for finding in self.findings)
@@ -46,7 +51,13 @@ class EnvReport:
         warnings = sum(finding.verdict == "warn" for finding in self.findings)
         if self.broken:
             names = ", ".join(dict.fromkeys(finding.name for finding in self.broken))
-            lines += ["", f"{len(self.broken)} broken ({names}), {warnings} to look at. Mend the first one first."]
+            lines += [
+                "",
+                (
+                    f"{len(self.broken)} broken ({names}), {warnings} to look at. Mend the first "
+                    "one first."
+                ),
+            ]
         else:
             lines += ["", f"Nothing is broken, {warnings} to look at."]
         return "\n".join(lines)

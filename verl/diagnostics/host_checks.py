@@ -32,7 +32,12 @@ CUMEM_HOST_ENABLE SINGLE_RING_THRESHOLD SINGLE_PROC_MEM_REG_ENABLE RUNTIME_CONNE
 """
 NCCL_VARIABLES = [f"NCCL_{name}" for name in _MANUAL.split()]
 # PyTorch reads these under another name by now.
-_RENAMED = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING")
+_RENAMED = (
+    "NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT",
+    "NCCL_DESYNC_DEBUG",
+    "NCCL_ENABLE_TIMING",
+)
 
 
 def shared_memory(world: World) -> Iterator[Finding]:
@@ -46,10 +51,14 @@ def shared_memory(world: World) -> Iterator[Finding]:
     if size >= SHM:
         yield Finding("/dev/shm", "ok", evidence)
     elif len(world.probed.gpus) > 1:
-        evidence += f": NCCL needs about {SHM / GIB:.0f} GiB there between {len(world.probed.gpus)} GPUs"
+        evidence += (
+            f": NCCL needs about {SHM / GIB:.0f} GiB there between {len(world.probed.gpus)} GPUs"
+        )
         yield Finding("/dev/shm", "broken", evidence, fix)
     else:
-        yield Finding("/dev/shm", "warn", f"{evidence}: too small for Ray and for several GPUs", fix)
+        yield Finding(
+            "/dev/shm", "warn", f"{evidence}: too small for Ray and for several GPUs", fix
+        )
 
 
 def open_files(world: World) -> Iterator[Finding]:
@@ -60,11 +69,16 @@ def open_files(world: World) -> Iterator[Finding]:
     wanted = 65536
     fix = f"ulimit -n {wanted}"
     if hard < wanted:
-        fix = f"echo '* - nofile {wanted}' | sudo tee -a /etc/security/limits.conf  # then log in again"
+        fix = (
+            f"echo '* - nofile {wanted}' | sudo tee -a /etc/security/limits.conf  # then log in "
+            "again"
+        )
         if world.host.in_container:
             fix = f"docker run --ulimit nofile={wanted}:{wanted} ..."
     verdict = "broken" if soft < FEWEST_OPEN_FILES else "warn"
-    yield Finding("ulimit -n", verdict, f"{soft}: Ray and data workers open more files at once", fix)
+    yield Finding(
+        "ulimit -n", verdict, f"{soft}: Ray and data workers open more files at once", fix
+    )
 
 
 def memory(world: World) -> Iterator[Finding]:
@@ -72,7 +86,12 @@ def memory(world: World) -> Iterator[Finding]:
     evidence = f"{host.ram / GIB:.0f} GiB, {host.ram_available / GIB:.1f} available"
     if host.ram_available < RAM:
         verdict = "broken" if host.ram_available < LEAST_RAM else "warn"
-        yield Finding("RAM", verdict, f"{evidence}: loading a model may fail (Errno 12)", "ps aux --sort=-rss | head")
+        yield Finding(
+            "RAM",
+            verdict,
+            f"{evidence}: loading a model may fail (Errno 12)",
+            "ps aux --sort=-rss | head",
+        )
     else:
         yield Finding("RAM", "ok", evidence)
     on_gpus = sum(gpu.total for gpu in world.probed.gpus)
@@ -80,10 +99,17 @@ def memory(world: World) -> Iterator[Finding]:
         yield Finding("swap", "ok", f"{host.swap / GIB:.0f} GiB")
     elif host.ram < max(32 * GIB, on_gpus):
         yield Finding(
-            "swap", "warn",
-            f"none, with {host.ram / GIB:.0f} GiB of RAM: off-load, or reading a large model, may end in Errno 12",
-            "sudo fallocate -l 32G /swap && sudo chmod 600 /swap && sudo mkswap /swap && sudo swapon /swap",
-        )  # fmt: skip
+            "swap",
+            "warn",
+            (
+                f"none, with {host.ram / GIB:.0f} GiB of RAM: off-load, or reading a large model, "
+                "may end in Errno 12"
+            ),
+            (
+                "sudo fallocate -l 32G /swap && sudo chmod 600 /swap && sudo mkswap /swap && sudo "
+                "swapon /swap"
+            ),
+        )
     else:
         yield Finding("swap", "ok", f"none; {host.ram / GIB:.0f} GiB of RAM do without")
 
@@ -112,7 +138,12 @@ def nccl_variables(world: World) -> Iterator[Finding]:
     given = {name: value for name, value in world.environment.items() if name.startswith("NCCL_")}
     if not world.probed.gpus:
         if given:
-            yield Finding("NCCL variables", "warn", f"no GPU, no effect: {', '.join(sorted(given))}", _unset(given))
+            yield Finding(
+                "NCCL variables",
+                "warn",
+                f"no GPU, no effect: {', '.join(sorted(given))}",
+                _unset(given),
+            )
         return
     yield from _wrong_interface(given, world.network)
     idle = _without_effect(given, world.network)
@@ -135,14 +166,21 @@ def nccl_variables(world: World) -> Iterator[Finding]:
 def _for_several_nodes(network: Network) -> tuple[dict[str, str], str]:
     advised = {"NCCL_SOCKET_IFNAME": network.default_interface or "eth0", "NCCL_DEBUG": "WARN"}
     if not network.rdma_devices:
-        return advised | {"NCCL_IB_DISABLE": "1"}, "no RDMA card, so NCCL_NET_GDR_LEVEL has no effect"
+        return advised | {
+            "NCCL_IB_DISABLE": "1"
+        }, "no RDMA card, so NCCL_NET_GDR_LEVEL has no effect"
     advised["NCCL_IB_DISABLE"] = "0"
     if not network.has_peermem:
         return (
             advised,
-            "NCCL_NET_GDR_LEVEL has no effect without the module nvidia-peermem (sudo modprobe nvidia-peermem)",
+            (
+                "NCCL_NET_GDR_LEVEL has no effect without the module nvidia-peermem (sudo modprobe "
+                "nvidia-peermem)"
+            ),
         )
-    return advised | {"NCCL_NET_GDR_LEVEL": "PHB"}, f"RDMA through {', '.join(network.rdma_devices)}"
+    return advised | {
+        "NCCL_NET_GDR_LEVEL": "PHB"
+    }, f"RDMA through {', '.join(network.rdma_devices)}"
 
 
 def _wrong_interface(given: Mapping[str, str], network: Network) -> Iterator[Finding]:
@@ -152,11 +190,20 @@ def _wrong_interface(given: Mapping[str, str], network: Network) -> Iterator[Fin
 
     def is_named(interface: str) -> bool:
         exact = "=" in asked[:2]
-        return any(interface == name if exact else interface.startswith(name) for name in names if name)
+        return any(
+            interface == name if exact else interface.startswith(name) for name in names if name
+        )
 
-    left = [interface for interface in network.interfaces if is_named(interface) is not asked.startswith("^")]
+    left = [
+        interface
+        for interface in network.interfaces
+        if is_named(interface) is not asked.startswith("^")
+    ]
     if asked and not left:
-        evidence = f"={asked} names none of the interfaces that are up: {', '.join(network.interfaces) or 'none'}"
+        evidence = (
+            f"={asked} names none of the interfaces that are up: "
+            f"{', '.join(network.interfaces) or 'none'}"
+        )
         fix = f"export NCCL_SOCKET_IFNAME={network.default_interface or 'eth0'}"
         yield Finding("NCCL_SOCKET_IFNAME", "broken", evidence, fix)
 
@@ -171,7 +218,9 @@ def _without_effect(given: Mapping[str, str], network: Network) -> dict[str, str
             idle[name] = f"PyTorch reads TORCH_{name}"
         elif name not in NCCL_VARIABLES and (near := _meant(name)):
             idle[name] = f"NCCL does not know it, {near} perhaps"
-        elif no_rdma and (name.startswith(("NCCL_NET_GDR_", "NCCL_IB_")) and name != "NCCL_IB_DISABLE"):
+        elif no_rdma and (
+            name.startswith(("NCCL_NET_GDR_", "NCCL_IB_")) and name != "NCCL_IB_DISABLE"
+        ):
             idle[name] = because
         elif name == "NCCL_NET_GDR_LEVEL" and not network.has_peermem:
             idle[name] = "the module nvidia-peermem is not loaded"

@@ -1,4 +1,5 @@
-"""The memory of a run before it starts: the peak of every phase on a device and on a host, from shapes alone."""
+"""The memory of a run before it starts: the peak of every phase on a device and on a host, from
+shapes alone."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from verl.utils.units import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """The worst moment of one phase. `device`: bytes by what they are for, of all roles on the devices of `role`;
+    """The worst moment of one phase. `device`: bytes by what they are for, of all roles on the
+    devices of `role`;
     `host`: bytes of the fullest host beside what every process needs anyway."""
 
     role: str
@@ -60,23 +62,28 @@ class MemoryPlan:
         for phase in self.phases if usable is not None else ():
             if usable is not None and phase.device_bytes > usable:
                 found.append(
-                    f"{phase.role}, {phase.phase}: {phase.device_bytes / GIB:.1f} GiB of {usable / GIB:.1f} usable"
+                    f"{phase.role}, {phase.phase}: {phase.device_bytes / GIB:.1f} GiB of "
+                    f"{usable / GIB:.1f} usable"
                 )
         return found
 
     @property
     def fits(self) -> bool | None:
         """Whether every phase fits on a device; None where its size is not known."""
-        return None if self.placement.usable_bytes is None and not self.problems else not self.problems
+        return (
+            None if self.placement.usable_bytes is None and not self.problems else not self.problems
+        )
 
 
 def plan_memory(
     config: TrainConfig, device_gib: float | str | None = None, shapes: ModelShapes | None = None
 ) -> MemoryPlan:
-    """Plan a validated configuration for cards of `device_gib` (a size, a card's name; None: the visible device).
+    """Plan a validated configuration for cards of `device_gib` (a size, a card's name; None: the
+    visible device).
 
-    Reads the models' config.json, and no weight. Give the same `shapes` to several plans to make modules once.
-    Raises ModelError where a model is not there, ConfigError where ranks do not divide rows or a model's heads.
+    Reads the models' config.json, and no weight. Give the same `shapes` to several plans to make
+    modules once. Raises ModelError where a model is not there, ConfigError where ranks do not
+    divide rows or a model's heads.
     """
     return _Planner(config, Placement.of(config, device_gib), shapes or ModelShapes()).plan()
 
@@ -110,7 +117,9 @@ class _Planner:
         if reads_old_log_probs(config):
             yield self._passes("actor", "old log-probs")
         if config.needs_reference:
-            yield self._passes("reference" if "reference" in self.roles else "actor", "reference log-probs")
+            yield self._passes(
+                "reference" if "reference" in self.roles else "actor", "reference log-probs"
+            )
         if config.needs_critic:
             yield self._passes("critic", "values")
             yield self._passes("critic", "critic update")
@@ -123,8 +132,8 @@ class _Planner:
     # ---------------------------------------------------------------- phases
 
     def _loading(self) -> Iterator[PhasePlan]:
-        """The first process of a role reads the whole model on its host, and all cut their shards from it on the
-        device. A user's class of critic is read by every process."""
+        """The first process of a role reads the whole model on its host, and all cut their shards
+        from it on the device. A user's class of critic is read by every process."""
         there: dict[str, dict[str, int]] = {}  # what the roles before have on their devices
         on_host = dict.fromkeys(self.roles, 0)
         for name, role in self.roles.items():
@@ -154,11 +163,13 @@ class _Planner:
         room = None if usable is None else usable - sum(beside.values()) - awake
         passes = Passes.of(work_of(self.config, self.batch, phase), role, predict, room)
         parts = {**predict(passes.tokens, passes.predictions), "rollout, awake": awake}
-        return self._phase(name, phase, parts, brings_parameters=True, brings_moments=trains, passes=passes)
+        return self._phase(
+            name, phase, parts, brings_parameters=True, brings_moments=trains, passes=passes
+        )
 
     def _checkpoints(self) -> Iterator[PhasePlan]:
-        """Shards with their moments come to the device, and to the host one after the other; or copies of all of them,
-        which stay until they are written (`trainer.async_save`)."""
+        """Shards with their moments come to the device, and to the host one after the other; or
+        copies of all of them, which stay until they are written (`trainer.async_save`)."""
         actor, critic = self.config.actor_rollout_ref, self.config.critic
         saved = [("actor", actor.model.lora_rank, actor.actor.checkpoint)]
         if self.config.needs_critic:
@@ -172,34 +183,54 @@ class _Planner:
             largest = footprint.largest_whole // footprint.setup.shard_ranks
             held[name] = copies if self.config.trainer.async_save else largest
             parts, once = self._handed_over(name), 0
-            if "hf_model" in contents:  # one parameter whole after the other; the first rank writes files of them
+            # one parameter whole after the other; the first rank writes files of them
+            if "hf_model" in contents:
                 parts["one parameter"] = footprint.largest_whole
                 once = 2 * min(MAX_FILE_BYTES, 4 * footprint.shape.numel)
-            yield self._phase(name, "checkpoint", parts, held, once, brings_parameters=True, brings_moments=True)
+            yield self._phase(
+                name, "checkpoint", parts, held, once, brings_parameters=True, brings_moments=True
+            )
             if not self.config.trainer.async_save:
                 held[name] = 0
 
     # ---------------------------------------------------------------- terms
 
     def _phase(
-        self, role: str, phase: str, parts: dict[str, int], on_host: Mapping[str, int] | None = None,
-        once_on_host: int = 0, *, brings_parameters: bool = False, brings_moments: bool = False,
+        self,
+        role: str,
+        phase: str,
+        parts: dict[str, int],
+        on_host: Mapping[str, int] | None = None,
+        once_on_host: int = 0,
+        *,
+        brings_parameters: bool = False,
+        brings_moments: bool = False,
         passes: Passes | None = None,
-    ) -> PhasePlan:  # fmt: skip
-        """`parts`: on each device of the role beside what lies there; `on_host`: of each process of a role, beside what
-        is off-loaded."""
-        beside = self._beside(role, brings_parameters=brings_parameters, brings_moments=brings_moments)
+    ) -> PhasePlan:
+        """`parts`: on each device of the role beside what lies there; `on_host`: of each process of
+        a role, beside what is off-loaded."""
+        beside = self._beside(
+            role, brings_parameters=brings_parameters, brings_moments=brings_moments
+        )
         device = _present({**beside, **parts})
-        held = {name: each.footprint.on_host + (on_host or {}).get(name, 0) for name, each in self.roles.items()}
+        held = {
+            name: each.footprint.on_host + (on_host or {}).get(name, 0)
+            for name, each in self.roles.items()
+        }
         others = {name: {"": each.footprint.resident} for name, each in self.roles.items()}
         others["actor"]["rollout"] = self._awake()
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
 
     def _host(
-        self, role: str, device: Mapping[str, int], held: Mapping[str, int], there: Mapping[str, Mapping[str, int]]
+        self,
+        role: str,
+        device: Mapping[str, int],
+        held: Mapping[str, int],
+        there: Mapping[str, Mapping[str, int]],
     ) -> int:
-        """Of the fullest host. A CPU's devices are its hosts: also what the roles on other ranks have `there`."""
+        """Of the fullest host. A CPU's devices are its hosts: also what the roles on other ranks
+        have `there`."""
         total = dict(held)
         if not self.placement.on_cuda:
             total[role] += sum(device.values())
@@ -207,8 +238,11 @@ class _Planner:
                 total[name] += sum(there[name].values())
         return self.placement.fullest_host(total)
 
-    def _beside(self, role: str, *, brings_parameters: bool, brings_moments: bool) -> dict[str, int]:
-        """Parameters and moments of all roles that lie on the devices of `role` in one of its phases."""
+    def _beside(
+        self, role: str, *, brings_parameters: bool, brings_moments: bool
+    ) -> dict[str, int]:
+        """Parameters and moments of all roles that lie on the devices of `role` in one of its
+        phases."""
         parts: dict[str, int] = {}
         for name in self.placement.beside(role):
             footprint, own = self.roles[name].footprint, name == role
@@ -221,12 +255,17 @@ class _Planner:
         return parts
 
     def _gathered(self) -> int:
-        """Two buckets of whole tensors in the engine's dtype (`verl.weight_sync.shards`); or the one weight that
-        adapters are merged into, in fp32, and on several ranks what it is made of."""
+        """Two buckets of whole tensors in the engine's dtype (`verl.weight_sync.shards`); or the
+        one weight that adapters are merged into, in fp32, and on several ranks what it is made
+        of."""
         footprint = self.roles["actor"].footprint
         several = footprint.setup.shard_ranks > 1
         if self.config.actor_rollout_ref.model.lora_rank > 0:
-            return (2 if several else 1) * 4 * max(each.numel() for each in footprint.shape.weights if each.in_layer)
+            return (
+                (2 if several else 1)
+                * 4
+                * max(each.numel() for each in footprint.shape.weights if each.in_layer)
+            )
         if not several:
             return 0
         width = self.rollout.itemsize
@@ -235,16 +274,22 @@ class _Planner:
         return 2 * min(max(bucket, largest), width * footprint.shape.numel)
 
     def _awake(self) -> int:
-        """Of the rollout engine while others compute. Asleep, it keeps its weights on a CPU alone."""
+        """Of the rollout engine while others compute. Asleep, it keeps its weights on a CPU
+        alone."""
         if self.config.actor_rollout_ref.rollout.free_cache_engine:
             return 0 if self.placement.on_cuda else self.rollout.weights
         return self.rollout.weights + self.rollout.page_memory
 
     def _handed_over(self, role: str) -> dict[str, int]:
-        """Of the rollout engine beside a phase of `role` from the hand-over to the next generation."""
+        """Of the rollout engine beside a phase of `role` from the hand-over to the next
+        generation."""
         if role not in self.placement.beside("actor"):
             return {}
-        pages = 0 if self.config.actor_rollout_ref.rollout.free_cache_engine else self.rollout.page_memory
+        pages = (
+            0
+            if self.config.actor_rollout_ref.rollout.free_cache_engine
+            else self.rollout.page_memory
+        )
         return {"rollout weights": self.rollout.weights, "pages": pages}
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:
@@ -265,7 +310,10 @@ class _Planner:
 def reads_old_log_probs(config: TrainConfig) -> bool:
     """As `PPOTrainer.needs_old_log_probs`, for a trainer that nobody has changed."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, config.data.train_batch_size)
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (
+        None,
+        config.data.train_batch_size,
+    )
     reads_before = config.algorithm.use_kl_in_reward or correction.changes_update
     return not correction.bypass_mode and (reads_before or not one_update)
 

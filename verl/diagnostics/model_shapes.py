@@ -1,11 +1,17 @@
-"""The shapes of a run's models, from their config.json alone: modules on the meta device, no weight is read."""
+"""The shapes of a run's models, from their config.json alone: modules on the meta device, no weight
+is read."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from verl.config import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.engine.footprint import EngineFootprint, EngineSetup
@@ -30,8 +36,11 @@ class ModelShapes:
         """Of a shape that was made here."""
         return self._footprints.setdefault((id(shape), setup), EngineFootprint(shape, setup))
 
-    def policy(self, model: ModelConfig, device: torch.device, *, is_trained: bool = True) -> ModelShape:
-        """Of the actor, or with `is_trained` False of the reference. Raises ModelError for a model that is missing."""
+    def policy(
+        self, model: ModelConfig, device: torch.device, *, is_trained: bool = True
+    ) -> ModelShape:
+        """Of the actor, or with `is_trained` False of the reference. Raises ModelError for a model
+        that is missing."""
         dtype = parameter_dtype(model, device, is_trained=is_trained)
 
         def make() -> PreTrainedModel:
@@ -44,7 +53,9 @@ class ModelShapes:
 
     def critic(self, model: CriticModelConfig, device: torch.device) -> ModelShape:
         def make() -> CriticModel:
-            body = AutoModel.from_config(_config(model), dtype=torch_dtype(parameter_dtype(model, device)))
+            body = AutoModel.from_config(
+                _config(model), dtype=torch_dtype(parameter_dtype(model, device))
+            )
             module = CriticModel(body)
             add_adapters(body, model, "critic.model")
             if model.lora_rank > 0 and device.type == "cuda":
@@ -60,7 +71,9 @@ class ModelShapes:
             assert model.path is not None, "the configuration was checked"
             import_user_code(model.external_lib)
             config = load_reward_config(model.path, trust_remote_code=model.trust_remote_code)
-            module = AutoModelForSequenceClassification.from_config(config, dtype=frozen_dtype(device))
+            module = AutoModelForSequenceClassification.from_config(
+                config, dtype=frozen_dtype(device)
+            )
             return module.requires_grad_(False)
 
         return self._shape(("reward model", device.type, model.path), make)

@@ -15,12 +15,27 @@ from verl.utils.units import GIB
 
 # What torch sees of a card's memory, in GiB.
 CARDS = {
-    "B200": 178.4, "H200": 139.8, "H100": 79.1, "H800": 79.1, "H20": 95.1, "A100": 79.1, "A100-40": 39.4,
-    "A800": 79.1, "L40S": 44.4, "L40": 44.4, "A40": 44.4, "A6000": 47.4, "L4": 22.0, "V100": 31.7, "4090": 23.6,
-}  # fmt: skip
-# Of a device that no tensor gets: the process's CUDA context with its kernels, cuBLAS's workspaces, NCCL's buffers.
+    "B200": 178.4,
+    "H200": 139.8,
+    "H100": 79.1,
+    "H800": 79.1,
+    "H20": 95.1,
+    "A100": 79.1,
+    "A100-40": 39.4,
+    "A800": 79.1,
+    "L40S": 44.4,
+    "L40": 44.4,
+    "A40": 44.4,
+    "A6000": 47.4,
+    "L4": 22.0,
+    "V100": 31.7,
+    "4090": 23.6,
+}
+# Of a device that no tensor gets: the process's CUDA context with its kernels, cuBLAS's workspaces,
+# NCCL's buffers.
 OUTSIDE_BYTES = int(1.0 * GIB)
-# Of the rest, the part that a plan may fill. Blocks of the allocator that fit nothing take up some of it.
+# Of the rest, the part that a plan may fill. Blocks of the allocator that fit nothing take up some
+# of it.
 FILLED_SHARE = 0.95
 
 
@@ -39,14 +54,19 @@ class Placement:
     @property
     def usable_bytes(self) -> float | None:
         """Of a device, for tensors."""
-        return None if self.device_bytes is None else FILLED_SHARE * (self.device_bytes - OUTSIDE_BYTES)
+        return (
+            None
+            if self.device_bytes is None
+            else FILLED_SHARE * (self.device_bytes - OUTSIDE_BYTES)
+        )
 
     @property
     def hosts(self) -> int:
         return -(-self.ranks // self.ranks_a_host)
 
     def beside(self, role: str) -> list[str]:
-        """The roles on the devices of `role`, itself included: two share all their ranks or none."""
+        """The roles on the devices of `role`, itself included: two share all their ranks or
+        none."""
         return [name for name, ranks in self.roles.items() if ranks == self.roles[role]]
 
     def fullest_host(self, held: Mapping[str, int]) -> int:
@@ -59,20 +79,27 @@ class Placement:
 
     @classmethod
     def of(cls, config: TrainConfig, device_gib: float | str | None) -> "Placement":
-        """`device_gib` as `profile_memory` takes it: a size, the name of a card, or None for the visible device."""
+        """`device_gib` as `profile_memory` takes it: a size, the name of a card, or None for the
+        visible device."""
         trainer = config.trainer
         ranks = number_of_ranks(config)
-        ranks_a_host = trainer.n_gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+        ranks_a_host = trainer.n_gpus_per_node or int(
+            os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
+        )
         known_as = {started_as: name for name, started_as in ROLES.items()}
         visible = torch.cuda.is_available() and trainer.device != "cpu"
-        on_cuda = trainer.device != "cpu" and (visible or device_gib is not None or trainer.device == "cuda")
+        on_cuda = trainer.device != "cpu" and (
+            visible or device_gib is not None or trainer.device == "cuda"
+        )
         num_bytes = None
         if on_cuda and device_gib is not None:
             num_bytes = int(_gib_of(device_gib) * GIB)
         elif visible:
             num_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return cls(
-            roles={known_as[role]: tuple(numbers) for role, numbers in ranks_of_roles(config).items()},
+            roles={
+                known_as[role]: tuple(numbers) for role, numbers in ranks_of_roles(config).items()
+            },
             ranks=ranks,
             ranks_a_host=ranks_a_host,
             device=torch.device("cuda" if on_cuda else "cpu"),
@@ -90,6 +117,6 @@ def _gib_of(device: float | str) -> float:
     except ValueError:
         near = nearest_names(device, list(CARDS))
         raise ConfigError(
-            f"device_gib must be a number of GiB or the name of a card, got '{device}'. Nearest known: {near}. All: "
-            f"{', '.join(CARDS)}."
+            f"device_gib must be a number of GiB or the name of a card, got '{device}'. Nearest "
+            f"known: {near}. All: {', '.join(CARDS)}."
         ) from None

@@ -1,4 +1,5 @@
-"""`python -m verl.diagnostics.plan [--device-gib GIB|CARD] [--json] key=value ...`: a run's memory before it starts."""
+"""`python -m verl.diagnostics.plan [--device-gib GIB|CARD] [--json] key=value ...`: a run's memory
+before it starts."""
 
 import argparse
 import sys
@@ -8,9 +9,12 @@ from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan. 0 where it fits or the device is not known, 2 where it does not fit, 1 for what is wrong."""
+    """Print the plan. 0 where it fits or the device is not known, 2 where it does not fit, 1 for
+    what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ...")
+    parser.add_argument(
+        "--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ..."
+    )
     parser.add_argument("--json", action="store_true", help="for programs; sizes are bytes")
     arguments, rest = parser.parse_known_args(argv)
     return exit_code(lambda: _plan(arguments, rest))

@@ -1,7 +1,9 @@
-"""`python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`: what shows only once libraries are loaded and called.
+"""`python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`: what shows only once libraries are
+loaded and called.
 
-The doctor runs it beside itself, since any of these steps may kill or hang its process. Each line of the output is a
-JSON pair [what, fact]; ["begin", what] tells which step comes. An attempt is told as null, or as how it failed.
+The doctor runs it beside itself, since any of these steps may kill or hang its process. Each line
+of the output is a JSON pair [what, fact]; ["begin", what] tells which step comes. An attempt is
+told as null, or as how it failed.
 """
 
 import ctypes
@@ -38,7 +40,10 @@ def main(argv: list[str]) -> None:
 
     tell("torch", lambda: torch_build(torch))
     tell("imports", lambda: import_each(dict(_pair(argument) for argument in argv)))
-    if torch.version.cuda is None or tell("cuda_error", lambda: attempt(torch.cuda.init)) is not None:
+    if (
+        torch.version.cuda is None
+        or tell("cuda_error", lambda: attempt(torch.cuda.init)) is not None
+    ):
         return
     tell("gpus", lambda: gpus(torch))
     tell("cudnn_error", lambda: attempt(lambda: _convolve(torch)))
@@ -78,7 +83,8 @@ def torch_build(torch: ModuleType) -> dict[str, Any]:
 
 
 def import_each(packages: dict[str, Sequence[str]]) -> dict[str, str | None]:
-    """Import the modules of each package in a process of its own, all at once, with torch loaded already."""
+    """Import the modules of each package in a process of its own, all at once, with torch loaded
+    already."""
     children = {}
     for name, modules in packages.items():
         read, write = os.pipe()
@@ -112,7 +118,9 @@ def _ended(child: int, read: int) -> str | None:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         ended_by = signal.Signals(os.WTERMSIG(status)).name
-        return f"not done within {_IMPORT_S} s" if ended_by == "SIGALRM" else f"killed by {ended_by}"
+        return (
+            f"not done within {_IMPORT_S} s" if ended_by == "SIGALRM" else f"killed by {ended_by}"
+        )
     return error or None
 
 
@@ -123,9 +131,19 @@ def gpus(torch: ModuleType) -> list[dict[str, Any]]:
     for number in range(count):
         properties = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        peers = [i for i in range(count) if i != number and torch.cuda.can_device_access_peer(number, i)]
+        peers = [
+            i for i in range(count) if i != number and torch.cuda.can_device_access_peer(number, i)
+        ]
         capability = [properties.major, properties.minor]
-        found.append({"name": properties.name, "capability": capability, "free": free, "total": total, "peers": peers})
+        found.append(
+            {
+                "name": properties.name,
+                "capability": capability,
+                "free": free,
+                "total": total,
+                "peers": peers,
+            }
+        )
     return found
 
 
@@ -133,7 +151,9 @@ def _convolve(torch: ModuleType) -> None:
     """Loads cuDNN, whose parts are found at the first call."""
     torch.backends.cudnn.version()
     image = torch.ones(1, 8, 16, 16, device="cuda", dtype=torch.float16)
-    torch.nn.functional.conv2d(image, torch.ones(8, 8, 3, 3, device="cuda", dtype=torch.float16)).sum().item()
+    torch.nn.functional.conv2d(
+        image, torch.ones(8, 8, 3, 3, device="cuda", dtype=torch.float16)
+    ).sum().item()
 
 
 def nccl_version() -> list[Any] | None:
@@ -151,7 +171,9 @@ def _reduce(torch: ModuleType) -> None:
     from torch.cuda import nccl
 
     count = torch.cuda.device_count()
-    parts = [torch.full((1024,), float(number + 1), device=f"cuda:{number}") for number in range(count)]
+    parts = [
+        torch.full((1024,), float(number + 1), device=f"cuda:{number}") for number in range(count)
+    ]
     nccl.all_reduce(parts)
     found, expected = [part[0].item() for part in parts], [count * (count + 1) / 2] * count
     if found != expected:

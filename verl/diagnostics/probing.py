@@ -1,4 +1,5 @@
-"""Asking `verl.diagnostics.probe`, a process that may die or hang, what libraries do once they are loaded."""
+"""Asking `verl.diagnostics.probe`, a process that may die or hang, what libraries do once they are
+loaded."""
 
 import json
 import subprocess
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 240.0
-# Packages with compiled parts that must match torch, Python or NumPy, with the modules to import. Parts after the first
-# are passed over where a version does not have them.
+# Packages with compiled parts that must match torch, Python or NumPy, with the modules to import.
+# Parts after the first are passed over where a version does not have them.
 SUSPECTS: dict[str, tuple[str, ...]] = {
     "numpy": ("numpy",),
     "pyarrow": ("pyarrow",),
@@ -61,7 +62,8 @@ class Torch:
 class Probed:
     """Errors are None where it works, or where it was not tried because of what failed before."""
 
-    driver_cuda: Sequence[int] | None = None  # newest that the driver serves; None: no driver's library
+    # newest that the driver serves; None: no driver's library
+    driver_cuda: Sequence[int] | None = None
     torch_error: str | None = None
     torch: Torch | None = None
     imports: Mapping[str, str | None] = field(default_factory=dict)  # package -> error
@@ -76,8 +78,11 @@ class Probed:
 
 def probe(installed: Iterable[str]) -> Probed:
     """Load and call what is installed (canonical names) in a process of its own."""
-    asked = [f"{name}={','.join(SUSPECTS[name])}" for name in sorted(set(SUSPECTS) & set(installed))]
-    # By its path, since another verl may come first; as `-c`, so that the folder of the script is not on the path.
+    asked = [
+        f"{name}={','.join(SUSPECTS[name])}" for name in sorted(set(SUSPECTS) & set(installed))
+    ]
+    # By its path, since another verl may come first; as `-c`, so that the folder of the script is
+    # not on the path.
     run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", run, str(Path(__file__).with_name("probe.py")), *asked]
     try:

@@ -1,4 +1,5 @@
-"""`verl.utils.profile_memory`: what a configuration will take, or what the running trainer took beside it."""
+"""`verl.utils.profile_memory`: what a configuration will take, or what the running trainer took
+beside it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,8 @@ _running: list[TrainConfig] = []
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """A plan with its verdict; `print` it. `measured` are the peaks of this process so far, by role and phase."""
+    """A plan with its verdict; `print` it. `measured` are the peaks of this process so far, by role
+    and phase."""
 
     plan: MemoryPlan
     advice: list[Advice] = field(default_factory=list)
@@ -56,12 +58,15 @@ def watch(config: TrainConfig) -> None:
 
 
 def profile_memory(config: Any = None, *, device_gib: float | str | None = None) -> MemoryProfile:
-    """Plan the memory of a configuration, in seconds and without a weight or a GPU; `print` the result.
+    """Plan the memory of a configuration, in seconds and without a weight or a GPU; `print` the
+    result.
 
     Args:
-        config: a TrainConfig, a mapping of keys to values, or the path of a YAML file. None is the configuration of the
-            trainer that runs in this process, whose measured peaks then stand beside the predictions.
-        device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the visible one.
+        config: a TrainConfig, a mapping of keys to values, or the path of a YAML file. None is the
+            configuration of the trainer that runs in this process, whose measured peaks then stand
+            beside the predictions.
+        device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the
+            visible one.
 
     Raises:
         ConfigError: no trainer runs here; the card is unknown; ranks and rows do not divide.
@@ -71,7 +76,8 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
     if config is None:
         if not _running:
             raise ConfigError(
-                "profile_memory() without a configuration tells of the trainer in this process, and there is none. "
+                "profile_memory() without a configuration tells of the trainer in this process, "
+                "and there is none. "
                 'Give it a configuration: profile_memory({"data.dataset_name": "toy"}).'
             )
         config, measured = _running[0], measured_phases()
@@ -84,4 +90,8 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
 
 def measured_phases() -> dict[str, Peak]:
     """Peaks of this process so far under the names of a plan's phases."""
-    return {name: phase_peaks.phases[told] for name, told in _TOLD_AS.items() if told in phase_peaks.phases}
+    return {
+        name: phase_peaks.phases[told]
+        for name, told in _TOLD_AS.items()
+        if told in phase_peaks.phases
+    }

@@ -12,12 +12,15 @@ from verl.utils.units import GIB
 _BAR = 40  # characters of a full device
 
 
-def render(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None) -> str:
-    """Batch, pages, phases, placement, verdict, advice. `measured`: peaks by (role, phase) as `profile` names them."""
+def render(
+    plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None
+) -> str:
+    """Batch, pages, phases, placement, verdict, advice. `measured`: peaks by (role, phase) as
+    `profile` names them."""
     shape = plan.roles["actor"].footprint.shape
     lines = [
-        f"Model: {shape.family}, {_count(shape.numel)} parameters, {shape.layers} layers, hidden {shape.hidden}, "
-        f"vocabulary {shape.vocabulary}; {_count(shape.trained_numel)} trained",
+        f"Model: {shape.family}, {_count(shape.numel)} parameters, {shape.layers} layers, hidden "
+        f"{shape.hidden}, vocabulary {shape.vocabulary}; {_count(shape.trained_numel)} trained",
         f"Batch: {plan.batch}",
         f"Cache: {plan.rollout}",
         "",
@@ -29,24 +32,35 @@ def render(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak]
     ]
     if not shape.is_llama_like:
         lines.append(
-            f"The family '{shape.family}' is not of those that the formulae were measured with: take its activations "
-            "for a bound by analogy with Llama's layer."
+            f"The family '{shape.family}' is not of those that the formulae were measured with: "
+            "take its activations for a bound by analogy with Llama's layer."
         )
     return "\n".join(lines)
 
 
-def as_json(plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None) -> str:
+def as_json(
+    plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None
+) -> str:
     """The same for programs; sizes are bytes."""
     placement = plan.placement
     phases = []
     for phase in plan.phases:
         passes = phase.passes and {"tokens": phase.passes.tokens, "chosen": phase.passes.chosen}
-        told = {"role": phase.role, "phase": phase.phase, "device": phase.device_bytes, "parts": phase.device}
+        told = {
+            "role": phase.role,
+            "phase": phase.phase,
+            "device": phase.device_bytes,
+            "parts": phase.device,
+        }
         phases.append({**told, "host": phase.host, "passes": passes})
         if (peak := (measured or {}).get(f"{phase.role}, {phase.phase}")) is not None:
             phases[-1]["measured"] = peak._asdict()
     proposals = [
-        {"changes": each.changes, "device": each.plan.worst.device_bytes, "host": each.plan.host_bytes}
+        {
+            "changes": each.changes,
+            "device": each.plan.worst.device_bytes,
+            "host": each.plan.host_bytes,
+        }
         for each in advice
     ]
     return json.dumps(
@@ -77,9 +91,18 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
         tokens = ""
         if phase.passes is not None:
             tokens = f"{phase.passes.tokens}{' (chosen)' if phase.passes.chosen else ''}"
-        row = [phase.role, phase.phase, _gib(phase.device_bytes), _gib(phase.host), tokens, _mostly(phase)]
+        row = [
+            phase.role,
+            phase.phase,
+            _gib(phase.device_bytes),
+            _gib(phase.host),
+            tokens,
+            _mostly(phase),
+        ]
         if measured is not None:
-            row[3:3] = _measured(phase, measured.get(f"{phase.role}, {phase.phase}"), plan.placement.on_cuda)
+            row[3:3] = _measured(
+                phase, measured.get(f"{phase.role}, {phase.phase}"), plan.placement.on_cuda
+            )
         rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     numeric = {name for name in header if "GiB" in name or name in ("error", "tokens a pass")}
@@ -108,27 +131,45 @@ def _mostly(phase: PhasePlan) -> str:
 def _drawing(plan: MemoryPlan) -> list[str]:
     """Which ranks hold what, and how full a device is in its worst phase."""
     placement = plan.placement
-    lines = [f"Placement: {placement.hosts} host(s) x {placement.ranks_a_host} rank(s), {placement.device.type}"]
+    lines = [
+        (
+            f"Placement: {placement.hosts} host(s) x {placement.ranks_a_host} rank(s), "
+            f"{placement.device.type}"
+        )
+    ]
     for role in plan.roles.values():
         setup = role.footprint.setup
         cut = f"in {setup.shard_ranks} part(s)" if setup.shards else "whole"
         copies = role.ranks // setup.shard_ranks if setup.shards else role.ranks
         apart = len(placement.beside(role.name)) < len(plan.roles)
-        away = [name for name, is_away in (
-            ("parameters", setup.param_offload), ("moments", setup.optimizer_offload),
-            ("parameters, gradients and moments", setup.offload_policy),
-        ) if is_away]  # fmt: skip
+        away = [
+            name
+            for name, is_away in (
+                ("parameters", setup.param_offload),
+                ("moments", setup.optimizer_offload),
+                ("parameters, gradients and moments", setup.offload_policy),
+            )
+            if is_away
+        ]
         lines.append(
             f"  {role.name:<12} weights {cut}, {copies} copy(ies)"
             + (f", on the ranks {_spans(placement.roles[role.name])}" if apart else "")
-            + (f", {role.sequence_ranks} ranks share a row's tokens" if role.sequence_ranks > 1 else "")
+            + (
+                f", {role.sequence_ranks} ranks share a row's tokens"
+                if role.sequence_ranks > 1
+                else ""
+            )
             + (f"; on the host between phases: {' and '.join(away)}" if away else "")
         )
     total = placement.device_bytes
     for phase in plan.phases:
         most = total or plan.worst.device_bytes
         filled = round(_BAR * phase.device_bytes / max(1, most))
-        bar = "#" * min(filled, _BAR) + "." * (_BAR - min(filled, _BAR)) + ("!" if filled > _BAR else "")
+        bar = (
+            "#" * min(filled, _BAR)
+            + "." * (_BAR - min(filled, _BAR))
+            + ("!" if filled > _BAR else "")
+        )
         lines.append(f"  [{bar}] {phase.role}, {phase.phase}")
     return lines
 
@@ -136,9 +177,16 @@ def _drawing(plan: MemoryPlan) -> list[str]:
 def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     worst, placement = plan.worst, plan.placement
     host = max(plan.phases, key=lambda phase: phase.host)
-    lines = [f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) beside the processes themselves."]
+    lines = [
+        (
+            f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) beside the processes "
+            "themselves."
+        )
+    ]
     if placement.device_bytes is None:
-        lines.append(f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase}).")
+        lines.append(
+            f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase})."
+        )
     elif plan.fits:
         lines.append(
             f"It fits: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase}) of "
@@ -152,7 +200,10 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
             lines.append("Nearest changes that make it fit, any one line:")
             lines += [f"  {each}" for each in advice]
         else:
-            lines.append("No three changes of keys make it fit: a smaller model, LoRA, or larger cards would.")
+            lines.append(
+                "No three changes of keys make it fit: a smaller model, LoRA, or larger cards "
+                "would."
+            )
     return lines
 
 
@@ -161,7 +212,8 @@ def _count(number: int) -> str:
 
 
 def _gib(num_bytes: float) -> str:
-    """One digit behind the point; two that count of less than a tenth, so that a small model has a plan as well."""
+    """One digit behind the point; two that count of less than a tenth, so that a small model has a
+    plan as well."""
     gib = num_bytes / GIB
     return f"{gib:.1f}" if gib >= 0.1 else f"{gib:.2g}"
 
@@ -170,4 +222,6 @@ def _spans(numbers: Sequence[int]) -> str:
     """0-5 rather than 0, 1, 2, 3, 4, 5."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
-    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends))
+    return ", ".join(
+        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends)
+    )

@@ -1,4 +1,5 @@
-"""The roles of a run as engines that hold memory: which there are, how each runs, and how large its passes are."""
+"""The roles of a run as engines that hold memory: which there are, how each runs, and how large its
+passes are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,43 +52,79 @@ class Role:
 
 
 def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> dict[str, Role]:
-    """Actor, and critic, reference and reward model where the run has them, in the order in which they are loaded. With
-    LoRA the actor is the reference."""
+    """Actor, and critic, reference and reward model where the run has them, in the order in which
+    they are loaded. With LoRA the actor is the reference."""
     roles, device = config.actor_rollout_ref, placement.device
     actor, model = roles.actor, roles.model
     found = {
         "actor": _role(
-            "actor", shapes, shapes.policy(model, device), placement, actor.fsdp_config, actor.optim, model,
-            compiled=actor.use_torch_compile, sequence_ranks=actor.ulysses_sequence_parallel_size,
+            "actor",
+            shapes,
+            shapes.policy(model, device),
+            placement,
+            actor.fsdp_config,
+            actor.optim,
+            model,
+            compiled=actor.use_torch_compile,
+            sequence_ranks=actor.ulysses_sequence_parallel_size,
             fused=model.use_fused_kernels and model.lora_rank == 0,
         )
-    }  # fmt: skip
+    }
     if config.needs_critic:
         critic = config.critic
         found["critic"] = _role(
-            "critic", shapes, shapes.critic(critic.model, device), placement, critic.model.fsdp_config, critic.optim,
-            critic.model, compiled=False, sequence_ranks=critic.ulysses_sequence_parallel_size,
-        )  # fmt: skip
+            "critic",
+            shapes,
+            shapes.critic(critic.model, device),
+            placement,
+            critic.model.fsdp_config,
+            critic.optim,
+            critic.model,
+            compiled=False,
+            sequence_ranks=critic.ulysses_sequence_parallel_size,
+        )
     if config.needs_reference and model.lora_rank == 0:
         found["reference"] = _role(
-            "reference", shapes, shapes.policy(model, device, is_trained=False), placement, roles.ref.fsdp_config, None,
-            None, compiled=roles.ref.use_torch_compile, sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
+            "reference",
+            shapes,
+            shapes.policy(model, device, is_trained=False),
+            placement,
+            roles.ref.fsdp_config,
+            None,
+            None,
+            compiled=roles.ref.use_torch_compile,
+            sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
             fused=model.use_fused_kernels,
-        )  # fmt: skip
+        )
     if config.reward_model.enable:
         scorer = config.reward_model.model
         found["reward_model"] = _role(
-            "reward_model", shapes, shapes.reward_model(scorer, device), placement, scorer.fsdp_config, None, None,
-            compiled=False, sequence_ranks=1,
-        )  # fmt: skip
+            "reward_model",
+            shapes,
+            shapes.reward_model(scorer, device),
+            placement,
+            scorer.fsdp_config,
+            None,
+            None,
+            compiled=False,
+            sequence_ranks=1,
+        )
     return found
 
 
 def _role(
-    name: str, shapes: ModelShapes, shape: ModelShape, placement: Placement, fsdp: FSDPConfig,
-    optim: OptimConfig | None, model: ModelConfig | CriticModelConfig | None, *, compiled: bool | None,
-    sequence_ranks: int, fused: bool = False,
-) -> Role:  # fmt: skip
+    name: str,
+    shapes: ModelShapes,
+    shape: ModelShape,
+    placement: Placement,
+    fsdp: FSDPConfig,
+    optim: OptimConfig | None,
+    model: ModelConfig | CriticModelConfig | None,
+    *,
+    compiled: bool | None,
+    sequence_ranks: int,
+    fused: bool = False,
+) -> Role:
     """`model` says what recomputes; None: nothing does."""
     ranks = len(placement.roles[name])
     copies = ranks // fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else 1
@@ -102,8 +139,13 @@ def _role(
         if fsdp.compute_dtype is not None
         else (2 if placement.on_cuda else shape.weights[0].itemsize),
         compiled=is_compiled,
-        fused_mlp=fused and is_compiled and shape.family in swiglu.FAMILIES and swiglu.is_there(placement.device),
-        checkpointing_share=model.gradient_checkpointing_share if model is not None and recomputes else 0.0,
+        fused_mlp=fused
+        and is_compiled
+        and shape.family in swiglu.FAMILIES
+        and swiglu.is_there(placement.device),
+        checkpointing_share=model.gradient_checkpointing_share
+        if model is not None and recomputes
+        else 0.0,
         activation_offload=recomputes and model is not None and model.enable_activation_offload,
     )
     return Role(
@@ -135,21 +177,38 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
         keys = ("reward_model", "forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")
         return Work(*keys, reward_micro_batch(config.reward_model), batch.rows, longest, 1)
     section, use, micro_batch, mini_prompts = {
-        "old log-probs": ("actor_rollout_ref.rollout", "log_prob", log_prob_micro_batch(roles.rollout), None),
-        "reference log-probs": ("actor_rollout_ref.ref", "log_prob", log_prob_micro_batch(roles.ref), None),
+        "old log-probs": (
+            "actor_rollout_ref.rollout",
+            "log_prob",
+            log_prob_micro_batch(roles.rollout),
+            None,
+        ),
+        "reference log-probs": (
+            "actor_rollout_ref.ref",
+            "log_prob",
+            log_prob_micro_batch(roles.ref),
+            None,
+        ),
         "values": ("critic", "forward", value_micro_batch(critic), None),
-        "actor update": ("actor_rollout_ref.actor", "ppo", update_micro_batch(roles.actor),
-                         roles.actor.ppo_mini_batch_size),
+        "actor update": (
+            "actor_rollout_ref.actor",
+            "ppo",
+            update_micro_batch(roles.actor),
+            roles.actor.ppo_mini_batch_size,
+        ),
         "critic update": ("critic", "ppo", update_micro_batch(critic), critic.ppo_mini_batch_size),
-    }[phase]  # fmt: skip
+    }[phase]
     keys = (section, f"{use}_max_token_len_per_gpu", f"{use}_micro_batch_size_per_gpu")
     rows = (mini_prompts or batch.prompts) * batch.samples
-    return Work(*keys, micro_batch, rows, batch.longest, round(batch.longest * (1 - batch.prompt_share)))
+    return Work(
+        *keys, micro_batch, rows, batch.longest, round(batch.longest * (1 - batch.prompt_share))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """The largest pass of a phase on one rank. `chosen`: the engine sizes it, the user gave nothing."""
+    """The largest pass of a phase on one rank. `chosen`: the engine sizes it, the user gave
+    nothing."""
 
     work: Work
     tokens: int
@@ -159,7 +218,8 @@ class Passes:
 
     @classmethod
     def of(cls, work: Work, role: Role, predict: Predict, room: float | None) -> "Passes":
-        """Of rows of full length, in passes as the configuration sizes them; or as `room` bytes allow."""
+        """Of rows of full length, in passes as the configuration sizes them; or as `room` bytes
+        allow."""
         longest = -(-work.longest // role.sequence_ranks)
         most = -(-work.rows // role.data_ranks) * longest
         if not role.footprint.setup.on_cuda:
@@ -170,7 +230,9 @@ class Passes:
             tokens = min(most, max(longest, tokens))
             predictions = round(tokens * work.predictions / work.longest)
             chosen = max_tokens is None and rows is None
-            return cls(work=work, tokens=tokens, predictions=predictions, chosen=chosen, least=longest)
+            return cls(
+                work=work, tokens=tokens, predictions=predictions, chosen=chosen, least=longest
+            )
 
         if rows is not None:
             return sized(rows * longest)

@@ -1,4 +1,5 @@
-"""What the rollout engine holds on one device: weights of its own, key-value pages, and what a step works with."""
+"""What the rollout engine holds on one device: weights of its own, key-value pages, and what a step
+works with."""
 
 from dataclasses import dataclass
 
@@ -7,8 +8,8 @@ from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
 from verl.rollout.twin import ROLLOUT_DTYPES
 
-# Logits in fp32 that `CudaRunner.other_bytes` keeps room for: of a first draw, of a step outside of a graph, and in the
-# pool of the graphs.
+# Logits in fp32 that `CudaRunner.other_bytes` keeps room for: of a first draw, of a step outside of
+# a graph, and in the pool of the graphs.
 _LOGITS = 3
 
 
@@ -37,24 +38,42 @@ class RolloutPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        return {"rollout weights": self.weights, "pages": self.page_memory, "prefill and logits": self.working}
+        return {
+            "rollout weights": self.weights,
+            "pages": self.page_memory,
+            "prefill and logits": self.working,
+        }
 
     def __str__(self) -> str:
         return (
-            f"{self.pages} pages of {self.page_tokens} tokens, {self.page_bytes / 2**20:.2f} MiB each; "
-            f"{self.at_once} of {self.samples} samples run at once at full length"
+            f"{self.pages} pages of {self.page_tokens} tokens, {self.page_bytes / 2**20:.2f} MiB "
+            f"each; {self.at_once} of {self.samples} samples run at once at full length"
         )
 
 
 def plan_rollout(
-    config: RolloutConfig, shape: ModelShape, batch: BatchPlan, *, on_cuda: bool, aliases: bool, room: float | None
+    config: RolloutConfig,
+    shape: ModelShape,
+    batch: BatchPlan,
+    *,
+    on_cuda: bool,
+    aliases: bool,
+    room: float | None,
 ) -> RolloutPlan:
-    """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they are, `room` the bytes
-    that are free beside the trainer (None: not known)."""
-    itemsize = ROLLOUT_DTYPES[config.dtype].itemsize if config.dtype else 2 if on_cuda else shape.weights[0].itemsize
+    """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they
+    are, `room` the bytes that are free beside the trainer (None: not known)."""
+    itemsize = (
+        ROLLOUT_DTYPES[config.dtype].itemsize
+        if config.dtype
+        else 2
+        if on_cuda
+        else shape.weights[0].itemsize
+    )
     parts = config.tensor_model_parallel_size
     # Matrices of the layers are cut; embeddings, norms and head are whole on every rank.
-    numel = sum(w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights)
+    numel = sum(
+        w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights
+    )
     weights = 0 if aliases else numel * itemsize
     token_bytes = shape.layers * 2 * shape.key // parts * itemsize
     longest = config.max_model_len or batch.longest
@@ -63,7 +82,8 @@ def plan_rollout(
     samples = prompts * batch.samples
     logits = (_LOGITS if on_cuda else 1) * config.max_num_seqs * shape.vocabulary * 4
     if config.name == "hf":
-        # Rows of full length side by side, and eager attention: the scores of all prompts, also in fp32 and as a mask.
+        # Rows of full length side by side, and eager attention: the scores of all prompts, also in
+        # fp32 and as a mask.
         page_tokens, a_sample, useful = longest, 1, min(samples, config.max_num_seqs)
         prompt = round(longest * batch.prompt_share)
         prefill = useful * shape.heads * prompt**2 * (2 * itemsize + 4)
@@ -71,14 +91,21 @@ def plan_rollout(
         page_tokens = config.page_size
         a_sample = -(-(longest - 1) // page_tokens)  # the last token is never fed back
         useful = a_sample * min(samples, config.max_num_seqs) + prompts
-        prefill = itemsize * config.max_num_batched_tokens * (3 * shape.intermediate // parts + 5 * shape.hidden)
+        prefill = (
+            itemsize
+            * config.max_num_batched_tokens
+            * (3 * shape.intermediate // parts + 5 * shape.hidden)
+        )
     page_bytes = token_bytes * page_tokens
     pages = useful
     if config.name != "hf" and config.num_pages is not None:
         pages = config.num_pages
     elif config.name != "hf" and room is not None:
         # As the engine does: prompts computed so far count as free, graphs' logits do not.
-        pages = min(useful, max(0, int(config.gpu_memory_utilization * (room - weights - logits)) // page_bytes))
+        pages = min(
+            useful,
+            max(0, int(config.gpu_memory_utilization * (room - weights - logits)) // page_bytes),
+        )
     return RolloutPlan(
         itemsize=itemsize,
         weights=weights,

@@ -11,13 +11,21 @@ from verl.diagnostics.world import World, canonical
 from verl.utils.units import GIB
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)  # that verl is tested with
-# A build for a major version of CUDA runs on every driver of that version. Oldest CUDA first: (its major version, the
-# driver that it needs, PyTorch's index of wheels).
+# A build for a major version of CUDA runs on every driver of that version. Oldest CUDA first: (its
+# major version, the driver that it needs, PyTorch's index of wheels).
 BUILDS = ((12, "525", "cu126"), (13, "580", "cu130"))
 # Those that users ask for by name; all others are one finding.
 NAMED = ("torch", "transformers", "ray", "vllm", "sglang", "flash-attn-4", "torchao")
 # Wheels of these are compiled against one build of torch.
-_BUILT_ON_TORCH = ("torchvision", "torchaudio", "vllm", "flash-attn", "xformers", "sgl-kernel", "sglang-kernel")
+_BUILT_ON_TORCH = (
+    "torchvision",
+    "torchaudio",
+    "vllm",
+    "flash-attn",
+    "xformers",
+    "sgl-kernel",
+    "sglang-kernel",
+)
 _ABI = re.compile(
     r"undefined symbol|GLIBCXX_|GLIBC_|cannot open shared object file|size changed, may indicate|"
     r"compiled using NumPy 1|module compiled against|killed by SIG|symbol not found",
@@ -30,9 +38,16 @@ def python_version(world: World) -> Iterator[Finding]:
     found = ".".join(map(str, world.python))
     newest = ".".join(map(str, NEWEST_PYTHON))
     if world.python < OLDEST_PYTHON:
-        yield Finding("Python", "broken", f"{found}; 3.10 is the oldest that works", "conda create -n verl python=3.12")
+        yield Finding(
+            "Python",
+            "broken",
+            f"{found}; 3.10 is the oldest that works",
+            "conda create -n verl python=3.12",
+        )
     elif world.python > NEWEST_PYTHON:
-        yield Finding("Python", "warn", f"{found}; tested up to {newest}", "conda create -n verl python=3.12")
+        yield Finding(
+            "Python", "warn", f"{found}; tested up to {newest}", "conda create -n verl python=3.12"
+        )
     else:
         yield Finding("Python", "ok", found)
 
@@ -41,10 +56,11 @@ def other_verl(world: World) -> Iterator[Finding]:
     others = [path for path in world.verl_copies if path != world.here]
     if world.verl_copies and world.verl_copies[0] != world.here:
         yield Finding(
-            "verl", "broken",
+            "verl",
+            "broken",
             f"`python -m verl...` takes {others[0]} from this folder, this is {world.here}",
             f"mv {others[0]} {others[0]}_other  # or start runs from another folder",
-        )  # fmt: skip
+        )
     elif others:
         yield Finding(
             "verl",
@@ -54,7 +70,10 @@ def other_verl(world: World) -> Iterator[Finding]:
         )
     elif world.requirements is None:
         yield Finding(
-            "verl", "warn", f"used from {world.here}, not installed: nobody checks versions", "pip install -e ."
+            "verl",
+            "warn",
+            f"used from {world.here}, not installed: nobody checks versions",
+            "pip install -e .",
         )
     else:
         yield Finding("verl", "ok", world.here)
@@ -85,7 +104,9 @@ def probe_ended(world: World) -> Iterator[Finding]:
         "nccl_error": "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 verl doctor  # whether peer access is what hangs",
     }
     fix = fixes.get(step, "nvidia-smi  # if it hangs too: restart the driver or the machine")
-    yield Finding("probe", "broken", f"the step '{step}' ended it: {how}; later steps were not tried", fix)
+    yield Finding(
+        "probe", "broken", f"the step '{step}' ended it: {how}; later steps were not tried", fix
+    )
 
 
 def build_and_driver(world: World) -> Iterator[Finding]:
@@ -102,8 +123,15 @@ def build_and_driver(world: World) -> Iterator[Finding]:
         cards = f"{world.num_nvidia_cards} NVIDIA card(s), no libcuda.so.1"
         fix = "sudo apt install nvidia-driver-580 && sudo reboot"
         if world.host.in_container:
-            fix = "docker run --gpus all --ipc=host ...  # with nvidia-container-toolkit on the host"
-        yield Finding("driver", "broken", f"{cards}: there is no driver, or this container does not get it", fix)
+            fix = (
+                "docker run --gpus all --ipc=host ...  # with nvidia-container-toolkit on the host"
+            )
+        yield Finding(
+            "driver",
+            "broken",
+            f"{cards}: there is no driver, or this container does not get it",
+            fix,
+        )
     elif build.cuda is None:
         evidence = f"{build.version} is a CPU build; the driver serves CUDA {_dotted(driver)}"
         yield Finding("torch build", "broken", evidence, _install_for(driver[0]))
@@ -112,12 +140,16 @@ def build_and_driver(world: World) -> Iterator[Finding]:
         evidence = f"built with CUDA {build.cuda}, {serves}"
         yield Finding("torch build", "broken", evidence, _install_for(driver[0]))
     elif probed.cuda_error is not None:
-        fix = "nvidia-smi  # must list the cards; restart the driver or the container if it does not"
+        fix = (
+            "nvidia-smi  # must list the cards; restart the driver or the container if it does not"
+        )
         if world.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             fix = "unset CUDA_VISIBLE_DEVICES  # it hides all cards"
         yield Finding("CUDA", "broken", probed.cuda_error, fix)
     else:
-        evidence = f"CUDA {build.cuda}, driver {world.driver_version or ''} serves {_dotted(driver)}"
+        evidence = (
+            f"CUDA {build.cuda}, driver {world.driver_version or ''} serves {_dotted(driver)}"
+        )
         yield Finding("torch build", "ok", evidence)
 
 
@@ -126,7 +158,10 @@ def _install_for(driver_major: int) -> str:
     served = [index for major, _, index in BUILDS if major <= driver_major]
     if not served:
         return f"sudo apt install nvidia-driver-{BUILDS[0][1]} && sudo reboot"
-    return f"pip install --force-reinstall {_TORCH} --index-url https://download.pytorch.org/whl/{served[-1]}"
+    return (
+        f"pip install --force-reinstall {_TORCH} --index-url "
+        f"https://download.pytorch.org/whl/{served[-1]}"
+    )
 
 
 def gpus(world: World) -> Iterator[Finding]:
@@ -137,17 +172,24 @@ def gpus(world: World) -> Iterator[Finding]:
             needs = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
             evidence += f"; this torch has no code for {needs}, only {', '.join(build.archs)}"
             index = "cu126" if gpu.capability[0] < 8 else "cu130"
-            fix = f"pip install --force-reinstall {_TORCH} --index-url https://download.pytorch.org/whl/{index}"
+            fix = (
+                f"pip install --force-reinstall {_TORCH} --index-url "
+                f"https://download.pytorch.org/whl/{index}"
+            )
             yield Finding(f"GPU {number}", "broken", evidence, fix)
         elif gpu.free < 0.9 * gpu.total:
-            yield Finding(f"GPU {number}", "warn", f"{evidence}: another process is on it", "nvidia-smi")
+            yield Finding(
+                f"GPU {number}", "warn", f"{evidence}: another process is on it", "nvidia-smi"
+            )
         else:
             yield Finding(f"GPU {number}", "ok", evidence)
     if len(found) > 1:
         yield from _peers(found)
         if len({gpu.name for gpu in found}) > 1:
             names = ", ".join(f"{number}: {gpu.name}" for number, gpu in enumerate(found))
-            yield Finding("GPUs alike", "warn", names, "export CUDA_VISIBLE_DEVICES=0  # those of one kind")
+            yield Finding(
+                "GPUs alike", "warn", names, "export CUDA_VISIBLE_DEVICES=0  # those of one kind"
+            )
 
 
 def _peers(found: Sequence[Gpu]) -> Iterator[Finding]:
@@ -158,20 +200,30 @@ def _peers(found: Sequence[Gpu]) -> Iterator[Finding]:
         if other not in gpu.peers or number not in found[other].peers
     ]
     if apart:
-        evidence = f"no direct access between {', '.join(apart)}: sums over them go through host memory"
-        yield Finding("peer access", "warn", evidence, "nvidia-smi topo -p2p r  # ACS or IOMMU in the BIOS forbid it")
+        evidence = (
+            f"no direct access between {', '.join(apart)}: sums over them go through host memory"
+        )
+        yield Finding(
+            "peer access",
+            "warn",
+            evidence,
+            "nvidia-smi topo -p2p r  # ACS or IOMMU in the BIOS forbid it",
+        )
     else:
         yield Finding("peer access", "ok", f"all {len(found)} GPUs reach each other")
 
 
 def _serves(build: Torch, gpu: Gpu) -> bool:
-    """Machine code runs on the same major version from its minor version on; PTX on everything newer."""
+    """Machine code runs on the same major version from its minor version on; PTX on everything
+    newer."""
     major, minor = gpu.capability
     for arch in build.archs:
         kind, _, digits = arch.partition("_")
         digits = digits.rstrip("af")  # sm_90a
         of = int(digits[:-1]), int(digits[-1])
-        if (kind == "sm" and of[0] == major and of[1] <= minor) or (kind == "compute" and of <= (major, minor)):
+        if (kind == "sm" and of[0] == major and of[1] <= minor) or (
+            kind == "compute" and of <= (major, minor)
+        ):
             return True
     return False
 
@@ -182,9 +234,9 @@ def cuda_libraries(world: World) -> Iterator[Finding]:
         return
     if probed.cudnn_error is not None:
         fix = f"pip install --force-reinstall {_TORCH}"
-        if "cudnn" in world.environment.get("LD_LIBRARY_PATH", "") or "cuda" in world.environment.get(
+        if "cudnn" in world.environment.get(
             "LD_LIBRARY_PATH", ""
-        ):
+        ) or "cuda" in world.environment.get("LD_LIBRARY_PATH", ""):
             fix = "unset LD_LIBRARY_PATH  # another cuDNN comes before the one that torch brings"
         yield Finding("cuDNN", "broken", probed.cudnn_error, fix)
     else:
@@ -204,12 +256,21 @@ def attention(world: World) -> Iterator[Finding]:
             yield Finding("attention", "ok", "on a CPU: PyTorch's scaled_dot_product_attention")
         return
     runs = [name for name, error in kernels.items() if error is None]
-    fails = [f"{name} ({error.splitlines()[0][:80]})" for name, error in kernels.items() if error is not None]
-    evidence = f"runs: {', '.join(runs) or 'none'}" + (f"; does not: {', '.join(fails)}" if fails else "")
+    fails = [
+        f"{name} ({error.splitlines()[0][:80]})"
+        for name, error in kernels.items()
+        if error is not None
+    ]
+    evidence = f"runs: {', '.join(runs) or 'none'}" + (
+        f"; does not: {', '.join(fails)}" if fails else ""
+    )
     if world.probed.imports.get("flash-attn-4", "absent") is None:
         evidence += "; flash-attn-4 is there"
     if kernels.get("varlen") is not None:
-        fix = f"pip install --force-reinstall {_TORCH}  # training needs varlen; the card must be Ampere or newer"
+        fix = (
+            f"pip install --force-reinstall {_TORCH}  # training needs varlen; the card must be "
+            "Ampere or newer"
+        )
         yield Finding("attention", "broken", evidence, fix)
     else:
         yield Finding("attention", "ok", evidence)
@@ -231,10 +292,14 @@ def versions(world: World) -> Iterator[Finding]:
             absent.append(wanted)
         elif package is None:
             if name != "torch":  # of which its import tells; conda's may have no metadata
-                yield Finding(name, "broken", f"not installed, {wanted} is needed", f"pip install '{wanted}'")
+                yield Finding(
+                    name, "broken", f"not installed, {wanted} is needed", f"pip install '{wanted}'"
+                )
         elif not requirement.specifier.contains(package.version, prereleases=True):
             verdict = "warn" if is_optional else "broken"
-            yield Finding(name, verdict, f"{package.version}, tested with {wanted}", f"pip install '{wanted}'")
+            yield Finding(
+                name, verdict, f"{package.version}, tested with {wanted}", f"pip install '{wanted}'"
+            )
         elif name in NAMED:
             yield Finding(name, "ok", f"{package.version} ({wanted})")
         else:
@@ -242,44 +307,61 @@ def versions(world: World) -> Iterator[Finding]:
     if plain:
         yield Finding("packages", "ok", f"within their ranges: {', '.join(plain)}")
     if "flash-attn" in world.packages:
-        evidence = f"{world.packages['flash-attn'].version}; not needed, PyTorch's own kernels are used"
+        evidence = (
+            f"{world.packages['flash-attn'].version}; not needed, PyTorch's own kernels are used"
+        )
         yield Finding("flash-attn", "ok", evidence)
     if absent:
         yield Finding("optional", "ok", f"not installed: {', '.join(absent)}")
 
 
 def binary_interfaces(world: World) -> Iterator[Finding]:
-    """Packages whose import fails: compiled for another torch, CUDA or NumPy, or without what they need."""
+    """Packages whose import fails: compiled for another torch, CUDA or NumPy, or without what they
+    need."""
     failed = {name: error for name, error in world.probed.imports.items() if error is not None}
     for name, error in failed.items():
         version = world.packages[name].version if name in world.packages else ""
         missing = re.search(r"No module named '([\w.]+)'", error)
         if name == "flash-attn":
-            fix = "pip uninstall -y flash-attn  # not needed here, and transformers stumbles over it"
+            fix = (
+                "pip uninstall -y flash-attn  # not needed here, and transformers stumbles over it"
+            )
         elif missing and missing.group(1).split(".")[0] != SUSPECTS[name][0].split(".")[0]:
             fix = f"pip install {missing.group(1).split('.')[0]}"
         else:
             fix = f"pip install --force-reinstall --no-cache-dir --no-deps {name}"
         what = "compiled for something else" if _ABI.search(error) else "does not import"
-        yield Finding(f"import {name}", "broken", f"{version} {what}: {error.splitlines()[-1]}".strip(), fix)
+        yield Finding(
+            f"import {name}", "broken", f"{version} {what}: {error.splitlines()[-1]}".strip(), fix
+        )
     if world.probed.imports and not failed:
         yield Finding("imports", "ok", f"all load: {', '.join(world.probed.imports)}")
 
 
 def conda_beside_pip(world: World) -> Iterator[Finding]:
-    of_conda = next((name for name in ("pytorch", "libtorch") if name in world.conda_packages), None)
+    of_conda = next(
+        (name for name in ("pytorch", "libtorch") if name in world.conda_packages), None
+    )
     installed = world.packages.get("torch")
     if of_conda is None and (installed is None or installed.installer != "conda"):
         return
-    wheels = [name for name in _BUILT_ON_TORCH if name in world.packages and world.packages[name].installer != "conda"]
+    wheels = [
+        name
+        for name in _BUILT_ON_TORCH
+        if name in world.packages and world.packages[name].installer != "conda"
+    ]
     if installed is not None and installed.installer != "conda":
         wheels.insert(0, "torch")
     if wheels:
         version = world.conda_packages.get(of_conda or "", "")
         evidence = (
-            f"torch {version} from conda beside wheels from pip that bring or expect another: {', '.join(wheels)}"
+            f"torch {version} from conda beside wheels from pip that bring or expect another: "
+            f"{', '.join(wheels)}"
         )
-        fix = f"conda remove -y --force {of_conda or 'pytorch'} && pip install --force-reinstall {_TORCH}"
+        fix = (
+            f"conda remove -y --force {of_conda or 'pytorch'} && pip install --force-reinstall "
+            f"{_TORCH}"
+        )
         yield Finding("conda and pip", "broken", evidence, fix)
 
 

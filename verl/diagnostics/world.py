@@ -1,4 +1,5 @@
-"""The facts that the doctor judges, as plain data. Reading them imports none of the libraries in question."""
+"""The facts that the doctor judges, as plain data. Reading them imports none of the libraries in
+question."""
 
 import glob
 import importlib.metadata
@@ -56,8 +57,10 @@ class World:
 
     python: tuple[int, int]
     here: str  # the folder of this package
-    verl_copies: Sequence[str]  # every package `verl` that `python -m` would look at from this folder, in that order
-    requirements: Sequence[str] | None  # as the installed metadata of verl says; None: verl is not installed
+    # every package `verl` that `python -m` would look at from this folder, in that order
+    verl_copies: Sequence[str]
+    # as the installed metadata of verl says; None: verl is not installed
+    requirements: Sequence[str] | None
     packages: Mapping[str, Package]  # by canonical name
     conda_packages: Mapping[str, str] = field(default_factory=dict)
     num_nvidia_cards: int = 0  # whether or not a driver serves them
@@ -92,7 +95,8 @@ def canonical(name: str) -> str:
 
 
 def read_packages() -> dict[str, Package]:
-    """What is installed, with who installed it. The first of two of one name is the one that Python imports."""
+    """What is installed, with who installed it. The first of two of one name is the one that Python
+    imports."""
     found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -105,7 +109,9 @@ def read_packages() -> dict[str, Package]:
 def find_copies(folders: Sequence[str]) -> list[str]:
     """Packages `verl` in these folders, each once."""
     found = [os.path.realpath(os.path.join(folder, "verl")) for folder in folders]
-    return list(dict.fromkeys(path for path in found if os.path.exists(os.path.join(path, "__init__.py"))))
+    return list(
+        dict.fromkeys(path for path in found if os.path.exists(os.path.join(path, "__init__.py")))
+    )
 
 
 def _requirements() -> list[str] | None:
@@ -117,20 +123,27 @@ def _requirements() -> list[str] | None:
 
 def _conda_packages(prefix: str) -> dict[str, str]:
     """Of the environment that Python runs in; files are called name-version-build.json."""
-    names = [Path(path).stem.rsplit("-", 2) for path in glob.glob(f"{glob.escape(prefix)}/conda-meta/*-*-*.json")]
+    names = [
+        Path(path).stem.rsplit("-", 2)
+        for path in glob.glob(f"{glob.escape(prefix)}/conda-meta/*-*-*.json")
+    ]
     return {name: version for name, version, _ in names}
 
 
 def _count_cards() -> int:
     """On the bus, or, where a container or WSL hides that, in /dev."""
-    devices = Path("/sys/bus/pci/devices").glob("*") if os.path.isdir("/sys/bus/pci/devices") else ()
+    devices = (
+        Path("/sys/bus/pci/devices").glob("*") if os.path.isdir("/sys/bus/pci/devices") else ()
+    )
     on_bus = [_text(device / "class") for device in devices if _text(device / "vendor") == _NVIDIA]
     in_dev = glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg")
     return max(sum(kind.startswith(_DISPLAY) for kind in on_bus), len(in_dev))
 
 
 def _driver_version() -> str | None:
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _text(Path("/proc/driver/nvidia/version")))
+    found = re.search(
+        r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _text(Path("/proc/driver/nvidia/version"))
+    )
     return found and found.group(1)
 
 
@@ -143,7 +156,11 @@ def read_host() -> Host:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     without_limit = 2**63 - 1
     cache = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
-    folders = {"checkpoints": os.getcwd(), "models from the hub": cache, "temporary files": tempfile.gettempdir()}
+    folders = {
+        "checkpoints": os.getcwd(),
+        "models from the hub": cache,
+        "temporary files": tempfile.gettempdir(),
+    }
     return Host(
         in_container=any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
         or "KUBERNETES_SERVICE_HOST" in os.environ,
@@ -168,14 +185,23 @@ def _free(folder: str) -> int:
 def read_network() -> Network:
     up = [name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo"]
     routes = [line.split() for line in _text(Path("/proc/net/route")).splitlines()[1:]]
-    default = next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
-    rdma = sorted(os.listdir("/sys/class/infiniband")) if os.path.isdir("/sys/class/infiniband") else []
-    peermem = any(os.path.isdir(f"/sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem"))
+    default = next(
+        (route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None
+    )
+    rdma = (
+        sorted(os.listdir("/sys/class/infiniband"))
+        if os.path.isdir("/sys/class/infiniband")
+        else []
+    )
+    peermem = any(
+        os.path.isdir(f"/sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem")
+    )
     return Network(interfaces=up, default_interface=default, rdma_devices=rdma, has_peermem=peermem)
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel's says; "" where this kernel has none, or shows it to others alone."""
+    """What a file of the kernel's says; "" where this kernel has none, or shows it to others
+    alone."""
     try:
         return path.read_text().strip()
     except OSError:

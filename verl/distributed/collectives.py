@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis of the mesh, this one being number `rank` of `size`. `group` None: all there are."""
+    """The ranks along one axis of the mesh, this one being number `rank` of `size`. `group` None:
+    all there are."""
 
     size: int = 1
     rank: int = 0
@@ -20,7 +21,8 @@ ALONE = Axis()
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of `tensor` along the axis, in place where it has several ranks. Every one of them must call it."""
+    """The sum of `tensor` along the axis, in place where it has several ranks. Every one of them
+    must call it."""
     if axis.size > 1:
         dist.all_reduce(tensor, group=axis.group)
     return tensor

@@ -1,4 +1,5 @@
-"""Sharding from outside: FSDP2 over any module that holds a list of layers, and full tensors back from it."""
+"""Sharding from outside: FSDP2 over any module that holds a list of layers, and full tensors back
+from it."""
 
 from typing import Any
 
@@ -6,20 +7,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config import FSDPConfig
 from verl.distributed.collectives import Axis, gather_objects
 from verl.utils.errors import ModelError
 
-# On one rank gathered weights stay from pass to pass if they, parameters, gradients and AdamW's moments take no more
-# than this share of the device. Copies and additions for it, in each of four passes, were 95 ms of an update's 1,490 on
-# an H200 (Qwen2.5-1.5B).
+# On one rank gathered weights stay from pass to pass if they, parameters, gradients and AdamW's
+# moments take no more than this share of the device. Copies and additions for it, in each of four
+# passes, were 95 ms of an update's 1,490 on an H200 (Qwen2.5-1.5B).
 GATHERED_SHARE = 0.5
 
 
-def keeps_gathered(module: nn.Module, mesh: DeviceMesh, config: FSDPConfig, compute_dtype: torch.dtype | None) -> bool:
+def keeps_gathered(
+    module: nn.Module, mesh: DeviceMesh, config: FSDPConfig, compute_dtype: torch.dtype | None
+) -> bool:
     """Whether one rank, which has all shards, gathers them once for all passes of a mini-batch.
 
     Asked for by reshard_after_forward=False; by default where the device has room.
@@ -31,7 +40,9 @@ def keeps_gathered(module: nn.Module, mesh: DeviceMesh, config: FSDPConfig, comp
     needed = 0
     for parameter in module.parameters():
         copy = parameter.itemsize if compute_dtype is None else compute_dtype.itemsize
-        needed += parameter.numel() * (copy + parameter.itemsize * (4 if parameter.requires_grad else 1))
+        needed += parameter.numel() * (
+            copy + parameter.itemsize * (4 if parameter.requires_grad else 1)
+        )
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return needed <= GATHERED_SHARE * total
 
@@ -43,31 +54,42 @@ def apply_fsdp(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Shard `module` in place over the mesh: one unit per layer, one for all the rest (embeddings, norm, head). Gives
-    whether weights stay gathered until `reshard` (see `keeps_gathered`).
+    """Shard `module` in place over the mesh: one unit per layer, one for all the rest (embeddings,
+    norm, head). Gives whether weights stay gathered until `reshard` (see `keeps_gathered`).
 
-    Parameters, moments and accumulated gradients keep the dtype of the parameters (fp32 when trained); forward and
-    backward run in `compute_dtype` (None: as the parameters are). Gradients are reduced and added up in fp32, since
-    adding 64 micro-batches in bf16 was measured 0.9 % off. They are summed over the ranks, never averaged: a loss has
-    the denominators of the whole mini-batch already.
+    Parameters, moments and accumulated gradients keep the dtype of the parameters (fp32 when
+    trained); forward and backward run in `compute_dtype` (None: as the parameters are). Gradients
+    are reduced and added up in fp32, since adding 64 micro-batches in bf16 was measured 0.9 % off.
+    They are summed over the ranks, never averaged: a loss has the denominators of the whole
+    mini-batch already.
 
-    With `offload_policy` parameters, gradients and moments live on the host, and an optimizer step is made there.
+    With `offload_policy` parameters, gradients and moments live on the host, and an optimizer step
+    is made there.
 
-    Parameters that are on the meta device on some ranks get the values of the first rank, unit by unit.
+    Parameters that are on the meta device on some ranks get the values of the first rank, unit by
+    unit.
     """
     fills = agree_on_weights(module)
     keep_gathered = keeps_gathered(module, mesh, config, compute_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload_policy else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if config.offload_policy
+        else OffloadPolicy()
+    )
 
     def shard(unit: nn.Module, reshard_after_forward: bool) -> None:
         if fills:
             _fill(unit, torch.device(mesh.device_type))
         fully_shard(
-            unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward
-        )  # fmt: skip
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )
         assert isinstance(unit, FSDPModule)
         unit.set_reshard_after_backward(not keep_gathered, recurse=False)
         if mesh.size() > 1:
@@ -77,32 +99,40 @@ def apply_fsdp(
 
     for layer in decoder_layers(module):
         shard(layer, config.reshard_after_forward is not False and not keep_gathered)
-    # The rest is needed again at once in backward (the head is last in and first out), so it stays gathered.
+    # The rest is needed again at once in backward (the head is last in and first out), so it stays
+    # gathered.
     shard(module, False)
     return keep_gathered
 
 
 def agree_on_weights(module: nn.Module) -> bool:
-    """Whether some rank has only the shapes of its parameters; they take the dtypes of the first rank's here.
+    """Whether some rank has only the shapes of its parameters; they take the dtypes of the first
+    rank's here.
 
     Raises ModelError where shapes differ.
     """
     if not dist.is_initialized():
         return False
     mine = {
-        name: (parameter.is_meta, parameter.shape, parameter.dtype) for name, parameter in module.named_parameters()
+        name: (parameter.is_meta, parameter.shape, parameter.dtype)
+        for name, parameter in module.named_parameters()
     }
     everybody = gather_objects(mine, Axis(dist.get_world_size(), dist.get_rank()))
     if not any(is_meta for each in everybody for is_meta, *_ in each.values()):
         return False
     first = everybody[0]
-    assert not any(is_meta for is_meta, *_ in first.values()), "the first rank reads the weights for all"
-    shapes, expected = ({(name, shape) for name, (_, shape, _) in each.items()} for each in (mine, first))
+    assert not any(is_meta for is_meta, *_ in first.values()), (
+        "the first rank reads the weights for all"
+    )
+    shapes, expected = (
+        {(name, shape) for name, (_, shape, _) in each.items()} for each in (mine, first)
+    )
     differ = sorted({name for name, _ in shapes ^ expected})
     if differ:
         raise ModelError(
-            f"{len(differ)} parameters have other shapes on this rank than on the first, which reads the weights for "
-            f"all, first {differ[0]}. Give every machine the same model folder."
+            f"{len(differ)} parameters have other shapes on this rank than on the first, which "
+            f"reads the weights for all, first {differ[0]}. Give every machine the same model "
+            "folder."
         )
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -111,8 +141,9 @@ def agree_on_weights(module: nn.Module) -> bool:
 
 
 def _fill(unit: nn.Module, device: torch.device) -> None:
-    """Give the parameters and buffers of a unit that are not sharded yet the values that they have on the first rank.
-    Every rank must call it. They are on `device` then, all of the unit at once."""
+    """Give the parameters and buffers of a unit that are not sharded yet the values that they have
+    on the first rank. Every rank must call it. They are on `device` then, all of the unit at
+    once."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # by what stood there: tied weights stay one
     for module in unit.modules():
         for name, parameter in module._parameters.items():
@@ -120,7 +151,9 @@ def _fill(unit: nn.Module, device: torch.device) -> None:
                 continue
             if parameter not in replaced:
                 full = (
-                    torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+                    torch.empty_like(parameter, device=device)
+                    if parameter.is_meta
+                    else parameter.detach().to(device)
                 )
                 dist.broadcast(full, 0)
                 replaced[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
@@ -132,7 +165,8 @@ def _fill(unit: nn.Module, device: torch.device) -> None:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of the largest `nn.ModuleList` by parameters: a transformer's blocks (lists of experts lie within)."""
+    """The layers of the largest `nn.ModuleList` by parameters: a transformer's blocks (lists of
+    experts lie within)."""
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
     return list(max(lists, key=_num_parameters, default=nn.ModuleList()))
 
@@ -140,8 +174,8 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights of every unit.
 
-    A forward pass without backward leaves some gathered; the next forward pass would take those for current even
-    after an optimizer step.
+    A forward pass without backward leaves some gathered; the next forward pass would take those for
+    current even after an optimizer step.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -149,10 +183,11 @@ def reshard(module: nn.Module) -> None:
 
 
 def recover(module: nn.Module) -> None:
-    """After an exception in the middle of a pass: FSDP2 as if that pass had never begun. Gradients are to be dropped.
+    """After an exception in the middle of a pass: FSDP2 as if that pass had never begun. Gradients
+    are to be dropped.
 
-    What autograd would have called at the end of the backward pass is called here: without it every unit would take the
-    next forward pass for a recomputation, and leave its weights ungathered.
+    What autograd would have called at the end of the backward pass is called here: without it every
+    unit would take the next forward pass for a recomputation, and leave its weights ungathered.
     """
     root = next((child for child in module.modules() if isinstance(child, FSDPModule)), None)
     if root is None:
@@ -161,21 +196,26 @@ def recover(module: nn.Module) -> None:
     if state._is_root is None:  # no pass has come as far as the module yet
         return
     for unit in module.modules():
-        group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        group: Any = (
+            unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        )
         for parameter in group.fsdp_params if group is not None else ():
             # Of this pass, and of those before it whose gradients were not synchronised.
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     state._root_post_backward_final_callback()
-    state._state_ctx.iter_forward_root = None  # which the end of the forward pass would have cleared
+    # which the end of the forward pass would have cleared
+    state._state_ctx.iter_forward_root = None
     reshard(module)
 
 
 def sync_gradients(module: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass leaves its gradients, and those of passes before it, in the parameters.
+    """Whether the next backward pass leaves its gradients, and those of passes before it, in the
+    parameters.
 
-    Without, they are added up in fp32 where they arise, which takes as much memory as all parameters: for one rank.
+    Without, they are added up in fp32 where they arise, which takes as much memory as all
+    parameters: for one rank.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -183,7 +223,8 @@ def sync_gradients(module: nn.Module, enabled: bool) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a possibly sharded tensor, detached: an alias wherever this rank has all of it, so only read it.
+    """The whole of a possibly sharded tensor, detached: an alias wherever this rank has all of it,
+    so only read it.
 
     Where it is sharded over several ranks, all of them must call this.
     """
@@ -202,7 +243,8 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return full.to(device=like.device, dtype=like.dtype)
     full = full.to(device=like.device_mesh.device_type, dtype=like.dtype)
-    # No source rank: each takes its part of its own copy, and nothing is sent. Cloned, or a part would keep the whole.
+    # No source rank: each takes its part of its own copy, and nothing is sent. Cloned, or a part
+    # would keep the whole.
     sharded = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     return (sharded.clone() if like.device_mesh.size() > 1 else sharded).to(like.device)
 

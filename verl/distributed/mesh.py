@@ -21,9 +21,10 @@ ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS = "rollout_data", "rollout_tensor"
 class Mesh:
     """This process among all ranks.
 
-    Ranks along `sequence` (neighbours) share the tokens of the same rows; ranks along `data` have rows of their own.
-    Weights are split over `weights`, whatever the other axes: ("shard",) over all ranks, or ("replicate", "shard")
-    where `fsdp_size` ranks hold one copy. None: one process, whose weights stay whole.
+    Ranks along `sequence` (neighbours) share the tokens of the same rows; ranks along `data` have
+    rows of their own. Weights are split over `weights`, whatever the other axes: ("shard",) over
+    all ranks, or ("replicate", "shard") where `fsdp_size` ranks hold one copy. None: one process,
+    whose weights stay whole.
     """
 
     device: torch.device
@@ -35,25 +36,32 @@ class Mesh:
 
 @dataclass(frozen=True)
 class RolloutMesh:
-    """This process among all ranks that generate, however they train: neighbours along `tensor` share one engine and
-    its requests, ranks along `data` have requests of their own."""
+    """This process among all ranks that generate, however they train: neighbours along `tensor`
+    share one engine and its requests, ranks along `data` have requests of their own."""
 
     data: Axis = ALONE
     tensor: Axis = ALONE
 
 
 def init_mesh(
-    device: torch.device, *, fsdp_size: int = -1, sequence_parallel_size: int = 1, shard: bool = True
+    device: torch.device,
+    *,
+    fsdp_size: int = -1,
+    sequence_parallel_size: int = 1,
+    shard: bool = True,
 ) -> Mesh:
     """The mesh over every rank that was launched: those of torchrun, or this process alone.
 
-    Starts the default process group if nobody has: NCCL for CUDA (with gloo beside it for CPU tensors), else gloo. A
-    single process needs no address and no environment for it, since its store lives in its own memory; one that is
-    not to `shard` starts none at all. Several ranks always shard. On CUDA a rank takes the device of its LOCAL_RANK.
+    Starts the default process group if nobody has: NCCL for CUDA (with gloo beside it for CPU
+    tensors), else gloo. A single process needs no address and no environment for it, since its
+    store lives in its own memory; one that is not to `shard` starts none at all. Several ranks
+    always shard. On CUDA a rank takes the device of its LOCAL_RANK.
 
-    `fsdp_size`: ranks that hold one copy of the weights; below 1, or as many as there are, means all.
+    `fsdp_size`: ranks that hold one copy of the weights; below 1, or as many as there are, means
+        all.
 
-    Raises ConfigError where a size does not divide the number of ranks, or where torchrun's variables are incomplete.
+    Raises ConfigError where a size does not divide the number of ranks, or where torchrun's
+    variables are incomplete.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else _launched_ranks()
     _check_sizes(world_size, fsdp_size, sequence_parallel_size)
@@ -72,7 +80,11 @@ def init_rollout_mesh(mesh: Mesh, tensor_parallel_size: int) -> RolloutMesh:
     """
     if tensor_parallel_size == 1:
         return RolloutMesh(mesh.world)
-    _check_divides("actor_rollout_ref.rollout.tensor_model_parallel_size", tensor_parallel_size, mesh.world.size)
+    _check_divides(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        tensor_parallel_size,
+        mesh.world.size,
+    )
     return _build_rollout(mesh.device, tensor_parallel_size)
 
 
@@ -84,7 +96,8 @@ def close_process_group() -> None:
         dist.destroy_process_group()
 
 
-@functools.cache  # the actor's, the critic's and the reference's engine share groups, and with them NCCL's buffers
+# the actor's, the critic's and the reference's engine share groups, and with them NCCL's buffers
+@functools.cache
 def _build(device: torch.device, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
     world = Axis(dist.get_world_size(), dist.get_rank())
     if 0 < fsdp_size < world.size:
@@ -94,19 +107,29 @@ def _build(device: torch.device, fsdp_size: int, sequence_parallel_size: int) ->
     weights = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if sequence_parallel_size == 1:
         return Mesh(device, world, world, ALONE, weights)
-    return Mesh(device, world, *_two_axes(device, sequence_parallel_size, (DATA_AXIS, SEQUENCE_AXIS)), weights)
+    return Mesh(
+        device,
+        world,
+        *_two_axes(device, sequence_parallel_size, (DATA_AXIS, SEQUENCE_AXIS)),
+        weights,
+    )
 
 
 @functools.cache
 def _build_rollout(device: torch.device, tensor_parallel_size: int) -> RolloutMesh:
-    return RolloutMesh(*_two_axes(device, tensor_parallel_size, (ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS)))
+    return RolloutMesh(
+        *_two_axes(device, tensor_parallel_size, (ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS))
+    )
 
 
 def _two_axes(device: torch.device, size: int, names: tuple[str, str]) -> tuple[Axis, Axis]:
     """All ranks as groups of `size` neighbours, which are the second axis."""
-    ranks = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=names)
+    ranks = init_device_mesh(
+        device.type, (dist.get_world_size() // size, size), mesh_dim_names=names
+    )
     outer, inner = (
-        Axis(ranks.size(number), ranks.get_local_rank(name), ranks.get_group(name)) for number, name in enumerate(names)
+        Axis(ranks.size(number), ranks.get_local_rank(name), ranks.get_group(name))
+        for number, name in enumerate(names)
     )
     return outer, inner
 
@@ -120,11 +143,14 @@ def _start_process_group(device: torch.device, world_size: int) -> None:
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE={world_size} says that several ranks were launched, but {' and '.join(missing)} of the "
-                "environment are not set. Launch with torchrun, which sets them, or unset WORLD_SIZE for one process."
+                f"WORLD_SIZE={world_size} says that several ranks were launched, but "
+                f"{' and '.join(missing)} of the environment are not set. Launch with torchrun, "
+                "which sets them, or unset WORLD_SIZE for one process."
             )
         dist.init_process_group(backend)
     # NCCL warns about leaked communicators when a process ends without this.
@@ -135,14 +161,16 @@ def _own_device(device: torch.device) -> torch.device:
     """On CUDA the device of this rank, made current; elsewhere `device`."""
     if device.type != "cuda":
         return device
-    if _launched_ranks() > 1 or "LOCAL_RANK" in os.environ:  # a role may have one rank of many to itself
-        # A launcher that hides the other ranks' devices leaves one, which is number 0 whatever the rank.
+    # a role may have one rank of many to itself
+    if _launched_ranks() > 1 or "LOCAL_RANK" in os.environ:
+        # A launcher that hides the other ranks' devices leaves one, which is number 0 whatever the
+        # rank.
         visible = torch.cuda.device_count()
         index = int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0
         if index >= visible:
             raise ConfigError(
-                f"Every rank needs a GPU of its own, but LOCAL_RANK={index} and {visible} are visible. Launch "
-                f"--nproc_per_node={visible}."
+                f"Every rank needs a GPU of its own, but LOCAL_RANK={index} and {visible} are "
+                f"visible. Launch --nproc_per_node={visible}."
             )
         device = torch.device("cuda", index)
     if device.index is not None:
@@ -154,8 +182,8 @@ def _check_sizes(world_size: int, fsdp_size: int, sequence_parallel_size: int) -
     _check_divides("ulysses_sequence_parallel_size", sequence_parallel_size, world_size)
     if 0 < fsdp_size < world_size and world_size % fsdp_size:
         raise ConfigError(
-            f"fsdp_config.fsdp_size must divide the number of ranks, got {fsdp_size} and {world_size}. "
-            f"Set it to one of {_divisors(world_size)}, or to -1 for all."
+            f"fsdp_config.fsdp_size must divide the number of ranks, got {fsdp_size} and "
+            f"{world_size}. Set it to one of {_divisors(world_size)}, or to -1 for all."
         )
 
 

@@ -1,5 +1,5 @@
-"""What need not lie on the device at the moment lies on the host: parameters and moments between phases, activations
-between forward and backward pass."""
+"""What need not lie on the device at the moment lies on the host: parameters and moments between
+phases, activations between forward and backward pass."""
 
 import weakref
 from collections import deque
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl.utils.errors import ConfigError
 
-# Pinned memory comes in powers of two, so it is taken in pieces of that size: one buffer for everything could be twice
-# as large as what it holds.
+# Pinned memory comes in powers of two, so it is taken in pieces of that size: one buffer for
+# everything could be twice as large as what it holds.
 CHUNK_BYTES = 2**28
 _ALIGNMENT = 512  # bytes
 # Activations on their way to the host, during which this many layers can compute.
@@ -24,27 +24,33 @@ LEAVING_LAYERS = 2
 
 
 class Offload:
-    """Tensors whose memory is on their device only within `on_device`, and on the host (pinned on CUDA) otherwise.
+    """Tensors whose memory is on their device only within `on_device`, and on the host (pinned on
+    CUDA) otherwise.
 
-    The tensors stay the same objects: their storage is emptied and filled again, so what refers to them (FSDP2, an
-    optimizer) notices nothing. Nothing may read or write them outside: there is no memory behind them.
+    The tensors stay the same objects: their storage is emptied and filled again, so what refers to
+    them (FSDP2, an optimizer) notices nothing. Nothing may read or write them outside: there is no
+    memory behind them.
 
     Args:
-        tensors: gives those that there are, whenever they go to the host. Scalars stay where they are.
-        device: where copies to the host start from. On a CPU they are copied within the host, as a proof.
+        tensors: gives those that there are, whenever they go to the host. Scalars stay where they
+            are.
+        device: where copies to the host start from. On a CPU they are copied within the host, as a
+            proof.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         self._tensors = tensors
         self._device = device
         self._chunks: list[Tensor] = []
-        self._away: list[tuple[torch.UntypedStorage, int]] = []  # storages without memory, and the bytes they had
+        # storages without memory, and the bytes they had
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._users = 0
         self._to_host()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Bring the tensors back for as long as this lasts. May be nested: the outermost one moves."""
+        """Bring the tensors back for as long as this lasts. May be nested: the outermost one
+        moves."""
         if self._users == 0:
             self._to_device()
         self._users += 1
@@ -56,12 +62,18 @@ class Offload:
                 self._to_host()
 
     def _to_host(self) -> None:
-        storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in _dense(self._tensors())}
-        self._away = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        storages = {
+            part.untyped_storage().data_ptr(): part.untyped_storage()
+            for part in _dense(self._tensors())
+        }
+        self._away = [
+            (storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()
+        ]
         for there, here in self._pieces():
             here.copy_(there, non_blocking=True)
         for storage, _ in self._away:
-            storage.resize_(0)  # the allocator hands it out again on this stream alone, after the copies
+            # the allocator hands it out again on this stream alone, after the copies
+            storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a rollout engine takes its pages from the driver
 
@@ -93,41 +105,50 @@ class Offload:
 
 
 def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Tensors with memory of their own: the local part of a DTensor, the parts of a quantised one; no scalars."""
+    """Tensors with memory of their own: the local part of a DTensor, the parts of a quantised one;
+    no scalars."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             parts = (getattr(tensor, name) for name in names)
-            yield from _dense(part for part in parts if isinstance(part, Tensor))  # newer DTensors name their mesh too
+            # newer DTensors name their mesh too
+            yield from _dense(part for part in parts if isinstance(part, Tensor))
         elif tensor.ndim:
             yield tensor
 
 
 def apply_activation_offload(module: nn.Module, device: torch.device) -> None:
-    """Keep on the host what the checkpointed layers of `module` hold for the backward pass: their inputs. After
-    `apply_checkpointing`, before compile and sharding. Returned numbers do not change."""
+    """Keep on the host what the checkpointed layers of `module` hold for the backward pass: their
+    inputs. After `apply_checkpointing`, before compile and sharding. Returned numbers do not
+    change."""
     hooks = _ActivationHooks(device)
-    layers: list[Any] = [part for part in module.modules() if hasattr(part, "_gradient_checkpointing_func")]
+    layers: list[Any] = [
+        part for part in module.modules() if hasattr(part, "_gradient_checkpointing_func")
+    ]
     if not layers:
         raise ConfigError(
-            "enable_activation_offload keeps the inputs of checkpointed layers on the host, but checkpointing is off. "
-            "Set enable_gradient_checkpointing=True as well."
+            "enable_activation_offload keeps the inputs of checkpointed layers on the host, but "
+            "checkpointing is off. Set enable_gradient_checkpointing=True as well."
         )
     for layer in layers:
         layer._gradient_checkpointing_func = partial(hooks.call, layer._gradient_checkpointing_func)
 
 
 class _Kept:
-    """One activation: on the host, and on the device while it has just left or is about to be used."""
+    """One activation: on the host, and on the device while it has just left or is about to be
+    used."""
 
     def __init__(self, host: Tensor, before: "weakref.ref[_Kept] | None") -> None:
         self.host = host
-        self.before = before  # kept just before this one, so wanted just after; weak: a graph may be dropped unused
-        self.on_device: tuple[Tensor, Any] | None = None  # and the event after which it has been copied
+        # kept just before this one, so wanted just after; weak: a graph may be dropped unused
+        self.before = before
+        # and the event after which it has been copied
+        self.on_device: tuple[Tensor, Any] | None = None
 
     def leave(self) -> None:
-        """Free the memory on the device. The computing stream waits for the copy rather than the allocator: a host that
-        runs ahead would find no copy finished, and take new memory for every layer."""
+        """Free the memory on the device. The computing stream waits for the copy rather than the
+        allocator: a host that runs ahead would find no copy finished, and take new memory for every
+        layer."""
         if self.on_device is not None:
             tensor, copied = self.on_device
             torch.cuda.current_stream(tensor.device).wait_event(copied)
@@ -138,8 +159,8 @@ class _Kept:
 
 
 class _ActivationHooks:
-    """Copies on a stream of their own, beside the computation: out during the forward pass of the next layers, in again
-    during the backward pass of the layer after."""
+    """Copies on a stream of their own, beside the computation: out during the forward pass of the
+    next layers, in again during the backward pass of the layer after."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -147,8 +168,15 @@ class _ActivationHooks:
         self.leaving: deque[weakref.ref[_Kept]] = deque()
         self.last: weakref.ref[_Kept] | None = None
 
-    def call(self, checkpointed: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Checkpointing has hooks of its own around what happens within the layer: only the inputs come to ours.
+    def call(
+        self,
+        checkpointed: Callable[..., Any],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # Checkpointing has hooks of its own around what happens within the layer: only the inputs
+        # come to ours.
         with saved_tensors_hooks(self.pack, self.unpack):
             return checkpointed(function, *args, **kwargs)
 
@@ -188,7 +216,8 @@ class _ActivationHooks:
         return kept.on_device[0]
 
     def _copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy beside the computation, after all that it has queued so far; gives the event of its end."""
+        """Copy beside the computation, after all that it has queued so far; gives the event of its
+        end."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):

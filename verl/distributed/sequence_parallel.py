@@ -1,8 +1,10 @@
-"""Sequence parallelism by exchanging heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+"""Sequence parallelism by exchanging heads for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509).
 
-N packed tokens are split over P ranks, N / P consecutive ones each. Everything but attention works on tokens alone and
-needs nothing of the others. Around attention an all-to-all gives each rank all N tokens of H / P heads, and another one
-undoes it. Each rank's gradients of the weights are the share of its own tokens: summed over the ranks, they are whole.
+N packed tokens are split over P ranks, N / P consecutive ones each. Everything but attention works
+on tokens alone and needs nothing of the others. Around attention an all-to-all gives each rank all
+N tokens of H / P heads, and another one undoes it. Each rank's gradients of the weights are the
+share of its own tokens: summed over the ranks, they are whole.
 """
 
 import math
@@ -20,25 +22,28 @@ from verl.utils.errors import ModelError
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """The exchanges of one rank with those that share its tokens. All of them must call each method alike."""
+    """The exchanges of one rank with those that share its tokens. All of them must call each method
+    alike."""
 
     axis: Axis
 
     def check_heads(self, heads: int, what: str) -> None:
-        """Raise ModelError, naming the model `what`, where its query heads cannot be dealt out evenly."""
+        """Raise ModelError, naming the model `what`, where its query heads cannot be dealt out
+        evenly."""
         size = self.axis.size
         if heads % size:
             fitting = [str(part) for part in range(1, size) if heads % part == 0]
             raise ModelError(
-                f"ulysses_sequence_parallel_size must divide the query heads of {what}, got {size} and {heads}. "
-                f"Below it fit {', '.join(fitting)}."
+                f"ulysses_sequence_parallel_size must divide the query heads of {what}, got {size} "
+                f"and {heads}. Below it fit {', '.join(fitting)}."
             )
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (n, Hq, D), k (n, Hk, D), v (n, Hk, Dv) of this rank's n tokens -> all P * n tokens of its heads.
+        """q (n, Hq, D), k (n, Hk, D), v (n, Hk, Dv) of this rank's n tokens -> all P * n tokens of
+        its heads.
 
-        q has Hq / P of them. Key heads are repeated as often as it takes for P to divide them, which keeps each beside
-        the query heads that it serves.
+        q has Hq / P of them. Key heads are repeated as often as it takes for P to divide them,
+        which keeps each beside the query heads that it serves.
         """
         repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
         if repeats > 1:
@@ -47,7 +52,8 @@ class SequenceParallel:
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """(P * n, H / P, D) -> (n, H, D): the reverse of `to_heads` for one tensor."""
-        parts = self._exchange(out.unflatten(0, (self.axis.size, -1)))  # (P, n, H / P, D), by the rank of the heads
+        # (P, n, H / P, D), by the rank of the heads
+        parts = self._exchange(out.unflatten(0, (self.axis.size, -1)))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def own_heads(self, per_head: Tensor) -> Tensor:
@@ -55,10 +61,11 @@ class SequenceParallel:
         return per_head.tensor_split(self.axis.size)[self.axis.rank]
 
     def gather(self, values: Tensor, places: Tensor, total: int) -> Tensor:
-        """(m,) of each rank -> (total,) on all of them; `places (m,)` is where this rank's values go.
+        """(m,) of each rank -> (total,) on all of them; `places (m,)` is where this rank's values
+        go.
 
-        What follows must be the same on all ranks: a value's gradient is then known where the value comes from, and
-        nothing is added up in the backward pass.
+        What follows must be the same on all ranks: a value's gradient is then known where the value
+        comes from, and nothing is added up in the backward pass.
         """
         return _Gather.apply(values, places, total, self.axis)  # pyright: ignore[reportReturnType]
 
@@ -73,7 +80,8 @@ class SequenceParallel:
 
 
 class _AllToAll(torch.autograd.Function):
-    """(P, ...) -> (P, ...): part i goes to rank i, and what rank i sent becomes part i. Its own transpose."""
+    """(P, ...) -> (P, ...): part i goes to rank i, and what rank i sent becomes part i. Its own
+    transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
@@ -108,8 +116,9 @@ class _Gather(torch.autograd.Function):
 
 
 def apply_sequence_parallel(module: Any, axis: Axis) -> None:
-    """Let the ranks of `axis` share the tokens that `module` (a PackedCausalLM or PackedValueModel) computes on: from
-    then on it takes parts of a batch (`PackedBatch.split`), and gives the predictions of the whole on every rank.
+    """Let the ranks of `axis` share the tokens that `module` (a PackedCausalLM or PackedValueModel)
+    computes on: from then on it takes parts of a batch (`PackedBatch.split`), and gives the
+    predictions of the whole on every rank.
 
     Raises ModelError where the model's heads cannot be dealt out evenly.
     """

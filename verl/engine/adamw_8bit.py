@@ -1,4 +1,5 @@
-"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861), by torchao; imported only when asked for."""
+"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861), by torchao; imported only
+when asked for."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,11 +12,14 @@ from verl.utils.errors import CheckpointError
 
 
 class AdamW8bit(TorchaoAdamW8bit):
-    """A code of 8 bits for every element and a scale for every 256; tensors below 4,096 elements keep fp32 moments."""
+    """A code of 8 bits for every element and a scale for every 256; tensors below 4,096 elements
+    keep fp32 moments."""
 
     def step(self, closure: None = None) -> None:
         # torchao compiles the arithmetic: one kernel on CUDA, but on CPU a need for a C++ compiler.
-        on_cuda = any(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
+        on_cuda = any(
+            parameter.is_cuda for group in self.param_groups for parameter in group["params"]
+        )
         with nullcontext() if on_cuda else torch.compiler.set_stance("force_eager"):
             super().step()
 
@@ -33,7 +37,8 @@ class AdamW8bit(TorchaoAdamW8bit):
         whole: Any = full_tensor(moment)  # an alias: there is one rank
         if hasattr(whole, "codes") != isinstance(saved, dict):
             raise CheckpointError(
-                "The checkpoint's moments are not in 8 bits. Set optim.optimizer as it was when they were saved."
+                "The checkpoint's moments are not in 8 bits. Set optim.optimizer as it was when "
+                "they were saved."
             )
         if isinstance(saved, dict):
             whole.codes.copy_(saved["codes"])

@@ -1,5 +1,5 @@
-"""The passes over a mini-batch, on which all ranks agree before the first: where they differ, the next collective would
-never end."""
+"""The passes over a mini-batch, on which all ranks agree before the first: where they differ, the
+next collective would never end."""
 
 import zlib
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from verl.engine.microbatch import TokenBudget, plan_micro_batches
 from verl.engine.packing import MiniBatch
 from verl.utils.errors import DataError
 
-# Activations of a pass stay nearer to the caches: on two cores, the update of a small model on 10,000 tokens took 0.6 s
-# in passes of 4,096 tokens and 0.74 s in one.
+# Activations of a pass stay nearer to the caches: on two cores, the update of a small model on
+# 10,000 tokens took 0.6 s in passes of 4,096 tokens and 0.74 s in one.
 CPU_PASS_TOKENS = 4096
 
 
@@ -30,19 +30,22 @@ class _Planned(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.phase}: {self.passes} passes of at most {self.size} over {self.rows} rows with {self.tokens} "
-            f"tokens, plan {self.digest:08x}"
+            f"{self.phase}: {self.passes} passes of at most {self.size} over {self.rows} rows with "
+            f"{self.tokens} tokens, plan {self.digest:08x}"
         )
 
 
-def plan_of_all_ranks(mini_batch: MiniBatch, asked: TokenBudget, current: TokenBudget, mesh: Mesh) -> list[list[int]]:
-    """Row numbers of each pass of this rank. The `current` budget, what is left of the one `asked`, is the most a pass
-    may take on one rank; on a CPU passes near CPU_PASS_TOKENS are faster than larger ones. Every rank gets as many
-    passes as the one that needs most: those in excess are empty."""
+def plan_of_all_ranks(
+    mini_batch: MiniBatch, asked: TokenBudget, current: TokenBudget, mesh: Mesh
+) -> list[list[int]]:
+    """Row numbers of each pass of this rank. The `current` budget, what is left of the one `asked`,
+    is the most a pass may take on one rank; on a CPU passes near CPU_PASS_TOKENS are faster than
+    larger ones. Every rank gets as many passes as the one that needs most: those in excess are
+    empty."""
     if mesh.data.size > 1 and not len(mini_batch):
         raise DataError(
-            f"Every data-parallel rank needs rows of each mini-batch, but rank {mesh.data.rank} of {mesh.data.size} "
-            "got none. Deal the rows evenly, or train on fewer ranks."
+            f"Every data-parallel rank needs rows of each mini-batch, but rank {mesh.data.rank} of "
+            f"{mesh.data.size} got none. Deal the rows evenly, or train on fewer ranks."
         )
     if current.max_tokens is not None:
         current = replace(current, max_tokens=current.max_tokens * mesh.sequence.size)
@@ -53,25 +56,31 @@ def plan_of_all_ranks(mini_batch: MiniBatch, asked: TokenBudget, current: TokenB
     return plan + [[]] * (agreed_passes(plan, mini_batch.lengths, asked, mesh) - len(plan))
 
 
-def agreed_passes(plan: Sequence[Sequence[int]], lengths: Sequence[int], budget: TokenBudget, mesh: Mesh) -> int:
+def agreed_passes(
+    plan: Sequence[Sequence[int]], lengths: Sequence[int], budget: TokenBudget, mesh: Mesh
+) -> int:
     """How many passes all ranks make: as many as the one that needs most.
 
-    Every rank of the mesh must call this before its first pass. One gather of a few bytes, none where a rank is alone.
+    Every rank of the mesh must call this before its first pass. One gather of a few bytes, none
+    where a rank is alone.
 
-    Raises DataError, on every rank, where ranks are at different phases or sizes of passes, or where ranks along the
-    sequence axis have planned other passes over the rows that they share.
+    Raises DataError, on every rank, where ranks are at different phases or sizes of passes, or
+    where ranks along the sequence axis have planned other passes over the rows that they share.
     """
     size = f"{budget.rows} rows" if budget.max_tokens is None else f"{budget.max_tokens} tokens"
     digest = zlib.crc32(repr((list(lengths), [list(rows) for rows in plan])).encode())
-    mine = _Planned(budget.phase, size, len(plan), len(lengths), sum(lengths), mesh.data.rank, digest)
+    mine = _Planned(
+        budget.phase, size, len(plan), len(lengths), sum(lengths), mesh.data.rank, digest
+    )
     everyone = gather_objects(mine, mesh.world)
     first_of_share = {planned.share: planned for planned in reversed(everyone)}
     for rank, planned in enumerate(everyone):
         expected = everyone[0] if planned[:2] != everyone[0][:2] else first_of_share[planned.share]
         if planned != expected:
             raise DataError(
-                f"Ranks {everyone.index(expected)} and {rank} must make the same passes, but have planned different "
-                f"ones. Rank {everyone.index(expected)}, {expected}. Rank {rank}, {planned}. Give all ranks the same "
-                "configuration, code and batches, and call the same methods on all."
+                f"Ranks {everyone.index(expected)} and {rank} must make the same passes, but have "
+                f"planned different ones. Rank {everyone.index(expected)}, {expected}. Rank "
+                f"{rank}, {planned}. Give all ranks the same configuration, code and batches, and "
+                "call the same methods on all."
             )
     return max(planned.passes for planned in everyone)

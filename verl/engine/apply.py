@@ -32,8 +32,9 @@ def apply_to_module(
     compile_backend: str | None,
     fused_kernels: bool,
 ) -> EngineSetup:
-    """Sequence parallelism, checkpointing, off-load of activations, compile, sharding: each step in place, around what
-    the ones before left. Gives what memory depends on. For the arguments see `TrainEngine`."""
+    """Sequence parallelism, checkpointing, off-load of activations, compile, sharding: each step in
+    place, around what the ones before left. Gives what memory depends on. For the arguments see
+    `TrainEngine`."""
     on_cuda = mesh.device.type == "cuda"
     hf_model: Any = module.model
     if compute_dtype is None and on_cuda:
@@ -41,10 +42,15 @@ def apply_to_module(
     if on_cuda:
         use_fast_rope(module)
     # Layers that are not compiled compute the same bits with and without gradients.
-    fused_mlps = use_fused_swiglu(module, mesh.device) if fused_kernels and compile_backend is not None else 0
+    fused_mlps = (
+        use_fused_swiglu(module, mesh.device)
+        if fused_kernels and compile_backend is not None
+        else 0
+    )
     if mesh.sequence.size > 1:
         apply_sequence_parallel(module, mesh.sequence)
-    # Checkpointing before sharding: the recomputed forward must find the weights gathered by the layer's own hooks.
+    # Checkpointing before sharding: the recomputed forward must find the weights gathered by the
+    # layer's own hooks.
     if gradient_checkpointing:
         apply_checkpointing(transformer_of(hf_model), share=checkpointing_share)
     if activation_offload:
@@ -64,4 +70,6 @@ def apply_to_module(
     )
     if mesh.weights is None:
         return setup
-    return replace(setup, keeps_gathered=apply_fsdp(module, mesh.weights, fsdp, compute_dtype=compute_dtype))
+    return replace(
+        setup, keeps_gathered=apply_fsdp(module, mesh.weights, fsdp, compute_dtype=compute_dtype)
+    )

@@ -1,4 +1,5 @@
-"""The training engine: packs rows, runs forward and backward over them, steps the optimizer, saves and loads."""
+"""The training engine: packs rows, runs forward and backward over them, steps the optimizer, saves
+and loads."""
 
 import math
 import weakref
@@ -43,12 +44,15 @@ from verl.weight_sync.shards import gathered
 _engines: "weakref.WeakSet[TrainEngine]" = weakref.WeakSet()
 
 # (outputs of the module, packed columns, row number of each token) -> LossOutput
-LossFunction = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor], LossOutput]
+LossFunction = Callable[
+    [dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor], LossOutput
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step. `offenders` names the rows that made it be skipped, as far as they can be told."""
+    """One optimizer step. `offenders` names the rows that made it be skipped, as far as they can be
+    told."""
 
     grad_norm: float  # before clipping
     lr: float  # with which the step was made
@@ -68,33 +72,39 @@ class _Pending:
 
 
 class TrainEngine:
-    """Owns one packed module (`PackedCausalLM`, `PackedValueModel`), with optimizer and schedule if it is trained.
+    """Owns one packed module (`PackedCausalLM`, `PackedValueModel`), with optimizer and schedule if
+    it is trained.
 
-    On CUDA the module is sharded by FSDP2, also over a mesh of one: fp32 parameters, moments and accumulated gradients,
-    bf16 forward and backward. On CPU one process keeps a plain module of its own dtype, and several shard it. The
-    module is in train mode for every pass, so that log-probs before and during an update come from the same numerics
-    (dropout is zeroed at load).
+    On CUDA the module is sharded by FSDP2, also over a mesh of one: fp32 parameters, moments and
+    accumulated gradients, bf16 forward and backward. On CPU one process keeps a plain module of its
+    own dtype, and several shard it. The module is in train mode for every pass, so that log-probs
+    before and during an update come from the same numerics (dropout is zeroed at load).
 
-    Several ranks (see `Mesh`) make every call together. Each data-parallel rank gives its own rows of the mini-batch,
-    and as many calls; ranks along the sequence axis give the same rows. Losses are shares of the whole mini-batch's, so
-    gradients are summed over the ranks; metrics, the gradient's norm, skipped steps and offenders are the same on all.
+    Several ranks (see `Mesh`) make every call together. Each data-parallel rank gives its own rows
+    of the mini-batch, and as many calls; ranks along the sequence axis give the same rows. Losses
+    are shares of the whole mini-batch's, so gradients are summed over the ranks; metrics, the
+    gradient's norm, skipped steps and offenders are the same on all.
 
-    Parallelism is applied from outside: LoRA by the worker, before this engine, then what `apply_to_module` does, then
-    the optimizer, and off-load of parameters and moments.
+    Parallelism is applied from outside: LoRA by the worker, before this engine, then what
+    `apply_to_module` does, then the optimizer, and off-load of parameters and moments.
 
     Args:
-        module: wrapper with the Hugging Face module as attribute `model`; moved to `device` and sharded in place.
+        module: wrapper with the Hugging Face module as attribute `model`; moved to `device` and
+            sharded in place.
         optim: None for a module that is only evaluated.
         grad_clip: largest total norm of the gradient; None or 0 clips nothing.
         total_steps: training steps of the run, for the schedule.
         sequence_parallel_size: ranks that share the tokens of the same rows (Ulysses).
         activation_offload: keep on the host what checkpointed layers hold for the backward pass.
-        shard, compute_dtype: instead of `fsdp.compute_dtype` and the defaults by device (CUDA: True and bf16; CPU:
-            False and None, which means the dtype of the parameters). Several ranks shard in any case, and so does one
-            that computes in another dtype than its parameters'.
+        shard, compute_dtype: instead of `fsdp.compute_dtype` and the defaults by device (CUDA: True
+            and bf16; CPU:
+            False and None, which means the dtype of the parameters). Several ranks shard in any
+            case, and so does one that computes in another dtype than its parameters'.
         compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
-        fused_kernels: where layers are compiled, use those that are installed and proved (`verl.models.swiglu`).
-        share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves enough (`MiniBatch`).
+        fused_kernels: where layers are compiled, use those that are installed and proved
+            (`verl.models.swiglu`).
+        share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves
+            enough (`MiniBatch`).
     """
 
     def __init__(
@@ -148,9 +158,12 @@ class TrainEngine:
             self.optimizer = build_optimizer(self.module, optim)
             self._learning_rate = LearningRate(self.optimizer, optim, total_steps)
         self._pending: _Pending | None = None
-        hints = memory_hints(fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None)
+        hints = memory_hints(
+            fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None
+        )
         self._is_adapted = bool(adapted_layers(self.hf_model))
-        self._named_parameters = list(plain_parameters(self.hf_model))  # to find them takes a third of a hand-over
+        # to find them takes a third of a hand-over
+        self._named_parameters = list(plain_parameters(self.hf_model))
         self.guard = PassGuard(device, self.mesh.world, hints)
         _engines.add(self)
         meter = CudaMeter(device, self._bytes_to_come) if device.type == "cuda" else None
@@ -158,8 +171,12 @@ class TrainEngine:
         # A plain module lies on the host anyway, and rollout engines may alias its weights.
         moves = self.is_sharded and not fsdp.offload_policy
         self._checkpoints = ShardedWriter(self.mesh.world)
-        self._parameters = Offload(self.module.parameters, device) if moves and fsdp.param_offload else None
-        self._moments = Offload(self._moment_tensors, device) if moves and fsdp.optimizer_offload else None
+        self._parameters = (
+            Offload(self.module.parameters, device) if moves and fsdp.param_offload else None
+        )
+        self._moments = (
+            Offload(self._moment_tensors, device) if moves and fsdp.optimizer_offload else None
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -173,8 +190,9 @@ class TrainEngine:
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Parameters, and moments if asked for, lie on the device for as long as this lasts: what `param_offload` and
-        `optimizer_offload` keep on the host comes and goes with the outermost one.
+        """Parameters, and moments if asked for, lie on the device for as long as this lasts: what
+        `param_offload` and `optimizer_offload` keep on the host comes and goes with the outermost
+        one.
 
         Every method does so for itself; hold it around several calls, and all is moved once.
         """
@@ -187,7 +205,8 @@ class TrainEngine:
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Around forward and backward passes. No weights stay gathered after them: they may change before the next."""
+        """Around forward and backward passes. No weights stay gathered after them: they may change
+        before the next."""
         with self.on_device():
             yield
             reshard(self.module)
@@ -195,10 +214,14 @@ class TrainEngine:
     # ---------------------------------------------------------------- evaluation
 
     @torch.no_grad()
-    def infer(self, batch: DataProto, budget: TokenBudget, **forward_arguments: Any) -> dict[str, torch.Tensor]:
-        """Outputs of the module for every response token: (B, R) fp32 on the host, zero where no token is.
+    def infer(
+        self, batch: DataProto, budget: TokenBudget, **forward_arguments: Any
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of the module for every response token: (B, R) fp32 on the host, zero where no
+        token is.
 
-        no_grad rather than inference_mode: rollout engines alias these weights, and inference tensors would leak.
+        no_grad rather than inference_mode: rollout engines alias these weights, and inference
+        tensors would leak.
         """
         self.module.train()
         mini_batch = self._mini_batch(batch, ())
@@ -226,11 +249,13 @@ class TrainEngine:
         on_restart: Callable[[], None] = lambda: None,
         **forward_arguments: Any,
     ) -> dict[str, float]:
-        """Gradients of one whole mini-batch, from zero, whatever the micro-batches; returns its means and sums.
+        """Gradients of one whole mini-batch, from zero, whatever the micro-batches; returns its
+        means and sums.
 
-        `columns` are the batch's (B, R) columns that `loss_fn` reads, beside `response_mask` and `weights`, which it
-        always gets. The host waits for the device once, at the end. Where memory runs out (see `PassGuard`), all starts
-        again with smaller passes; `on_restart` is for a `loss_fn` that remembers its calls.
+        `columns` are the batch's (B, R) columns that `loss_fn` reads, beside `response_mask` and
+        `weights`, which it always gets. The host waits for the device once, at the end. Where
+        memory runs out (see `PassGuard`), all starts again with smaller passes; `on_restart` is for
+        a `loss_fn` that remembers its calls.
         """
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         self.module.train()
@@ -244,20 +269,24 @@ class TrainEngine:
                     if self._setup.keeps_gathered:
                         sync_gradients(self.module, number == len(plan) - 1)
                     micro_batch = self.budgets.saw(mini_batch.pack(rows))
-                    output = self._backward(micro_batch, loss_fn if rows else None, forward_arguments)
+                    output = self._backward(
+                        micro_batch, loss_fn if rows else None, forward_arguments
+                    )
                     if output is not None:
                         totals.add(output, micro_batch.columns["response_mask"])
             metrics, loss_is_finite = totals.read()
             self._pending = _Pending(mini_batch, plan, loss_fn, forward_arguments, loss_is_finite)
             return metrics
 
-        return self._with_room(mini_batch, budget, passes, lambda: self.footprint.update, on_restart)
+        return self._with_room(
+            mini_batch, budget, passes, lambda: self.footprint.update, on_restart
+        )
 
     def step(self) -> StepResult:
         """Clip and step on the gradients of `forward_backward`, then drop them.
 
-        A loss or gradient that is not finite changes nothing: parameters, moments and schedule stay as they are, and
-        the rows that caused it are looked for, at the price of a few more passes.
+        A loss or gradient that is not finite changes nothing: parameters, moments and schedule stay
+        as they are, and the rows that caused it are looked for, at the price of a few more passes.
         """
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         assert self._pending is not None, "step() comes after forward_backward()"
@@ -278,7 +307,8 @@ class TrainEngine:
         return StepResult(grad_norm=grad_norm, lr=lr, skipped=skipped, offenders=offenders)
 
     def step_schedule(self) -> None:
-        """Advance the learning rate by one training step; once per training step, after its last `step`.
+        """Advance the learning rate by one training step; once per training step, after its last
+        `step`.
 
         Stays where it is if every optimizer step since the last call was skipped.
         """
@@ -294,18 +324,22 @@ class TrainEngine:
         log: FingerprintLog | None = None,
         place: Callable[[str], torch.Tensor | None] = lambda name: None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied weight once).
+        """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied
+        weight once).
 
-        The tensors alias the parameters wherever this rank has all of them: read, don't write. Shards are gathered a
-        bucket at a time, in `dtype` if that is narrower, each to its `place`; see `gathered`. Adapters are merged into
-        new tensors, one after the other.
+        The tensors alias the parameters wherever this rank has all of them: read, don't write.
+        Shards are gathered a bucket at a time, in `dtype` if that is narrower, each to its `place`;
+        see `gathered`. Adapters are merged into new tensors, one after the other.
         """
         named = self._named_parameters
         if self._is_adapted:
             named, bucket_bytes = merged_parameters(self.hf_model), 0
         with self.on_device():
-            for name, tensor in gathered(named, bucket_bytes=bucket_bytes, dtype=dtype, log=log, place=place):
-                # What this rank has all of is the parameter's own memory, which goes away afterwards.
+            for name, tensor in gathered(
+                named, bucket_bytes=bucket_bytes, dtype=dtype, log=log, place=place
+            ):
+                # What this rank has all of is the parameter's own memory, which goes away
+                # afterwards.
                 yield name, tensor if self._parameters is None else tensor.clone()
                 del tensor  # or it would live while the next one is made
 
@@ -324,8 +358,9 @@ class TrainEngine:
         extra: bool = True,
         in_background: bool = False,
     ) -> None:
-        """Write a checkpoint, see `save_state`: weights, or adapters, with the tokenizer if given; moments if there are
-        any and `optimizer`; the position in the schedule if `extra`; weights that transformers loads if `merged`.
+        """Write a checkpoint, see `save_state`: weights, or adapters, with the tokenizer if given;
+        moments if there are any and `optimizer`; the position in the schedule if `extra`; weights
+        that transformers loads if `merged`.
 
         With `in_background` training may go on while shards are written; see `is_saved`.
         """
@@ -347,11 +382,13 @@ class TrainEngine:
             )
 
     def is_saved(self, *, wait: bool) -> bool:
-        """Whether what `save` began in the background is written; on rank 0: by all ranks. Raises what went wrong."""
+        """Whether what `save` began in the background is written; on rank 0: by all ranks. Raises
+        what went wrong."""
         return self._checkpoints.is_done(wait=wait)
 
     def load(self, folder: Path, *, optimizer: bool = True, extra: bool = True) -> None:
-        """Go back to what `save` wrote, bit for bit: weights, and as asked for moments and schedule position.
+        """Go back to what `save` wrote, bit for bit: weights, and as asked for moments and schedule
+        position.
 
         Learning rate, decay and the shape of the schedule are those of this engine's configuration.
         """
@@ -362,9 +399,10 @@ class TrainEngine:
             progress = {}
         if self.optimizer is not None and optimizer and "schedule_position" not in progress:
             logger.warning(
-                "The learning-rate schedule begins anew: %s goes on with its optimizer, but without its position. Have "
-                "'extra' in checkpoint.save_contents and load_contents.", folder,
-            )  # fmt: skip
+                "The learning-rate schedule begins anew: %s goes on with its optimizer, but "
+                "without its position. Have 'extra' in checkpoint.save_contents and load_contents.",
+                folder,
+            )
         self._pending = None
         if self.optimizer is not None:
             self._learning_rate.go_to(progress.get("schedule_position", 0))
@@ -387,24 +425,39 @@ class TrainEngine:
             self.module.zero_grad(set_to_none=True)
             on_restart()
 
-        lengths = [-(-length // self.mesh.sequence.size) for length in mini_batch.lengths]  # of one rank
+        # of one rank
+        lengths = [-(-length // self.mesh.sequence.size) for length in mini_batch.lengths]
         with phase_peaks.phase(budget.phase, self.device):
-            asked = self.budgets.begin(budget, lengths, lambda size: sum(predict()(size, size).values()))
+            asked = self.budgets.begin(
+                budget, lengths, lambda size: sum(predict()(size, size).values())
+            )
             result = self.guard.run(
-                asked, lengths, lambda size: plan_of_all_ranks(mini_batch, asked, size, self.mesh), passes, start_again
-            )  # fmt: skip
+                asked,
+                lengths,
+                lambda size: plan_of_all_ranks(mini_batch, asked, size, self.mesh),
+                passes,
+                start_again,
+            )
             self.budgets.end(budget)
         return result
 
     def _mini_batch(self, batch: DataProto, columns: Iterable[str]) -> MiniBatch:
         return MiniBatch(
-            batch, columns, self.device, share_prompts=self.share_prompts, sequence=self.mesh.sequence
-        )  # fmt: skip
+            batch,
+            columns,
+            self.device,
+            share_prompts=self.share_prompts,
+            sequence=self.mesh.sequence,
+        )
 
     def _backward(
-        self, micro_batch: MicroBatch, loss_fn: LossFunction | None, forward_arguments: dict[str, Any]
+        self,
+        micro_batch: MicroBatch,
+        loss_fn: LossFunction | None,
+        forward_arguments: dict[str, Any],
     ) -> LossOutput | None:
-        """Without `loss_fn` for a micro-batch of no rows: this rank takes part in the pass's collectives, no more."""
+        """Without `loss_fn` for a micro-batch of no rows: this rank takes part in the pass's
+        collectives, no more."""
         outputs = self.module(micro_batch.packed, **forward_arguments)
         if loss_fn is None:
             torch.stack([values.sum() for values in outputs.values()]).sum().backward()
@@ -415,7 +468,9 @@ class TrainEngine:
 
     def _gradient_norm(self) -> torch.Tensor:
         """Total L2 norm of all gradients, a scalar on the device; the same on every rank."""
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
+        ]
         return full_tensor(nn.utils.get_total_norm(gradients))
 
     def _find_offenders(self, pending: _Pending) -> list[str]:
@@ -425,13 +480,17 @@ class TrainEngine:
         def is_finite(rows: Sequence[int]) -> bool:
             optimizer.zero_grad(set_to_none=True)
             loss_fn = pending.loss_fn if rows else None
-            output = self._backward(pending.mini_batch.pack(rows), loss_fn, pending.forward_arguments)
+            output = self._backward(
+                pending.mini_batch.pack(rows), loss_fn, pending.forward_arguments
+            )
             finite = math.isfinite(self._gradient_norm().item())
             finite = finite and (output is None or math.isfinite(output.loss.item()))
             return max_of(int(not finite), self.mesh.world) == 0
 
         with self._passes():
-            rows = find_offenders_in_turns([rows for rows in pending.plan if rows], is_finite, self.mesh)
+            rows = find_offenders_in_turns(
+                [rows for rows in pending.plan if rows], is_finite, self.mesh
+            )
         place = f" of data-parallel rank {self.mesh.data.rank}" if self.mesh.data.size > 1 else ""
         names = [pending.mini_batch.describe(row) + place for row in rows]
         return [name for found in gather_objects(names, self.mesh.data) for name in found]
@@ -447,4 +506,6 @@ class TrainEngine:
 
     def _moment_tensors(self) -> list[torch.Tensor]:
         states = [] if self.optimizer is None else self.optimizer.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+        ]

@@ -1,6 +1,8 @@
-"""How many tokens a pass takes where the user does not say: begun by prediction, settled by measurement.
+"""How many tokens a pass takes where the user does not say: begun by prediction, settled by
+measurement.
 
-Gradients do not depend on it (`plan_micro_batches`), so that it may be whatever the device has room for.
+Gradients do not depend on it (`plan_micro_batches`), so that it may be whatever the device has room
+for.
 """
 
 from collections import Counter
@@ -18,13 +20,14 @@ from verl.utils.peaks import phase_peaks
 
 # Without a device to measure: verl's default. A CPU's passes are smaller anyway.
 DEFAULT_TOKENS = 16_384
-# Larger passes gain nothing: on an H200 twice 16,384 tokens made an update 5 % faster, and kernels count elements of
-# (tokens, MLP width) in 32 bits.
+# Larger passes gain nothing: on an H200 twice 16,384 tokens made an update 5 % faster, and kernels
+# count elements of (tokens, MLP width) in 32 bits.
 MOST_TOKENS = 65_536
 # Sizes are multiples of this, so that a few bytes more or less seldom change the plan.
 TOKEN_STEP = 1024
-# The first call fills this part of the room by prediction, the later ones the other by measurement. The rest is for
-# holes in the allocator, and for batches that are packed less evenly than those measured.
+# The first call fills this part of the room by prediction, the later ones the other by measurement.
+# The rest is for holes in the allocator, and for batches that are packed less evenly than those
+# measured.
 START_SHARE = 0.6
 FILLED_SHARE = 0.85
 # Calls of each kind that are measured; the size after the last one stays for the rest of the run.
@@ -61,7 +64,9 @@ class CudaMeter:
 
     def room(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
         return free + unused - self._to_come()
 
     def start(self) -> None:
@@ -73,11 +78,12 @@ class CudaMeter:
 
 
 class AutomaticBudgets:
-    """Tokens of a pass by the key that would set them. Every rank makes every call; all get the same answers.
+    """Tokens of a pass by the key that would set them. Every rank makes every call; all get the
+    same answers.
 
-    A call of t tokens that took g bytes beside a room of r bytes says that t * r / g tokens fit: what does not grow
-    with the tokens (gathered weights, gradients, a chunk of logits) is spread over them, so that a larger pass takes
-    less than that says. A few calls come near from below.
+    A call of t tokens that took g bytes beside a room of r bytes says that t * r / g tokens fit:
+    what does not grow with the tokens (gathered weights, gradients, a chunk of logits) is spread
+    over them, so that a larger pass takes less than that says. A few calls come near from below.
 
     Args:
         meter: None where nothing can be measured: DEFAULT_TOKENS then.
@@ -91,9 +97,12 @@ class AutomaticBudgets:
         self._room = 0
         self._largest = 0
 
-    def begin(self, budget: TokenBudget, lengths: Sequence[int], predict: Callable[[int], int]) -> TokenBudget:
-        """The budget of a call over rows of these lengths: as it was given, or what fits, at least the longest row of
-        all ranks. `predict` tells the bytes that a pass of so many tokens takes."""
+    def begin(
+        self, budget: TokenBudget, lengths: Sequence[int], predict: Callable[[int], int]
+    ) -> TokenBudget:
+        """The budget of a call over rows of these lengths: as it was given, or what fits, at least
+        the longest row of all ranks. `predict` tells the bytes that a pass of so many tokens
+        takes."""
         if not budget.is_automatic:
             return budget
         key, size = budget.key, DEFAULT_TOKENS
@@ -120,18 +129,22 @@ class AutomaticBudgets:
         fits = self._largest * FILLED_SHARE * self._room / max(1, self._meter.taken())
         self.tokens[key] = self._least_of_all(_rounded(min(fits, MOST_TOKENS)))
         if self._calls[key] == MEASURED_CALLS and self._world.rank == 0:
-            logger.info("%s=%d: what fits, by %d measured calls.", key, self.tokens[key], MEASURED_CALLS)
+            logger.info(
+                "%s=%d: what fits, by %d measured calls.", key, self.tokens[key], MEASURED_CALLS
+            )
 
     def state_dict(self) -> dict[str, int]:
         """Sizes that are settled, and for how many ranks."""
         return {
             "ranks": self._world.size,
-            **{key: size for key, size in self.tokens.items() if self._calls[key] == MEASURED_CALLS},
+            **{
+                key: size for key, size in self.tokens.items() if self._calls[key] == MEASURED_CALLS
+            },
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on with the sizes of a run that was saved, without measuring, so that its bits come again. Of another
-        number of ranks they mean nothing."""
+        """Go on with the sizes of a run that was saved, without measuring, so that its bits come
+        again. Of another number of ranks they mean nothing."""
         sizes = dict(state)
         if sizes.pop("ranks", self._world.size) == self._world.size:
             self.tokens.update(sizes)
@@ -146,7 +159,8 @@ def _rounded(tokens: float) -> int:
 
 
 def largest_that_fits(predict: Callable[[int], int], room: float) -> int:
-    """Tokens whose predicted bytes are within `room`: a multiple of TOKEN_STEP, at most MOST_TOKENS."""
+    """Tokens whose predicted bytes are within `room`: a multiple of TOKEN_STEP, at most
+    MOST_TOKENS."""
     low, high = 1, MOST_TOKENS // TOKEN_STEP
     while low < high:
         middle = (low + high + 1) // 2

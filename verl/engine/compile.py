@@ -1,10 +1,11 @@
 """`torch.compile` of decoder layers, from outside: after checkpointing, before sharding.
 
-Each layer's `forward` is compiled on its own. All layers of one kind have the same code and the same shapes, so they
-share what the first one compiled; the number of tokens is symbolic, so batches do too. Packed attention stays outside
-the graphs: it reads the batch's layout from its `PackingSlot`, which would otherwise be a constant of the graph. That
-is one graph break, which leaves four graphs a layer: norm, projections with RoPE, output projection, the rest. FSDP2's
-hooks and checkpointing stay around the compiled function and are not traced.
+Each layer's `forward` is compiled on its own. All layers of one kind have the same code and the
+same shapes, so they share what the first one compiled; the number of tokens is symbolic, so batches
+do too. Packed attention stays outside the graphs: it reads the batch's layout from its
+`PackingSlot`, which would otherwise be a constant of the graph. That is one graph break, which
+leaves four graphs a layer: norm, projections with RoPE, output projection, the rest. FSDP2's hooks
+and checkpointing stay around the compiled function and are not traced.
 """
 
 import time
@@ -22,18 +23,19 @@ from verl.models.attention import IMPLEMENTATION, packed_attention
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-# What `use_torch_compile=null` means on CUDA, for families whose layers are known to compile: an update takes a
-# sixth less time on an H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
+# What `use_torch_compile=null` means on CUDA, for families whose layers are known to compile: an
+# update takes a sixth less time on an H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
 COMPILE_BY_DEFAULT = True
 FAMILIES = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 KEY = "actor_rollout_ref.actor.use_torch_compile"
-# For each function of a layer: with and without gradient, for every model of the process. At torch's limit of 8 a
-# fourth model would run uncompiled, with no more than a warning.
+# For each function of a layer: with and without gradient, for every model of the process. At
+# torch's limit of 8 a fourth model would run uncompiled, with no more than a warning.
 _GRAPHS_PER_FUNCTION = 64
 
 
 def compile_backend(asked: bool | None, device: torch.device, family: str) -> str | None:
-    """What `use_torch_compile` means for a model of this `model_type` on this device: a backend, or None."""
+    """What `use_torch_compile` means for a model of this `model_type` on this device: a backend, or
+    None."""
     if asked is None:
         asked = COMPILE_BY_DEFAULT and device.type == "cuda" and family in FAMILIES
     return "inductor" if asked else None
@@ -45,8 +47,11 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
     Raises ConfigError where the backend cannot compile on this machine.
     """
     _check_backend(device, backend)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_PER_FUNCTION)
-    # An epsilon is a constant, or it would be an input of every kernel as soon as `dynamic` is asked for.
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, _GRAPHS_PER_FUNCTION
+    )
+    # An epsilon is a constant, or it would be an input of every kernel as soon as `dynamic` is
+    # asked for.
     torch._dynamo.config.specialize_float = True
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
     layers = decoder_layers(module)
@@ -54,7 +59,8 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
         assert "forward" not in vars(layer), "these layers are compiled already"
         recompute: Any = None
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            # Newer releases of transformers recompute within `forward`, older ones around it; a graph must lie within.
+            # Newer releases of transformers recompute within `forward`, older ones around it; a
+            # graph must lie within.
             recompute = layer._gradient_checkpointing_func
             layer.gradient_checkpointing = False
         message = f"{len(layers)} decoder layers are compiled ({backend})" if number == 0 else None
@@ -63,8 +69,10 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
 
 
 def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[..., Any]:
-    """The layer's forward, compiled at its first call, after which `message` is logged with the time it took."""
-    # dynamic: the first batch would make its number of tokens a constant, the second compile everything again.
+    """The layer's forward, compiled at its first call, after which `message` is logged with the
+    time it took."""
+    # dynamic: the first batch would make its number of tokens a constant, the second compile
+    # everything again.
     compiled: Callable[..., Any] = torch.compile(layer.forward, dynamic=True, backend=backend)
     is_first = True
 
@@ -74,8 +82,9 @@ def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[.
             return compiled(*args, **kwargs)
         is_first = False
         for part in layer.modules():
-            # Set by FSDP2 for its hooks, which stay outside here. With it the tracer takes numbers of the module, such
-            # as head_dim, for symbols: slower kernels, and twice the time to compile.
+            # Set by FSDP2 for its hooks, which stay outside here. With it the tracer takes numbers
+            # of the module, such as head_dim, for symbols: slower kernels, and twice the time to
+            # compile.
             part._is_fsdp_managed_module = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         start = time.perf_counter()
         result = compiled(*args, **kwargs)
@@ -87,16 +96,19 @@ def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[.
 
 
 def _check_backend(device: torch.device, backend: str) -> None:
-    """Compile something small, forward and backward: a missing compiler is told here rather than in the first step."""
+    """Compile something small, forward and backward: a missing compiler is told here rather than in
+    the first step."""
 
     def small(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * x
 
     try:
-        torch.compile(small, backend=backend)(torch.ones(8, device=device, requires_grad=True)).sum().backward()
+        torch.compile(small, backend=backend)(
+            torch.ones(8, device=device, requires_grad=True)
+        ).sum().backward()
     except RuntimeError as error:  # torch's own errors of compiling are RuntimeErrors
         raise ConfigError(
-            f"{KEY}=true needs a torch.compile that works on {device.type}, but backend '{backend}' failed: "
-            f"{str(error).strip().splitlines()[0]} On a CPU it needs a C++ compiler (g++), on CUDA Triton and a C "
-            f"compiler. Install them, or set {KEY}=false."
+            f"{KEY}=true needs a torch.compile that works on {device.type}, but backend "
+            f"'{backend}' failed: {str(error).strip().splitlines()[0]} On a CPU it needs a C++ "
+            f"compiler (g++), on CUDA Triton and a C compiler. Install them, or set {KEY}=false."
         ) from error

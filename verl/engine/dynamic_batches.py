@@ -1,4 +1,5 @@
-"""Micro-batches of nearly equal tokens by verl 0.5's functions (`seqlen_balancing`), over the plan of `microbatch`."""
+"""Micro-batches of nearly equal tokens by verl 0.5's functions (`seqlen_balancing`), over the plan
+of `microbatch`."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,13 +37,16 @@ def rearrange_micro_batches(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[TensorDict], Plan]:
-    """Micro-batches of at most `max_token_len` tokens each, counted by `attention_mask` (B, T), and their rows.
+    """Micro-batches of at most `max_token_len` tokens each, counted by `attention_mask` (B, T), and
+    their rows.
 
     Args:
-        dp_group: ranks that all make as many micro-batches, unless `same_micro_num_in_dp` is False; each must call.
+        dp_group: ranks that all make as many micro-batches, unless `same_micro_num_in_dp` is False;
+            each must call.
         num_batches_divided_by: their number is a multiple of it.
         min_num_micro_batch: their least number.
-        use_dynamic_bsz_balance: fill them evenly; otherwise the rows keep their order, as many to each as fit.
+        use_dynamic_bsz_balance: fill them evenly; otherwise the rows keep their order, as many to
+            each as fit.
 
     Raises:
         ConfigError: a row is longer than `max_token_len`.
@@ -54,7 +58,9 @@ def rearrange_micro_batches(
         plan = _in_order(lengths, max_token_len)
     count = max(len(plan), min_num_micro_batch or 0)
     if dp_group is not None and same_micro_num_in_dp:
-        count = max_of(count, Axis(dist.get_world_size(dp_group), dist.get_rank(dp_group), dp_group))
+        count = max_of(
+            count, Axis(dist.get_world_size(dp_group), dist.get_rank(dp_group), dp_group)
+        )
     divisor = num_batches_divided_by or 1
     plan = _cut_into(ceildiv(count, divisor) * divisor, plan, lengths)
     return [batch[rows] for rows in plan], plan
@@ -66,7 +72,9 @@ def prepare_dynamic_batch(data: DataProto, max_token_len: int) -> tuple[list[Dat
     return [data.select_idxs(rows) for rows in plan], plan
 
 
-def restore_dynamic_batch(data: Shaped[Tensor, "B ..."], batch_idx_list: Plan) -> Shaped[Tensor, "B ..."]:
+def restore_dynamic_batch(
+    data: Shaped[Tensor, "B ..."], batch_idx_list: Plan
+) -> Shaped[Tensor, "B ..."]:
     """What the micro-batches gave, one after the other, in the order of the rows before."""
     return data[get_reverse_idx(list(itertools.chain(*batch_idx_list)))]
 
@@ -84,15 +92,20 @@ def _in_order(lengths: Sequence[int], max_tokens: int) -> Plan:
 
 
 def _cut_into(count: int, plan: Plan, lengths: Sequence[int]) -> Plan:
-    """`count` parts: the fullest of several rows is halved until they are so many, so that none grows."""
+    """`count` parts: the fullest of several rows is halved until they are so many, so that none
+    grows."""
     if count > len(lengths):
         raise DataError(
-            f"{count} micro-batches were asked for, but the batch has {len(lengths)} rows. Lower min_num_micro_batch "
-            "or num_batches_divided_by, or give every rank of dp_group as many rows."
+            f"{count} micro-batches were asked for, but the batch has {len(lengths)} rows. Lower "
+            "min_num_micro_batch or num_batches_divided_by, or give every rank of dp_group as many "
+            "rows."
         )
     plan = list(plan)
     while len(plan) < count:
-        fullest = max((rows for rows in plan if len(rows) > 1), key=lambda rows: sum(lengths[row] for row in rows))
+        fullest = max(
+            (rows for rows in plan if len(rows) > 1),
+            key=lambda rows: sum(lengths[row] for row in rows),
+        )
         halves = largest_differencing([max(lengths[row], 1) for row in fullest], 2)
         plan.remove(fullest)
         plan += [[fullest[item] for item in half] for half in halves]

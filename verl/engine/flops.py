@@ -1,4 +1,5 @@
-"""Floating-point operations of a batch by the model's shape, and the share of the device's peak they amount to."""
+"""Floating-point operations of a batch by the model's shape, and the share of the device's peak
+they amount to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,22 +27,26 @@ PEAK_BF16_FLOPS = {
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """The two numbers per layer and the one per model that FLOPs follow from (Kaplan et al. 2020, section 2.1).
+    """The two numbers per layer and the one per model that FLOPs follow from (Kaplan et al. 2020,
+    section 2.1).
 
-    A forward pass costs 2 FLOPs per token and active matrix parameter, and 4 * attention width per pair of a query and
-    a key that it sees; a backward pass costs twice that, but for matrices that are frozen (LoRA) only once.
-    Recomputation under gradient checkpointing is not counted, and a prompt counts for each of its responses, also where
-    it is computed once for all: the share of the device's peak is comparable between the two, and may exceed 1.
+    A forward pass costs 2 FLOPs per token and active matrix parameter, and 4 * attention width per
+    pair of a query and a key that it sees; a backward pass costs twice that, but for matrices that
+    are frozen (LoRA) only once. Recomputation under gradient checkpointing is not counted, and a
+    prompt counts for each of its responses, also where it is computed once for all: the share of
+    the device's peak is comparable between the two, and may exceed 1.
     """
 
-    matrix_parameters: int  # active per token: the head counts, looked-up embeddings and idle experts do not
+    # active per token: the head counts, looked-up embeddings and idle experts do not
+    matrix_parameters: int
     attention_width: int  # heads * head size
     windows: tuple[int | None, ...]  # per layer: how many keys a query sees at most, None for all
     frozen_parameters: int = 0  # of the matrix parameters: nobody asks for their gradient
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "FlopsModel":
-        """Read off a transformers module, sharded or not; of a critic, give its body (the value head is one column)."""
+        """Read off a transformers module, sharded or not; of a critic, give its body (the value
+        head is one column)."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -70,7 +75,8 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 
 def model_flops_utilization(flops: float, seconds: float, device: torch.device) -> float | None:
-    """Share of the device's dense bf16 peak; None for a device whose peak is not known (CPU among them)."""
+    """Share of the device's dense bf16 peak; None for a device whose peak is not known (CPU among
+    them)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -80,21 +86,27 @@ def model_flops_utilization(flops: float, seconds: float, device: torch.device) 
 
 def _active_matrix_parameters(model: PreTrainedModel, config: Any, *, frozen: bool = False) -> int:
     head = model.get_output_embeddings()
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    looked_up = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     if head is not None:
         looked_up.discard(id(head.weight))  # tied: multiplied once per token at the end
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active_share = config.num_experts_per_tok / experts if experts else 1.0
     total = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and id(parameter) not in looked_up and not (frozen and parameter.requires_grad):
+        if (
+            parameter.ndim >= 2
+            and id(parameter) not in looked_up
+            and not (frozen and parameter.requires_grad)
+        ):
             total += parameter.numel() * (active_share if ".experts." in name else 1.0)
     return round(total)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * (
-        config.num_hidden_layers
-    )
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention" if window else "full_attention"
+    ] * (config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

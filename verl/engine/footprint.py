@@ -1,8 +1,9 @@
 """What an engine holds, in bytes, told from shapes alone: its model may lie on the meta device.
 
-The terms are those of a layer like Llama's (norm, attention with rotary positions, norm, gated MLP). Of another family
-(`ModelShape.is_llama_like` is False) they are a bound by analogy: a plain MLP is counted as a gated one of its width,
-experts as those that a token visits. A phase is what it holds beside the resident bytes at the worst moment.
+The terms are those of a layer like Llama's (norm, attention with rotary positions, norm, gated
+MLP). Of another family (`ModelShape.is_llama_like` is False) they are a bound by analogy: a plain
+MLP is counted as a gated one of its width, experts as those that a token visits. A phase is what it
+holds beside the resident bytes at the worst moment.
 """
 
 import math
@@ -26,13 +27,15 @@ from verl.models.logprobs import (
 
 # Ids, positions, targets and columns of one packed token.
 _COLUMN_BYTES = 64
-# Gathered copies of a layer on several ranks: it, the next one on its way, and the buffer that it arrives in.
+# Gathered copies of a layer on several ranks: it, the next one on its way, and the buffer that it
+# arrives in.
 _LAYER_COPIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """How an engine runs its model: what `TrainEngine` is told, in the terms that memory depends on."""
+    """How an engine runs its model: what `TrainEngine` is told, in the terms that memory depends
+    on."""
 
     on_cuda: bool = True
     shards: bool = True  # FSDP2; False: a plain module, one process on a CPU
@@ -62,8 +65,9 @@ def engine_setup(
     checkpointing_share: float,
     activation_offload: bool,
 ) -> EngineSetup:
-    """From what `TrainEngine` is told. `shard_ranks` None: nothing is sharded; `checkpointing_share` 0: no layer
-    recomputes. Whether weights stay gathered is for `gathers_once`, or for an engine that knows."""
+    """From what `TrainEngine` is told. `shard_ranks` None: nothing is sharded;
+    `checkpointing_share` 0: no layer recomputes. Whether weights stay gathered is for
+    `gathers_once`, or for an engine that knows."""
     moves = shard_ranks is not None and not fsdp.offload_policy
     return EngineSetup(
         on_cuda=on_cuda,
@@ -71,7 +75,10 @@ def engine_setup(
         shard_ranks=shard_ranks or 1,
         compute_itemsize=compute_itemsize,
         # Where no card is visible, a plan is for any.
-        fused_head=on_cuda and compute_itemsize == 2 and torch.cuda.is_available() and fused_head(torch.device("cuda")),
+        fused_head=on_cuda
+        and compute_itemsize == 2
+        and torch.cuda.is_available()
+        and fused_head(torch.device("cuda")),
         compiled=compiled,
         fused_mlp=fused_mlp,
         checkpointing_share=checkpointing_share,
@@ -83,8 +90,11 @@ def engine_setup(
     )
 
 
-def gathers_once(shape: ModelShape, setup: EngineSetup, fsdp: FSDPConfig, device_bytes: int | None) -> EngineSetup:
-    """`setup` with the choice of `verl.distributed.fsdp.keeps_gathered`, for a device of so many bytes."""
+def gathers_once(
+    shape: ModelShape, setup: EngineSetup, fsdp: FSDPConfig, device_bytes: int | None
+) -> EngineSetup:
+    """`setup` with the choice of `verl.distributed.fsdp.keeps_gathered`, for a device of so many
+    bytes."""
     if not setup.shards or setup.offload_policy:
         return setup
     if fsdp.reshard_after_forward is not None:
@@ -100,8 +110,8 @@ def gathers_once(shape: ModelShape, setup: EngineSetup, fsdp: FSDPConfig, device
 
 
 class EngineFootprint:
-    """Bytes of one rank. Properties are what stays; `forward` and `update` what a pass takes beside it, as parts with
-    names, at the moment when it takes most."""
+    """Bytes of one rank. Properties are what stays; `forward` and `update` what a pass takes beside
+    it, as parts with names, at the moment when it takes most."""
 
     def __init__(self, shape: ModelShape, setup: EngineSetup) -> None:
         self.shape = shape
@@ -115,13 +125,15 @@ class EngineFootprint:
 
     @cached_property
     def gradients(self) -> int:
-        """In the dtype of the parameters, from the first pass of a mini-batch to its optimizer step."""
+        """In the dtype of the parameters, from the first pass of a mini-batch to its optimizer
+        step."""
         return sum(weight.numel(self._ranks) * weight.itemsize for weight in self._trained)
 
     @cached_property
     def moments(self) -> int:
-        """From the first optimizer step on. Of AdamW two of each element and the count of steps, fp32; in 8 bits a
-        code and 1/256 of an fp32 scale, from 4,096 elements on; of Muon one, for matrices of the layers."""
+        """From the first optimizer step on. Of AdamW two of each element and the count of steps,
+        fp32; in 8 bits a code and 1/256 of an fp32 scale, from 4,096 elements on; of Muon one, for
+        matrices of the layers."""
         total = 0
         for weight in self._trained:
             numel = weight.numel(self._ranks)
@@ -152,16 +164,21 @@ class EngineFootprint:
     # ---------------------------------------------------------------- phases
 
     def forward(self, tokens: int, predictions: int) -> dict[str, int]:
-        """A pass without gradients over packed tokens, of which so many predict a response token."""
+        """A pass without gradients over packed tokens, of which so many predict a response
+        token."""
         shape, width = self.shape, self.setup.compute_itemsize
-        # The MLP is the widest place: gate, up and their product at once (compiled, the product overwrites the gate),
-        # beside the residual and the normalised states. Fused there is the product alone, and both matrices as one.
+        # The MLP is the widest place: gate, up and their product at once (compiled, the product
+        # overwrites the gate), beside the residual and the normalised states. Fused there is the
+        # product alone, and both matrices as one.
         fused = self.setup.fused_mlp
-        wide = (1 if fused else 2 if self.setup.compiled else 3) * shape.intermediate + 3 * shape.hidden
+        wide = (
+            1 if fused else 2 if self.setup.compiled else 3
+        ) * shape.intermediate + 3 * shape.hidden
         attention = 2 * shape.query + 2 * shape.key + 3 * shape.hidden
         stacked = 2 * shape.intermediate * shape.hidden if fused else 0
         layer = width * max(wide * tokens + stacked, attention * tokens)
-        # The last states, those that predict, and what the last norm computes in fp32 (it is not compiled).
+        # The last states, those that predict, and what the last norm computes in fp32 (it is not
+        # compiled).
         head = width * shape.hidden * (2 * tokens + predictions) + self._logits(predictions)
         columns = {"columns": _COLUMN_BYTES * tokens}
         return _largest(
@@ -177,7 +194,12 @@ class EngineFootprint:
             "columns": _COLUMN_BYTES * tokens,
         }
         return _largest(
-            {"gathered weights": self._gathered_at_head, **parts, **kept, **self._at_head(tokens, predictions)},
+            {
+                "gathered weights": self._gathered_at_head,
+                **parts,
+                **kept,
+                **self._at_head(tokens, predictions),
+            },
             {"gathered weights": self.gathered, **parts, **kept, **self._in_layer(tokens)},
             # When all activations are gone.
             {
@@ -190,13 +212,13 @@ class EngineFootprint:
     def layer_activations(self) -> int:
         """Bytes of one token that autograd keeps of one layer that does not recompute.
 
-        Both ways: the residual before attention and after it, 2H; the inputs of the projections, of o_proj (which is
-        attention's output) and of the MLP's three matrices, whose weights need them for their gradients; rotated
-        queries, keys and values, and one log-sum-exp a head, for attention's kernel.
-        Compiled layers keep no other result of element-wise work: it is made again. The product of gate and up is
-        input of a matrix product, which is why that one is kept.
-        Eager layers keep of each norm, instead of the residual, its fp32 copy and the result before the norm's weight;
-        of the MLP silu(gate) besides gate, up and the product.
+        Both ways: the residual before attention and after it, 2H; the inputs of the projections, of
+        o_proj (which is attention's output) and of the MLP's three matrices, whose weights need
+        them for their gradients; rotated queries, keys and values, and one log-sum-exp a head, for
+        attention's kernel. Compiled layers keep no other result of element-wise work: it is made
+        again. The product of gate and up is input of a matrix product, which is why that one is
+        kept. Eager layers keep of each norm, instead of the residual, its fp32 copy and the result
+        before the norm's weight; of the MLP silu(gate) besides gate, up and the product.
         """
         shape, width = self.shape, self.setup.compute_itemsize
         attention = 2 * shape.query + 2 * shape.key
@@ -209,19 +231,22 @@ class EngineFootprint:
         return width * elements + 4 * copies + 4 * (shape.heads + 2)
 
     def load(self) -> int:
-        """While weights come to the device: all shards, and whole what is being cut, a layer or what lies outside the
-        layers."""
+        """While weights come to the device: all shards, and whole what is being cut, a layer or
+        what lies outside the layers."""
         if not self.setup.shards:
             return self.parameters
         rest = [weight for weight in self.shape.weights if not weight.in_layer]
         layer = [weight for weight in self.shape.weights if weight.in_first_layer]
-        whole = max(sum(weight.numel() * weight.itemsize for weight in part) for part in (rest, layer))
+        whole = max(
+            sum(weight.numel() * weight.itemsize for weight in part) for part in (rest, layer)
+        )
         shards = 0 if self.setup.offload_policy else self.parameters
         return shards + whole
 
     @property
     def largest_whole(self) -> int:
-        """The largest parameter of all, in its own dtype: what a gathering of one after the other takes."""
+        """The largest parameter of all, in its own dtype: what a gathering of one after the other
+        takes."""
         return max(weight.numel() * weight.itemsize for weight in self.shape.weights)
 
     # ---------------------------------------------------------------- terms
@@ -232,7 +257,11 @@ class EngineFootprint:
 
     @cached_property
     def _trained(self) -> list[Weight]:
-        return [weight for weight in self.shape.weights if weight.trained and self.setup.optimizer is not None]
+        return [
+            weight
+            for weight in self.shape.weights
+            if weight.trained and self.setup.optimizer is not None
+        ]
 
     @cached_property
     def _layer_numel(self) -> int:
@@ -248,7 +277,8 @@ class EngineFootprint:
 
     @cached_property
     def gathered(self) -> int:
-        """Copies in the dtype of computation: of all weights, or of a layer and of what lies outside the layers."""
+        """Copies in the dtype of computation: of all weights, or of a layer and of what lies
+        outside the layers."""
         if not self.setup.shards or self.setup.keeps_gathered:
             return self._gathered_at_head
         copies = 1 if self._ranks == 1 else _LAYER_COPIES
@@ -260,29 +290,37 @@ class EngineFootprint:
         if not self.setup.shards:
             return 0
         weights = self.shape.weights
-        numel = sum(weight.numel() for weight in weights if self.setup.keeps_gathered or not weight.in_layer)
+        numel = sum(
+            weight.numel() for weight in weights if self.setup.keeps_gathered or not weight.in_layer
+        )
         return self.setup.compute_itemsize * numel
 
     def _kept(self, tokens: int) -> dict[str, int]:
-        """From the forward pass to the backward pass: whole layers, and inputs of those that recompute."""
+        """From the forward pass to the backward pass: whole layers, and inputs of those that
+        recompute."""
         shape, setup = self.shape, self.setup
         recomputing = math.ceil(setup.checkpointing_share * shape.layers)
         inputs = setup.compute_itemsize * shape.hidden * recomputing
         if setup.activation_offload:
-            inputs = min(inputs, 3 * setup.compute_itemsize * shape.hidden)  # on their way out, or in
+            # on their way out, or in
+            inputs = min(inputs, 3 * setup.compute_itemsize * shape.hidden)
         return {
             "activations": self.layer_activations() * (shape.layers - recomputing) * tokens,
             "inputs of layers that recompute": inputs * tokens,
         }
 
     def _logits(self, predictions: int) -> int:
-        """One chunk in fp32: a token's row of the vocabulary is never there for all tokens at once. On a CPU the
-        product comes in its own dtype first. Of a fused head three numbers a tile."""
+        """One chunk in fp32: a token's row of the vocabulary is never there for all tokens at once.
+        On a CPU the product comes in its own dtype first. Of a fused head three numbers a tile."""
         if not self.shape.vocabulary:
             return 0
         if self.setup.fused_head:
             return 4 * 3 * -(-self.shape.vocabulary // FUSED_WORDS) * predictions
-        product = self.setup.compute_itemsize if not self.setup.on_cuda and self.setup.compute_itemsize < 4 else 0
+        product = (
+            self.setup.compute_itemsize
+            if not self.setup.on_cuda and self.setup.compute_itemsize < 4
+            else 0
+        )
         return (4 + product) * self._chunk_rows(predictions) * self.shape.vocabulary
 
     def _chunk_rows(self, predictions: int) -> int:
@@ -295,14 +333,15 @@ class EngineFootprint:
     def _at_head(self, tokens: int, predictions: int) -> dict[str, int]:
         """In the backward pass of the log-probs, when every layer's activations are there."""
         shape, width = self.shape, self.setup.compute_itemsize
-        # The last norm is not compiled: fp32 copy, result before its weight, result. Then the states that predict, and
-        # their gradient.
+        # The last norm is not compiled: fp32 copy, result before its weight, result. Then the
+        # states that predict, and their gradient.
         states = (4 + 2 * width) * shape.hidden * tokens + 2 * width * shape.hidden * predictions
         if not shape.vocabulary:
             return {"last states": states}
         rows = self._chunk_rows(predictions)
-        # Beside a chunk its gradient, for a moment also that of the chunk before; the gradient of the head's weight is
-        # added up in fp32, and at the end cast while the last chunk still lies there.
+        # Beside a chunk its gradient, for a moment also that of the chunk before; the gradient of
+        # the head's weight is added up in fp32, and at the end cast while the last chunk still lies
+        # there.
         chunk = rows * shape.vocabulary
         gradient = width * chunk
         before = gradient if predictions > rows else 0
@@ -312,12 +351,14 @@ class EngineFootprint:
         return {"last states": states, "logits": 4 * chunk + chunks + plain}
 
     def _in_layer(self, tokens: int) -> dict[str, int]:
-        """In the backward pass of an MLP: the gradient of its product, and of the states before and behind it; the
-        layer itself where it recomputes; the gradients of its weights, beside those of the layer before, which are
-        being reduced, and of the head, which wait for the embedding's."""
+        """In the backward pass of an MLP: the gradient of its product, and of the states before and
+        behind it; the layer itself where it recomputes; the gradients of its weights, beside those
+        of the layer before, which are being reduced, and of the head, which wait for the
+        embedding's."""
         shape, width = self.shape, self.setup.compute_itemsize
         recomputed = self.layer_activations() if self.setup.checkpointing_share == 1 else 0
-        eager = 0 if self.setup.compiled else shape.intermediate  # the gradients of silu(gate) and of up come apart
+        # the gradients of silu(gate) and of up come apart
+        eager = 0 if self.setup.compiled else shape.intermediate
         moving = width * (shape.intermediate + eager + 2 * shape.hidden)
         weights = width * (self._trained_layer + shape.head_numel)
         return {
@@ -326,7 +367,8 @@ class EngineFootprint:
         }
 
     def _reduction(self, *, rest: bool) -> int:
-        """fp32 buffers of a unit whose gradients are reduced over the ranks: all of it and this rank's part."""
+        """fp32 buffers of a unit whose gradients are reduced over the ranks: all of it and this
+        rank's part."""
         if not self.setup.shards:
             return 0
         numel = self._trained_rest if rest else self._trained_layer

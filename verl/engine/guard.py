@@ -9,10 +9,11 @@ from verl.distributed.mesh import Mesh
 def find_offenders(
     groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool], *, limit: int = 8
 ) -> list[int]:
-    """The rows whose loss or gradient is not finite, at most about `limit` of them, by halving the groups that fail.
+    """The rows whose loss or gradient is not finite, at most about `limit` of them, by halving the
+    groups that fail.
 
-    A group that fails although both its halves pass (their sum overflows) is returned whole. Costs about
-    2 log2(group size) passes per offender.
+    A group that fails although both its halves pass (their sum overflows) is returned whole. Costs
+    about 2 log2(group size) passes per offender.
     """
     found: list[int] = []
 
@@ -40,8 +41,10 @@ def find_offenders_in_turns(
 ) -> list[int]:
     """This rank's offenders, where every pass needs all ranks and adds up their gradients.
 
-    Ranks with rows of their own search one after the other, while the others take part in each pass with no rows at
-    all: what is not finite then belongs to the rank that searches. `is_finite` must give all ranks the same answer.
+    Ranks with rows of their own search one after the other, while the others take part in each pass
+    with no rows at
+    all: what is not finite then belongs to the rank that searches. `is_finite` must give all ranks
+        the same answer.
     """
     found: list[int] = []
     for turn in range(mesh.data.size):

@@ -1,8 +1,9 @@
-"""Out of memory: what an error says of it, the message for the user, and a restart with smaller passes.
+"""Out of memory: what an error says of it, the message for the user, and a restart with smaller
+passes.
 
-A pass that ran out is made again in halves, since gradients do not depend on how rows are packed. That takes a rank
-that is alone: several are in the middle of a collective, where the others wait for the one that failed, so that it can
-only stop the run with its name.
+A pass that ran out is made again in halves, since gradients do not depend on how rows are packed.
+That takes a rank that is alone: several are in the middle of a collective, where the others wait
+for the one that failed, so that it can only stop the run with its name.
 """
 
 import errno
@@ -28,13 +29,18 @@ Result = TypeVar("Result")
 Plan = list[list[int]]
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_DEVICE_SIGNS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_DEVICE_SIGNS = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 _HOST_SIGNS = ("can't allocate memory", "Cannot allocate memory")
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """What an exception says: on the GPU or the host, how many bytes were asked, and how much was free."""
+    """What an exception says: on the GPU or the host, how many bytes were asked, and how much was
+    free."""
 
     on_device: bool
     asked: int | None
@@ -46,16 +52,24 @@ class Shortage:
 
 
 def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
-    """The shortage that made `error` be raised by torch, Python or the system; None for any other error."""
+    """The shortage that made `error` be raised by torch, Python or the system; None for any other
+    error."""
     text = str(error)
     if isinstance(error, VerlError):
         return None
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
-        return Shortage(True, _bytes_in(text, r"[Tt]ried to allocate"), _free_on_device(text, device))
-    is_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        return Shortage(
+            True, _bytes_in(text, r"[Tt]ried to allocate"), _free_on_device(text, device)
+        )
+    is_host = isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    )
     if is_host or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-        free = f"{_gib(memory.available)} of {_gib(memory.total)} RAM and {_gib(swap.free)} of swap free"
+        free = (
+            f"{_gib(memory.available)} of {_gib(memory.total)} RAM and {_gib(swap.free)} of swap "
+            "free"
+        )
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
             free += f", in a process that may have {_gib(limit)} of addresses (ulimit -v)"
@@ -64,9 +78,11 @@ def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
 
 
 @contextmanager
-def told_as_out_of_memory(phase: str, device: torch.device, way_out: str, *, rank: str = "") -> Iterator[None]:
-    """Turn a shortage within into an OutOfMemoryError that names the phase, and the keys in `way_out`. The phase's peak
-    is kept (`verl.utils.peaks`)."""
+def told_as_out_of_memory(
+    phase: str, device: torch.device, way_out: str, *, rank: str = ""
+) -> Iterator[None]:
+    """Turn a shortage within into an OutOfMemoryError that names the phase, and the keys in
+    `way_out`. The phase's peak is kept (`verl.utils.peaks`)."""
     try:
         with phase_peaks.phase(phase, device):
             yield
@@ -78,7 +94,8 @@ def told_as_out_of_memory(phase: str, device: torch.device, way_out: str, *, ran
 
 
 class PassGuard:
-    """Runs the passes of one engine, with budgets that shortages have lowered for the rest of the run.
+    """Runs the passes of one engine, with budgets that shortages have lowered for the rest of the
+    run.
 
     Args:
         world: all ranks; only one that is alone can restart.
@@ -98,8 +115,11 @@ class PassGuard:
             self.lowered[key] = min(size, self.lowered.get(key, size))
 
     def told(self, phase: str) -> AbstractContextManager[None]:
-        """For what cannot be made smaller: a shortage within is an OutOfMemoryError that names `phase`."""
-        return told_as_out_of_memory(phase, self.device, f"Set {'; '.join(self.hints)}.", rank=self.rank)
+        """For what cannot be made smaller: a shortage within is an OutOfMemoryError that names
+        `phase`."""
+        return told_as_out_of_memory(
+            phase, self.device, f"Set {'; '.join(self.hints)}.", rank=self.rank
+        )
 
     def run(
         self,
@@ -109,8 +129,8 @@ class PassGuard:
         attempt: Callable[[Plan], Result],
         recover: Callable[[], None],
     ) -> Result:
-        """`attempt` the planned passes. Where memory runs out: `recover`, then the same with at most half the tokens
-        (or rows) of the largest pass, down to single rows.
+        """`attempt` the planned passes. Where memory runs out: `recover`, then the same with at
+        most half the tokens (or rows) of the largest pass, down to single rows.
 
         Raises:
             OutOfMemoryError: a single row does not fit, or there are several ranks.
@@ -126,7 +146,9 @@ class PassGuard:
                     raise
                 smaller = _halved(current, rows, lengths)
                 if smaller is None or not self.can_restart:
-                    told = OutOfMemoryError(self._message(shortage, current, rows, lengths, smaller))
+                    told = OutOfMemoryError(
+                        self._message(shortage, current, rows, lengths, smaller)
+                    )
                     if smaller is not None:
                         told.lowered = {budget.key: _size(smaller)}
                     raise told from error
@@ -137,10 +159,14 @@ class PassGuard:
             recover()
             size = self.lowered[budget.key] = _size(smaller)
             logger.warning(
-                "%s The passes restart from the beginning with at most %d %s, which stays so for the rest of the run. "
-                "Set %s=%d to start with it.",
-                _headline(shortage, budget.phase, self.rank), size, _unit(smaller), _key(smaller), size,
-            )  # fmt: skip
+                "%s The passes restart from the beginning with at most %d %s, which stays so for "
+                "the rest of the run. Set %s=%d to start with it.",
+                _headline(shortage, budget.phase, self.rank),
+                size,
+                _unit(smaller),
+                _key(smaller),
+                size,
+            )
 
     def _lowered(self, budget: TokenBudget, lengths: Sequence[int]) -> TokenBudget:
         size = self.lowered.get(budget.key)
@@ -163,14 +189,19 @@ class PassGuard:
         tokens = max(sum(lengths[row] for row in group) for group in rows)
         ways = list(self.hints)
         if not shortage.on_device:
-            ways = [hint for hint in ways if "offload" not in hint] + ["less off-loading, which takes host memory"]
+            ways = [hint for hint in ways if "offload" not in hint] + [
+                "less off-loading, which takes host memory"
+            ]
         if smaller is not None:
             what = f"Lower {_key(smaller)} to {_size(smaller)}"
         else:
-            what = f"A single row of {max(lengths)} tokens does not fit: shorten data.max_response_length"
+            what = (
+                f"A single row of {max(lengths)} tokens does not fit: shorten "
+                "data.max_response_length"
+            )
         return (
-            f"{_headline(shortage, budget.phase, self.rank)} The largest pass has {tokens} tokens. {what}, or set "
-            f"{'; '.join(ways)}."
+            f"{_headline(shortage, budget.phase, self.rank)} The largest pass has {tokens} tokens. "
+            f"{what}, or set {'; '.join(ways)}."
         )
 
 
@@ -183,11 +214,17 @@ def memory_hints(fsdp: FSDPConfig, *, gradient_checkpointing: bool, is_trained: 
         hints.append("fsdp_config.param_offload=True")
     if is_trained and not fsdp.optimizer_offload:
         hints.append("fsdp_config.optimizer_offload=True")
-    return [*hints, "a lower actor_rollout_ref.rollout.gpu_memory_utilization, with free_cache_engine=True"]
+    return [
+        *hints,
+        "a lower actor_rollout_ref.rollout.gpu_memory_utilization, with free_cache_engine=True",
+    ]
 
 
 def _headline(shortage: Shortage, phase: str, rank: str) -> str:
-    return f"Out of {'GPU' if shortage.on_device else 'host'} memory in {phase}{rank and f' on {rank}'}: {shortage}."
+    return (
+        f"Out of {'GPU' if shortage.on_device else 'host'} memory in "
+        f"{phase}{rank and f' on {rank}'}: {shortage}."
+    )
 
 
 def _halved(budget: TokenBudget, rows: Plan, lengths: Sequence[int]) -> TokenBudget | None:
@@ -212,7 +249,11 @@ def _unit(budget: TokenBudget) -> str:
 
 def _key(budget: TokenBudget) -> str:
     """The key that sets the size: of tokens, or its sibling of rows."""
-    return budget.key if budget.rows is None else budget.key.replace("max_token_len", "micro_batch_size")
+    return (
+        budget.key
+        if budget.rows is None
+        else budget.key.replace("max_token_len", "micro_batch_size")
+    )
 
 
 def _bytes_in(text: str, before: str) -> int | None:
@@ -221,7 +262,8 @@ def _bytes_in(text: str, before: str) -> int | None:
 
 
 def _free_on_device(text: str, device: torch.device) -> str:
-    told = _bytes_in(text, "of which")  # at the moment of the failure, when nothing was given back yet
+    # at the moment of the failure, when nothing was given back yet
+    told = _bytes_in(text, "of which")
     if device.type != "cuda":
         return "free memory not told" if told is None else f"{_gib(told)} free"
     free, total = torch.cuda.mem_get_info(device)

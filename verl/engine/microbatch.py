@@ -1,4 +1,5 @@
-"""Which rows share a micro-batch: planned once from the lengths, the same on every rank and in every run."""
+"""Which rows share a micro-batch: planned once from the lengths, the same on every rank and in
+every run."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -10,11 +11,12 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The size of a micro-batch: at most `max_tokens` packed tokens, or exactly `rows` rows (the last may have fewer);
+    """The size of a micro-batch: at most `max_tokens` packed tokens, or exactly `rows` rows (the
+    last may have fewer);
     neither: as many tokens as fit, which the engine finds out (see `verl.engine.budget`).
 
-    `key` is the configuration key that errors name: that of the tokens, also where rows are given; `phase` is what the
-    passes are for.
+    `key` is the configuration key that errors name: that of the tokens, also where rows are given;
+    `phase` is what the passes are for.
     """
 
     max_tokens: int | None = None
@@ -30,7 +32,10 @@ class TokenBudget:
             )
         size = self.max_tokens if self.max_tokens is not None else self.rows
         if size is not None and size < 1:
-            raise ConfigError(f"A micro-batch needs room for at least one token or row, got {size}. Raise {self.key}.")
+            raise ConfigError(
+                f"A micro-batch needs room for at least one token or row, got {size}. Raise "
+                f"{self.key}."
+            )
 
     @property
     def is_automatic(self) -> bool:
@@ -49,22 +54,25 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Row numbers of every micro-batch; each row stands in exactly one, rows within one ascend.
 
-    By rows: consecutive chunks. By tokens: no more bins than first-fit decreasing needs (<= 11/9 of the optimum + 1),
-    filled evenly where an even filling fits, in the order of their first rows. A shared prompt counts once; its rows
-    stay together, or, where they exceed the budget, are dealt to micro-batches that compute the prompt again: evenly,
-    or the first ones full, whichever gives fewer micro-batches.
-    Raises ConfigError for a row longer than the budget. O(rows * log(bins)) for each count of bins tried.
+    By rows: consecutive chunks. By tokens: no more bins than first-fit decreasing needs (<= 11/9 of
+    the optimum + 1), filled evenly where an even filling fits, in the order of their first rows. A
+    shared prompt counts once; its rows stay together, or, where they exceed the budget, are dealt
+    to micro-batches that compute the prompt again: evenly, or the first ones full, whichever gives
+    fewer micro-batches. Raises ConfigError for a row longer than the budget. O(rows * log(bins))
+    for each count of bins tried.
     """
     if budget.rows is not None:
         return [
-            list(range(start, min(start + budget.rows, len(lengths)))) for start in range(0, len(lengths), budget.rows)
+            list(range(start, min(start + budget.rows, len(lengths))))
+            for start in range(0, len(lengths), budget.rows)
         ]
     assert budget.max_tokens is not None
     for row, length in enumerate(lengths):
         if length > budget.max_tokens:
             raise ConfigError(
-                f"A micro-batch holds at most {budget.max_tokens} tokens, but row {row} has {length}. "
-                f"Raise {budget.key} to at least {max(lengths)} (prompt and response together)."
+                f"A micro-batch holds at most {budget.max_tokens} tokens, but row {row} has "
+                f"{length}. Raise {budget.key} to at least {max(lengths)} (prompt and response "
+                "together)."
             )
     if prompts is None:
         return _ordered(_fill(lengths, budget.max_tokens))
@@ -73,7 +81,9 @@ def plan_micro_batches(
         units = _inseparable(lengths, prompts, budget.max_tokens, deal)
         tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
         bins = _fill(tokens, budget.max_tokens)
-        plans.append(_ordered([[row for unit in members for row in units[unit]] for members in bins]))
+        plans.append(
+            _ordered([[row for unit in members for row in units[unit]] for members in bins])
+        )
     return min(plans, key=len)
 
 
@@ -83,7 +93,8 @@ def _inseparable(
     max_tokens: int,
     deal: Callable[[Sequence[int], int], list[list[int]]],
 ) -> list[list[int]]:
-    """The rows of each prompt; those that exceed the budget in the parts that `deal` makes of them."""
+    """The rows of each prompt; those that exceed the budget in the parts that `deal` makes of
+    them."""
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(prompts.number):
         rows_of.setdefault(number, []).append(row)
@@ -108,7 +119,9 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Bins of at most `max_tokens`, as even as their number allows."""
     fallback = _first_fit_decreasing(lengths, max_tokens)
     # No two rows of more than half the budget share a bin.
-    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths), 1)
+    fewest = max(
+        -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths), 1
+    )
     for num_bins in range(fewest, len(fallback) + 1):
         bins = _longest_first(lengths, num_bins)
         if all(sum(lengths[row] for row in rows) <= max_tokens for rows in bins):
@@ -117,7 +130,8 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Even bins, whatever they hold: each row, longest first, goes to the emptiest one (LPT; Graham 1969)."""
+    """Even bins, whatever they hold: each row, longest first, goes to the emptiest one (LPT; Graham
+    1969)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     filled = [(0, index) for index in range(num_bins)]
     for row in _by_falling_length(lengths):

@@ -1,4 +1,5 @@
-"""The shape of a model as far as memory depends on it, read off a module that may lie on the meta device."""
+"""The shape of a model as far as memory depends on it, read off a module that may lie on the meta
+device."""
 
 import math
 from dataclasses import dataclass
@@ -69,7 +70,10 @@ class ModelShape:
             family=config.model_type,
             weights=tuple(
                 Weight(
-                    tuple(weight.shape), weight.itemsize, weight.requires_grad, id(weight) in in_layers,
+                    tuple(weight.shape),
+                    weight.itemsize,
+                    weight.requires_grad,
+                    id(weight) in in_layers,
                     id(weight) in first,
                 )
                 for weight in model.parameters()
@@ -82,17 +86,25 @@ class ModelShape:
             intermediate=_visited_width(config),
             vocabulary=0 if head is None else head.weight.shape[0],
             head_numel=0 if head is None or not head.weight.requires_grad else head.weight.numel(),
-            norms_heads=any("q_norm" in name for name, _ in layers[0].named_modules()) if layers else False,
-        )  # fmt: skip
+            norms_heads=any("q_norm" in name for name, _ in layers[0].named_modules())
+            if layers
+            else False,
+        )
 
 
 def _visited_width(config: Any) -> int:
     width = next(
-        (getattr(config, name) for name in ("intermediate_size", "ffn_dim", "n_inner") if getattr(config, name, None)),
+        (
+            getattr(config, name)
+            for name in ("intermediate_size", "ffn_dim", "n_inner")
+            if getattr(config, name, None)
+        ),
         4 * config.hidden_size,
     )
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not experts:
         return width
     own = getattr(config, "moe_intermediate_size", None) or width
-    return config.num_experts_per_tok * own + (getattr(config, "shared_expert_intermediate_size", None) or 0)
+    return config.num_experts_per_tok * own + (
+        getattr(config, "shared_expert_intermediate_size", None) or 0
+    )

@@ -16,28 +16,36 @@ from verl.utils.imports import require
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that `optim.optimizer` names, over the trained parameters of `module`; after sharding, which
-    replaces them.
+    """The optimizer that `optim.optimizer` names, over the trained parameters of `module`; after
+    sharding, which replaces them.
 
-    AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101, algorithm 2), fused: one kernel on CUDA, one pass on CPU.
-    Weights, biases and norms decay alike, as users of verl's recipes expect of `optim.weight_decay`.
+    AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101, algorithm 2), fused: one kernel on CUDA, one
+    pass on CPU. Weights, biases and norms decay alike, as users of verl's recipes expect of
+    `optim.weight_decay`.
     AdamW8bit: the same with moments of 8 bits, on one rank.
-    Muon: matrices of the decoder layers by orthogonalised momentum (Jordan et al. 2024), at the size of AdamW's updates
-    (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves both; all else by AdamW.
+    Muon: matrices of the decoder layers by orthogonalised momentum (Jordan et al. 2024), at the
+    size of AdamW's updates (Liu et al. 2025, arXiv:2502.16982), so that one learning rate serves
+    both; all else by AdamW.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         if parameter.dtype in (torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"Trained parameters must be fp32, found {parameter.dtype}: small updates would be rounded away. "
-                "Load the model with dtype=torch.float32; on CUDA forward and backward still run in bf16."
+                f"Trained parameters must be fp32, found {parameter.dtype}: small updates would be "
+                "rounded away. Load the model with dtype=torch.float32; on CUDA forward and "
+                "backward still run in bf16."
             )
     if config.optimizer == "AdamW":
         return _adamw(trained, config)
     if config.optimizer == "AdamW8bit":
         return _adamw_8bit(trained, config)
     if config.optimizer == "Muon":
-        hidden = {id(weight) for layer in decoder_layers(module) for weight in layer.parameters() if weight.ndim == 2}
+        hidden = {
+            id(weight)
+            for layer in decoder_layers(module)
+            for weight in layer.parameters()
+            if weight.ndim == 2
+        }
         return JointOptimizer(
             _adamw([parameter for parameter in trained if id(parameter) not in hidden], config),
             torch.optim.Muon(
@@ -47,11 +55,14 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
                 adjust_lr_fn="match_rms_adamw",
             ),
         )
-    raise ConfigError(f"optim.optimizer must be one of {', '.join(OPTIMIZERS)}, got '{config.optimizer}'.")
+    raise ConfigError(
+        f"optim.optimizer must be one of {', '.join(OPTIMIZERS)}, got '{config.optimizer}'."
+    )
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers over different parameters behind one `step`, with one `state` and one list of groups."""
+    """Several optimizers over different parameters behind one `step`, with one `state` and one list
+    of groups."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         super().__init__([{**group} for part in parts for group in part.param_groups], {})
@@ -71,13 +82,19 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.A
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    if any(isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 for parameter in parameters):
+    if any(
+        isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+        for parameter in parameters
+    ):
         raise ConfigError(
-            "optim.optimizer=AdamW8bit works on one rank: its blocks of moments cannot be put together from several. "
-            "Set optim.optimizer=AdamW; over several ranks every one keeps only its share of the moments."
+            "optim.optimizer=AdamW8bit works on one rank: its blocks of moments cannot be put "
+            "together from several. Set optim.optimizer=AdamW; over several ranks every one keeps "
+            "only its share of the moments."
         )
     require("torchao.optim", "optim.optimizer=AdamW8bit", "pip install torchao")
-    return importlib.import_module("verl.engine.adamw_8bit").AdamW8bit(parameters, **_settings(config))
+    return importlib.import_module("verl.engine.adamw_8bit").AdamW8bit(
+        parameters, **_settings(config)
+    )
 
 
 def _settings(config: OptimConfig) -> dict[str, Any]:
@@ -93,28 +110,36 @@ def restore_moments(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     saved: dict[str, dict[str, Any]],
 ) -> None:
-    """Moments by the name of their parameter, whole or as it is sharded, into the optimizer's state.
+    """Moments by the name of their parameter, whole or as it is sharded, into the optimizer's
+    state.
 
     Raises CheckpointError where they are of other parameters or of another optimizer.
     """
     from_saved = getattr(optimizer, "moment_from_saved", _moment_from_saved)
     parameters = dict(named_parameters)
-    kinds = {id(parameter): _keys(part) for part in _parts(optimizer) for parameter in _parameters(part)}
+    kinds = {
+        id(parameter): _keys(part) for part in _parts(optimizer) for parameter in _parameters(part)
+    }
     optimizer.state.clear()
     for name, moments in saved.items():
         parameter = parameters.get(name)
         if parameter is None or set(moments) != kinds.get(id(parameter)):
             fact = "does not train" if parameter is None else "does not keep"
             raise CheckpointError(
-                f"The checkpoint has moments {sorted(moments)} of '{name}', which this run {fact}. Set optim.optimizer "
-                "as it was when they were saved, or start another run from the checkpoint's weights."
+                f"The checkpoint has moments {sorted(moments)} of '{name}', which this run {fact}. "
+                "Set optim.optimizer as it was when they were saved, or start another run from the "
+                "checkpoint's weights."
             )
-        optimizer.state[parameter] = {key: from_saved(key, value, parameter) for key, value in moments.items()}
+        optimizer.state[parameter] = {
+            key: from_saved(key, value, parameter) for key, value in moments.items()
+        }
 
 
 def _moment_from_saved(key: str, saved: Any, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(saved, dict):
-        raise CheckpointError("The checkpoint's moments are in 8 bits. Set optim.optimizer=AdamW8bit, as it was then.")
+        raise CheckpointError(
+            "The checkpoint's moments are in 8 bits. Set optim.optimizer=AdamW8bit, as it was then."
+        )
     # The fused step counts on the device; the counter is a scalar and never sharded.
     return saved.to(parameter.device) if key == "step" else shard_like(saved, parameter.detach())
 
@@ -128,4 +153,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    return {"momentum_buffer"} if isinstance(optimizer, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+    return (
+        {"momentum_buffer"}
+        if isinstance(optimizer, torch.optim.Muon)
+        else {"step", "exp_avg", "exp_avg_sq"}
+    )

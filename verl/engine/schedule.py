@@ -13,17 +13,20 @@ Schedule = Callable[[int], float]
 
 
 class LearningRate:
-    """Sets an optimizer's learning rate; `position` is the number of training steps that are behind it."""
+    """Sets an optimizer's learning rate; `position` is the number of training steps that are behind
+    it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
+    ) -> None:
         self._optimizer, self._base = optimizer, config.lr
         self._schedule = build_schedule(config, total_steps)
         self._stepped = False
         self.go_to(0)
 
     def go_to(self, position: int) -> None:
-        """The rate of the training step that comes after `position` others; in place where it is a tensor, which a
-        compiled step reads."""
+        """The rate of the training step that comes after `position` others; in place where it is a
+        tensor, which a compiled step reads."""
         self.position, self._stepped = position, False
         self.value = self._base * self._schedule(position)
         for group in self._optimizer.param_groups:
@@ -43,21 +46,32 @@ class LearningRate:
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
-    """The schedule that `optim.*` asks for, over `optim.total_training_steps` or, where that is unset, `total_steps`.
+    """The schedule that `optim.*` asks for, over `optim.total_training_steps` or, where that is
+    unset, `total_steps`.
 
-    Steps are training steps, not optimizer steps. `lr_warmup_steps` < 0 means `lr_warmup_steps_ratio` of the total.
+    Steps are training steps, not optimizer steps. `lr_warmup_steps` < 0 means
+    `lr_warmup_steps_ratio` of the total.
     """
     total = config.total_training_steps if config.total_training_steps > 0 else total_steps
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total)
+    warmup = (
+        config.lr_warmup_steps
+        if config.lr_warmup_steps >= 0
+        else int(config.lr_warmup_steps_ratio * total)
+    )
     if config.warmup_style == "constant":
         return constant_schedule(warmup)
     if config.warmup_style == "cosine":
-        return cosine_schedule(warmup, total, min_ratio=config.min_lr_ratio, num_cycles=config.num_cycles)
-    raise ConfigError(f"optim.warmup_style must be 'constant' or 'cosine', got '{config.warmup_style}'.")
+        return cosine_schedule(
+            warmup, total, min_ratio=config.min_lr_ratio, num_cycles=config.num_cycles
+        )
+    raise ConfigError(
+        f"optim.warmup_style must be 'constant' or 'cosine', got '{config.warmup_style}'."
+    )
 
 
 def constant_schedule(warmup_steps: int) -> Schedule:
-    """step / warmup_steps until it is 1, then 1. The first training step of a warm-up thus has learning rate 0."""
+    """step / warmup_steps until it is 1, then 1. The first training step of a warm-up thus has
+    learning rate 0."""
 
     def factor(step: int) -> float:
         return step / warmup_steps if step < warmup_steps else 1.0
@@ -65,8 +79,11 @@ def constant_schedule(warmup_steps: int) -> Schedule:
     return factor
 
 
-def cosine_schedule(warmup_steps: int, total_steps: int, *, min_ratio: float, num_cycles: float) -> Schedule:
-    """Linear warm-up, then min_ratio + (1 - min_ratio) * (1 + cos(2 pi num_cycles t)) / 2 with t from 0 to 1.
+def cosine_schedule(
+    warmup_steps: int, total_steps: int, *, min_ratio: float, num_cycles: float
+) -> Schedule:
+    """Linear warm-up, then min_ratio + (1 - min_ratio) * (1 + cos(2 pi num_cycles t)) / 2 with t
+    from 0 to 1.
 
     num_cycles 0.5 is one fall from 1 to `min_ratio`. After `total_steps` the last value stays.
     """

@@ -1,4 +1,5 @@
-"""What an engine writes to disk and reads back: weights or adapters, moments by parameter name, schedule position."""
+"""What an engine writes to disk and reads back: weights or adapters, moments by parameter name,
+schedule position."""
 
 import json
 from pathlib import Path
@@ -38,12 +39,14 @@ def save_state(
     merged: bool = False,
     in_background: bool = False,
 ) -> None:
-    """Write a checkpoint of one module. Every rank must call this; nothing that is written depends on how many.
+    """Write a checkpoint of one module. Every rank must call this; nothing that is written depends
+    on how many.
 
-    `sharded/` has the weights and, for each trained parameter's name, the whole moments (`exp_avg`, `exp_avg_sq` and
-    `step` of AdamW): every rank writes the shards it has. `huggingface/` has configuration and tokenizer, and the
-    weights too where `merged` asks for them. With LoRA `lora_adapter/` (loadable by peft alone) instead of weights, and
-    `huggingface/` with the adapters merged in where `merged` asks for it. `progress.json` has `progress`.
+    `sharded/` has the weights and, for each trained parameter's name, the whole moments (`exp_avg`,
+    `exp_avg_sq` and `step` of AdamW): every rank writes the shards it has. `huggingface/` has
+    configuration and tokenizer, and the weights too where `merged` asks for them. With LoRA
+    `lora_adapter/` (loadable by peft alone) instead of weights, and `huggingface/` with the
+    adapters merged in where `merged` asks for it. `progress.json` has `progress`.
 
     All of it is written when this returns; `in_background`, `sharded/` when `writer.is_done()`.
     """
@@ -68,11 +71,18 @@ def save_state(
             tokenizer.save_pretrained(place)
     barrier(writer.world)  # the folder is there now
     tensors = {} if adapted else _weights(hf_model)
-    writer.write(folder / SHARDED_FOLDER, tensors | _moments(optimizer, hf_model), in_background=in_background)
+    writer.write(
+        folder / SHARDED_FOLDER,
+        tensors | _moments(optimizer, hf_model),
+        in_background=in_background,
+    )
 
 
-def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Read what `save_state` wrote into the module and the optimizer, in place; returns its `progress`.
+def load_state(
+    folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """Read what `save_state` wrote into the module and the optimizer, in place; returns its
+    `progress`.
 
     In place, so that a rollout engine that aliases the weights sees them too.
     """
@@ -81,7 +91,8 @@ def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | N
         raise CheckpointError(
             f"Expected a role's part of a checkpoint in {folder}, found no {PROGRESS_FILE} there. "
             "A run of other roles has saved it, as GRPO has no critic: name another folder with "
-            "trainer.default_local_dir, or start from the beginning with trainer.resume_mode=disable."
+            "trainer.default_local_dir, or start from the beginning with "
+            "trainer.resume_mode=disable."
         )
     progress = json.loads(file.read_text(encoding="utf-8"))
     has_optimizer = progress.pop("has_optimizer")
@@ -89,16 +100,17 @@ def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | N
         _load_adapters(folder / ADAPTER_FOLDER, hf_model)
     elif (folder / ADAPTER_FOLDER).is_dir():
         raise CheckpointError(
-            f"{folder} was saved by a LoRA run, and this one trains all weights. Set lora_rank as in "
-            f"{folder / ADAPTER_FOLDER / 'adapter_config.json'}, or start another run from merged weights."
+            f"{folder} was saved by a LoRA run, and this one trains all weights. Set lora_rank as "
+            f"in {folder / ADAPTER_FOLDER / 'adapter_config.json'}, or start another run from "
+            "merged weights."
         )
     else:
         _load_weights(folder / SHARDED_FOLDER, hf_model)
     if optimizer is not None:
         if not has_optimizer:
             raise CheckpointError(
-                f"{folder} was saved without optimizer. Leave 'optimizer' out of checkpoint.load_contents, and the "
-                "run starts with new moments."
+                f"{folder} was saved without optimizer. Leave 'optimizer' out of "
+                "checkpoint.load_contents, and the run starts with new moments."
             )
         _load_moments(folder / SHARDED_FOLDER, hf_model, optimizer)
     return progress
@@ -129,7 +141,8 @@ def _load_weights(folder: Path, hf_model: Any) -> None:
 
 
 def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
-    """Whole weights, adapters merged in, at least fp32, gathered one by one on every rank and written by the first."""
+    """Whole weights, adapters merged in, at least fp32, gathered one by one on every rank and
+    written by the first."""
     seen: set[int] = set()
     body = "body." if isinstance(hf_model, CriticModel) else ""
     head: dict[str, torch.Tensor] = {}
@@ -139,7 +152,9 @@ def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            precise = whole.to(torch.float32) if whole.dtype in (torch.bfloat16, torch.float16) else whole
+            precise = (
+                whole.to(torch.float32) if whole.dtype in (torch.bfloat16, torch.float16) else whole
+            )
             if name.startswith(body):
                 yield name.removeprefix(body), precise
             else:
@@ -159,7 +174,10 @@ def _save_adapters(folder: Path, hf_model: Any, *, writes: bool) -> None:
     if writes:
         save_adapters(folder, transformer_of(hf_model), state)
     if isinstance(hf_model, CriticModel):
-        head = {name: full_tensor(tensor).cpu() for name, tensor in hf_model.value_head.state_dict().items()}
+        head = {
+            name: full_tensor(tensor).cpu()
+            for name, tensor in hf_model.value_head.state_dict().items()
+        }
         if writes:
             save_file(head, folder / VALUE_HEAD_FILE)
 
@@ -169,7 +187,9 @@ def _load_adapters(folder: Path, hf_model: Any) -> None:
     if not isinstance(hf_model, CriticModel):
         return
     if not (folder / VALUE_HEAD_FILE).is_file():
-        raise CheckpointError(f"{folder} has no {VALUE_HEAD_FILE}: it holds a policy, not a critic.")
+        raise CheckpointError(
+            f"{folder} has no {VALUE_HEAD_FILE}: it holds a policy, not a critic."
+        )
     saved = load_file(folder / VALUE_HEAD_FILE)
     with torch.no_grad():
         for name, tensor in hf_model.value_head.state_dict().items():
@@ -177,7 +197,8 @@ def _load_adapters(folder: Path, hf_model: Any) -> None:
 
 
 # ---------------------------------------------------------------- moments
-# Their names: optimizer.<moment>.<parameter>, or optimizer.<moment>/<part>.<parameter> where a moment has parts.
+# Their names: optimizer.<moment>.<parameter>, or optimizer.<moment>/<part>.<parameter> where a
+# moment has parts.
 
 
 def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str, torch.Tensor]:
@@ -189,8 +210,14 @@ def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str
     for name, parameter in hf_model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             saved = value if to_saved is None else to_saved(full_tensor(value))
-            parts = {f"/{part}": tensor for part, tensor in saved.items()} if isinstance(saved, dict) else {"": saved}
-            moments |= {f"{OPTIMIZER}{kind}{part}.{name}": tensor.detach() for part, tensor in parts.items()}
+            parts = (
+                {f"/{part}": tensor for part, tensor in saved.items()}
+                if isinstance(saved, dict)
+                else {"": saved}
+            )
+            moments |= {
+                f"{OPTIMIZER}{kind}{part}.{name}": tensor.detach() for part, tensor in parts.items()
+            }
     return moments
 
 
@@ -216,7 +243,8 @@ def _load_moments(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer)
         else:
             of_name[kind] = found[key]
     saved.read(found)
-    # In the order in which steps make them; the order in a folder depends on the ranks that wrote it.
+    # In the order in which steps make them; the order in a folder depends on the ranks that wrote
+    # it.
     order = {name: number for number, name in enumerate(parameters)}
     ordered = {
         name: dict(sorted(moments[name].items(), key=lambda item: (item[0] != "step", item[0])))

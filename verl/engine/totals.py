@@ -1,4 +1,5 @@
-"""What a loss function returns for a micro-batch, and how its numbers add up to those of a mini-batch."""
+"""What a loss function returns for a micro-batch, and how its numbers add up to those of a
+mini-batch."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ class LossOutput:
     """What a loss function returns for one micro-batch."""
 
     loss: torch.Tensor  # scalar: this micro-batch's share of the mini-batch's loss
-    means: dict[str, torch.Tensor] = field(default_factory=dict)  # (M,), averaged over the mini-batch's response_mask
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars: shares of a number of the mini-batch
+    # (M,), averaged over the mini-batch's response_mask
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+    # scalars: shares of a number of the mini-batch
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Totals:
-    """Numbers of a mini-batch, added up on the device in float64 so that their order hardly matters."""
+    """Numbers of a mini-batch, added up on the device in float64 so that their order hardly
+    matters."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._axis = mesh.data  # ranks along the sequence axis count the same tokens
@@ -42,9 +46,14 @@ class Totals:
 
     def read(self) -> tuple[dict[str, float], bool]:
         """All means and sums of all ranks, and whether the loss is finite."""
-        everything = torch.stack([self._loss, self._tokens, *self._means.values(), *self._sums.values()])
+        everything = torch.stack(
+            [self._loss, self._tokens, *self._means.values(), *self._sums.values()]
+        )
         loss, tokens, *numbers = all_reduce_sum(everything, self._axis).tolist()
         num_means = len(self._means)
-        metrics = {name: number / max(tokens, 1.0) for name, number in zip(self._means, numbers[:num_means])}
+        metrics = {
+            name: number / max(tokens, 1.0)
+            for name, number in zip(self._means, numbers[:num_means])
+        }
         metrics.update(zip(self._sums, numbers[num_means:]))
         return metrics, math.isfinite(loss)

@@ -1,1 +1,2 @@
-"""From a checkpoint of training to a folder that transformers loads: `python -m verl.model_merger`."""
+"""From a checkpoint of training to a folder that transformers loads: `python -m
+verl.model_merger`."""

@@ -1,4 +1,5 @@
-"""`python -m verl.model_merger merge|test --backend fsdp --local_dir .../global_step_N/actor ...`."""
+"""`python -m verl.model_merger merge|test --backend fsdp --local_dir .../global_step_N/actor
+...`."""
 
 import argparse
 import sys
@@ -10,7 +11,8 @@ from verl.utils.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; gives the exit code. What a user can cause is one line, no traceback."""
+    """Do what the command line asks for; gives the exit code. What a user can cause is one line, no
+    traceback."""
     arguments = _parser().parse_args(argv)
     return exit_code(lambda: print(_run(arguments)))
 
@@ -18,8 +20,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> str:
     if arguments.backend != "fsdp":
         raise ConfigError(
-            f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and checkpoints of this "
-            "package are read with --backend fsdp, whatever the number of ranks."
+            f"Expected --backend fsdp, got {arguments.backend}: there is no Megatron backend, and "
+            "checkpoints of this package are read with --backend fsdp, whatever the number of "
+            "ranks."
         )
     settings = {"base_model": arguments.base_model, "dtype": DTYPES[arguments.dtype]}
     if arguments.command == "test":
@@ -38,21 +41,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     to_merge = commands.add_parser("merge", help="write a Hugging Face folder")
-    to_test = commands.add_parser("test", help="compare a checkpoint with a Hugging Face folder, tensor by tensor")
+    to_test = commands.add_parser(
+        "test", help="compare a checkpoint with a Hugging Face folder, tensor by tensor"
+    )
     for command in (to_merge, to_test):
-        command.add_argument("--backend", required=True, choices=("fsdp", "megatron"), help="fsdp; there is no other")
         command.add_argument(
-            "--local_dir", required=True, type=Path, help="a role's folder of a checkpoint: .../global_step_N/actor"
+            "--backend", required=True, choices=("fsdp", "megatron"), help="fsdp; there is no other"
         )
-        command.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights; float32 as saved")
         command.add_argument(
-            "--base_model", help="LoRA: folder or hub name of the frozen weights, if not where they were in training"
+            "--local_dir",
+            required=True,
+            type=Path,
+            help="a role's folder of a checkpoint: .../global_step_N/actor",
+        )
+        command.add_argument(
+            "--dtype", default="float32", choices=DTYPES, help="of the weights; float32 as saved"
+        )
+        command.add_argument(
+            "--base_model",
+            help="LoRA: folder or hub name of the frozen weights, if not where they were in training",
         )
     to_merge.add_argument("--target_dir", required=True, type=Path, help="the folder to write")
     to_merge.add_argument(
-        "--no-merge-adapters", action="store_true", help="LoRA: write the adapters alone, in peft's format"
+        "--no-merge-adapters",
+        action="store_true",
+        help="LoRA: write the adapters alone, in peft's format",
     )
-    to_test.add_argument("--test_hf_dir", required=True, type=Path, help="the folder to compare with")
+    to_test.add_argument(
+        "--test_hf_dir", required=True, type=Path, help="the folder to compare with"
+    )
     return parser
 
 

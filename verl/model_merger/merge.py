@@ -1,7 +1,9 @@
-"""Weights of a checkpoint, layer by layer, into a Hugging Face folder; nothing here needs a GPU or a training package.
+"""Weights of a checkpoint, layer by layer, into a Hugging Face folder; nothing here needs a GPU or
+a training package.
 
-Memory: two files of at most 5 GB and two decoder layers in fp32, about 17 GB for 70B parameters, whatever the number of
-ranks that saved them. With LoRA the base model as well, once, in its own dtype.
+Memory: two files of at most 5 GB and two decoder layers in fp32, about 17 GB for 70B parameters,
+whatever the number of ranks that saved them. With LoRA the base model as well, once, in its own
+dtype.
 """
 
 import json
@@ -21,7 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from verl.checkpoint.hf import MAX_FILE_BYTES, WEIGHTS_FOLDER, layer_of, published, save_config, save_weights
+from verl.checkpoint.hf import (
+    MAX_FILE_BYTES,
+    WEIGHTS_FOLDER,
+    layer_of,
+    published,
+    save_config,
+    save_weights,
+)
 from verl.checkpoint.manifest import MANIFEST, SHARD_METADATA, verify_files
 from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
@@ -33,13 +42,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _BODY, _HEAD = f"{MODEL}body.", f"{MODEL}value_head."  # the parts of a critic
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
-# What the readers of JSON, of a model's configuration and of safetensors raise where bytes are missing or changed.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError, SafetensorError)
+# What the readers of JSON, of a model's configuration and of safetensors raise where bytes are
+# missing or changed.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    StrictDataclassError,
+    SafetensorError,
+)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What one role has saved. `model` (on meta, or the base under adapters) says how its family is published."""
+    """What one role has saved. `model` (on meta, or the base under adapters) says how its family is
+    published."""
 
     model: PreTrainedModel | None
     weights: Iterator[tuple[str, torch.Tensor]]
@@ -55,11 +74,12 @@ def merge(
     base_model: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write what `local_dir` (`.../global_step_N/actor`) holds as a folder that transformers loads, adapters merged in.
+    """Write what `local_dir` (`.../global_step_N/actor`) holds as a folder that transformers loads,
+    adapters merged in.
 
     `target_dir` is new, or the checkpoint's own `huggingface/`, which has everything but weights.
-    Raises CheckpointError for another folder, for files that are not as the checkpoint's manifest says, and for a
-    target that has something in it or cannot be written; no half target is left.
+    Raises CheckpointError for another folder, for files that are not as the checkpoint's manifest
+    says, and for a target that has something in it or cannot be written; no half target is left.
     """
     role = _role_folder(local_dir)
     in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
@@ -72,7 +92,8 @@ def merge(
         if source.value_head:
             save_file(source.value_head, unfinished / VALUE_HEAD_FILE)
         if in_place:
-            for file in sorted(unfinished.iterdir(), reverse=True):  # the index, which names the others, last
+            # the index, which names the others, last
+            for file in sorted(unfinished.iterdir(), reverse=True):
                 os.replace(file, target_dir / file.name)
         else:
             os.replace(unfinished, target_dir)
@@ -82,7 +103,9 @@ def export_adapters(local_dir: Path, target_dir: Path) -> None:
     """Copy the adapters of a LoRA checkpoint, with their tokenizer, as peft loads them."""
     role = _role_folder(local_dir)
     if not (role / ADAPTER_FOLDER).is_dir():
-        raise CheckpointError(f"{role} has no adapters: it was saved with lora_rank=0. Drop --no-merge-adapters.")
+        raise CheckpointError(
+            f"{role} has no adapters: it was saved with lora_rank=0. Drop --no-merge-adapters."
+        )
     _check_target(target_dir, in_place=False)
     _verify(role)
     with _unfinished(target_dir) as unfinished:
@@ -90,15 +113,24 @@ def export_adapters(local_dir: Path, target_dir: Path) -> None:
         os.replace(unfinished, target_dir)
 
 
-def compare(local_dir: Path, hf_dir: Path, *, dtype: torch.dtype = torch.float32, base_model: str | None = None) -> int:
-    """The number of tensors in `hf_dir`, all of which are bit for bit what `merge` would write there.
+def compare(
+    local_dir: Path,
+    hf_dir: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    base_model: str | None = None,
+) -> int:
+    """The number of tensors in `hf_dir`, all of which are bit for bit what `merge` would write
+    there.
 
     Raises CheckpointError that names those that differ, or that only one of the two has.
     """
     source = _open(_role_folder(local_dir), base_model, dtype)
     files = sorted(hf_dir.glob("model*.safetensors"))
     if not files:
-        raise CheckpointError(f"Expected a Hugging Face folder with model*.safetensors at {hf_dir}, found none.")
+        raise CheckpointError(
+            f"Expected a Hugging Face folder with model*.safetensors at {hf_dir}, found none."
+        )
     opened = []
     for file in files:
         with _readable(file):
@@ -114,8 +146,13 @@ def compare(local_dir: Path, hf_dir: Path, *, dtype: torch.dtype = torch.float32
     tied = () if source.model is None else (source.model._tied_weights_keys or ())
     extra = [name for name in place if name not in seen and name not in tied]
     found = {"differ": differ, "are missing there": missing, "are there only": extra}
-    if wrong := [f"{len(names)} {what}, first '{names[0]}'" for what, names in found.items() if names]:
-        raise CheckpointError(f"Of the {len(seen)} tensors of {local_dir}, compared with {hf_dir}: {'; '.join(wrong)}.")
+    if wrong := [
+        f"{len(names)} {what}, first '{names[0]}'" for what, names in found.items() if names
+    ]:
+        raise CheckpointError(
+            f"Of the {len(seen)} tensors of {local_dir}, compared with {hf_dir}: "
+            f"{'; '.join(wrong)}."
+        )
     return len(seen)
 
 
@@ -155,18 +192,25 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
         model = auto_class.from_pretrained(base, dtype="auto")
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(
-            f"The adapters in {folder} are merged into the model that they were trained on, but '{base}' cannot be "
-            f"loaded ({_reason(error)}). Set --base_model to where it is now."
+            f"The adapters in {folder} are merged into the model that they were trained on, but "
+            f"'{base}' cannot be loaded ({_reason(error)}). Set --base_model to where it is now."
         ) from error
     state = model.state_dict(keep_vars=True)
     if lost := [name for name in factors if f"{name}.weight" not in state]:
-        raise CheckpointError(f"'{base}' has no layer '{lost[0]}', which {folder} adapts. Set --base_model to another.")
+        raise CheckpointError(
+            f"'{base}' has no layer '{lost[0]}', which {folder} adapts. Set --base_model to "
+            "another."
+        )
     for name, (a, b) in factors.items():
-        expected, found = merged_shape(model.get_submodule(name), a, b), tuple(state[f"{name}.weight"].shape)
+        expected, found = (
+            merged_shape(model.get_submodule(name), a, b),
+            tuple(state[f"{name}.weight"].shape),
+        )
         if found != expected:
             raise CheckpointError(
-                f"Expected '{name}.weight' of shape {expected}, which {folder} adapts, but that of '{base}' has shape "
-                f"{found}. Set --base_model to the model that the adapters were trained on."
+                f"Expected '{name}.weight' of shape {expected}, which {folder} adapts, but that of "
+                f"'{base}' has shape {found}. Set --base_model to the model that the adapters were "
+                "trained on."
             )
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,14 +230,17 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
 
 
 def _on_meta(folder: Path) -> PreTrainedModel | None:
-    """A model without memory of the family that `folder` configures; None for custom code, whose names stay anyway."""
+    """A model without memory of the family that `folder` configures; None for custom code, whose
+    names stay anyway."""
     file = folder / "config.json"
     with _readable(file):
         config = json.loads(file.read_text(encoding="utf-8"))
         if "auto_map" in config:
             return None
         with torch.device("meta"):
-            return getattr(transformers, config["architectures"][0])(AutoConfig.from_pretrained(folder))
+            return getattr(transformers, config["architectures"][0])(
+                AutoConfig.from_pretrained(folder)
+            )
 
 
 def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> None:
@@ -204,7 +251,9 @@ def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> N
         assert source.model is not None
         save_config(target, source.model, dtype)
         return
-    config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = json.loads(file.read_text(encoding="utf-8")) | {
+        "dtype": str(dtype).removeprefix("torch.")
+    }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -221,7 +270,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _verify(role: Path) -> None:
-    """CheckpointError unless the files of `role` are those that its checkpoint's manifest has summed up.
+    """CheckpointError unless the files of `role` are those that its checkpoint's manifest has
+    summed up.
 
     A role's folder that was copied alone has no manifest, and nothing to compare with.
     """
@@ -237,16 +287,18 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise CheckpointError(
-            f"{file} cannot be read ({_reason(error)}). If it is damaged or was not copied whole, copy it again, or "
-            "use another."
+            f"{file} cannot be read ({_reason(error)}). If it is damaged or was not copied whole, "
+            "copy it again, or use another."
         ) from error
 
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, to be renamed when all is in it; gone afterwards, whatever happens.
+    """A new folder beside `target`, to be renamed when all is in it; gone afterwards, whatever
+    happens.
 
-    Raises CheckpointError where it cannot be written: safetensors and `shutil` have errors of their own for that.
+    Raises CheckpointError where it cannot be written: safetensors and `shutil` have errors of their
+    own for that.
     """
     target = target.resolve()
     folder = target.with_name(f".{target.name}-{os.getpid()}.tmp")
@@ -254,7 +306,9 @@ def _unfinished(target: Path) -> Iterator[Path]:
         folder.mkdir(parents=True)
         yield folder
     except (OSError, SafetensorError) as error:
-        way_out = grown_too_large(folder, error) or "make room, or set --target_dir to another folder."
+        way_out = (
+            grown_too_large(folder, error) or "make room, or set --target_dir to another folder."
+        )
         told = f"{target} was not written ({_reason(error)}). {way_out[0].upper()}{way_out[1:]}"
         raise CheckpointError(told) from error
     finally:
@@ -262,7 +316,8 @@ def _unfinished(target: Path) -> Iterator[Path]:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, shutil.Error):  # a list of all files that could not be copied, each with the cause
+    # a list of all files that could not be copied, each with the cause
+    if isinstance(error, shutil.Error):
         return str(error.args[0][0][-1])
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -275,24 +330,34 @@ def _role_folder(folder: Path) -> Path:
     """`folder`, if it is what a role saved. CheckpointError with the nearest one that is."""
     if _is_role(folder):
         return folder
-    expected = "Expected --local_dir to be a role's folder of a checkpoint (.../global_step_N/actor)"
+    expected = (
+        "Expected --local_dir to be a role's folder of a checkpoint (.../global_step_N/actor)"
+    )
     if not folder.is_dir():
         raise CheckpointError(f"{expected}, but there is no folder {folder}.")
-    candidates = [folder.parent, folder / "actor", *sorted(folder.glob("global_step_*/actor"), key=_step, reverse=True)]
+    candidates = [
+        folder.parent,
+        folder / "actor",
+        *sorted(folder.glob("global_step_*/actor"), key=_step, reverse=True),
+    ]
     for near in candidates:
         if _is_role(near):
             raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
     if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        raise CheckpointError(f"{expected}, got {folder}, which has whole weights already: load it as it is.")
+        raise CheckpointError(
+            f"{expected}, got {folder}, which has whole weights already: load it as it is."
+        )
     inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{expected}, got {folder} with {inside} in it, neither {SHARDED_FOLDER}/{SHARD_METADATA} nor "
-        f"{ADAPTER_FOLDER}/. Checkpoints of other frameworks cannot be read."
+        f"{expected}, got {folder} with {inside} in it, neither {SHARDED_FOLDER}/{SHARD_METADATA} "
+        f"nor {ADAPTER_FOLDER}/. Checkpoints of other frameworks cannot be read."
     )
 
 
 def _is_role(folder: Path) -> bool:
-    return (folder / SHARDED_FOLDER / SHARD_METADATA).is_file() or (folder / ADAPTER_FOLDER).is_dir()
+    return (folder / SHARDED_FOLDER / SHARD_METADATA).is_file() or (
+        folder / ADAPTER_FOLDER
+    ).is_dir()
 
 
 def _step(actor: Path) -> int:
@@ -307,6 +372,6 @@ def _check_target(target: Path, *, in_place: bool) -> None:
     if in_place and not any(any(target.glob(pattern)) for pattern in _WEIGHTS):
         return
     raise CheckpointError(
-        f"Expected --target_dir to be a new folder, but {target} has something in it already. Give another, or remove "
-        "that one."
+        f"Expected --target_dir to be a new folder, but {target} has something in it already. Give "
+        "another, or remove that one."
     )

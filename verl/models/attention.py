@@ -1,15 +1,17 @@
 """Attention over packed sequences, registered with transformers as `verl_packed`.
 
-transformers calls the function below once a layer with queries, keys and values of one row of N packed tokens. Where
-the sequences begin and end it finds in the `PackingSlot` of its own model: one object per model, hung on every module
-of it, so that two models in one process never see each other's batch.
+transformers calls the function below once a layer with queries, keys and values of one row of N
+packed tokens. Where the sequences begin and end it finds in the `PackingSlot` of its own model: one
+object per model, hung on every module of it, so that two models in one process never see each
+other's batch.
 
-On CUDA in bf16 or fp16 `torch.nn.attention.varlen` computes it. Everywhere else, and wherever that kernel lacks what
-the layer asks for (soft cap, sinks, odd head sizes), sequences of similar length are laid out as right-padded blocks:
-causal attention needs no padding mask then, because padding comes after every real token.
+On CUDA in bf16 or fp16 `torch.nn.attention.varlen` computes it. Everywhere else, and wherever that
+kernel lacks what the layer asks for (soft cap, sinks, odd head sizes), sequences of similar length
+are laid out as right-padded blocks: causal attention needs no padding mask then, because padding
+comes after every real token.
 
-A prompt that several responses share stands in the batch once (`Layout.shared`): each response sees it as if it stood
-before it.
+A prompt that several responses share stands in the batch once (`Layout.shared`): each response sees
+it as if it stood before it.
 """
 
 import math
@@ -35,7 +37,8 @@ _SLOT = "verl_packing"
 
 
 class Facts(NamedTuple):
-    """What one layer asks of its attention: a query sees `window` keys (None: all), scores are capped at `cap`."""
+    """What one layer asks of its attention: a query sees `window` keys (None: all), scores are
+    capped at `cap`."""
 
     scale: float
     window: int | None
@@ -48,22 +51,25 @@ class PackingSlot:
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        self.seen: list[Facts] | None = None  # a list while the load check records what layers ask for
+        # a list while the load check records what layers ask for
+        self.seen: list[Facts] | None = None
         self.kernel = "auto"  # see `attention_kernels.choose_kernel`
-        self.sequence_parallel: SequenceParallel | None = None  # where the model sees a part of the tokens
+        # where the model sees a part of the tokens
+        self.sequence_parallel: SequenceParallel | None = None
 
     def holding(self, layout: Layout | None) -> "_Holding":
         """A context in which the model's layers compute on `layout`."""
         return _Holding(self, layout)
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """For `torch.utils.checkpoint`: the recompute in backward sees the layout of its own forward, even if the
-        model has computed other batches in between."""
+        """For `torch.utils.checkpoint`: the recompute in backward sees the layout of its own
+        forward, even if the model has computed other batches in between."""
         return nullcontext(), self.holding(self.layout)
 
 
 class _Holding:
-    """A class, not a generator: a graph that is kept is recomputed, and this context entered, more than once."""
+    """A class, not a generator: a graph that is kept is recomputed, and this context entered, more
+    than once."""
 
     def __init__(self, slot: PackingSlot, layout: Layout | None) -> None:
         self.slot = slot
@@ -79,11 +85,15 @@ class _Holding:
 
 
 def prepare(model: nn.Module) -> PackingSlot:
-    """Give every module of `model` one slot and switch the model to `verl_packed`. Doing it twice changes nothing."""
+    """Give every module of `model` one slot and switch the model to `verl_packed`. Doing it twice
+    changes nothing."""
     slot = getattr(model, _SLOT, None) or PackingSlot()
     for module in model.modules():
         setattr(module, _SLOT, slot)
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != IMPLEMENTATION:
+        if (
+            isinstance(module, PreTrainedModel)
+            and module.config._attn_implementation != IMPLEMENTATION
+        ):
             module.set_attn_implementation(IMPLEMENTATION)
     return slot
 
@@ -100,8 +110,9 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
 
 
 def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float = 1.0) -> None:
-    """Recompute each decoder layer in the backward pass (non-reentrant), or stop doing so. `module` is a model of
-    transformers or anything around one. With a `share` below 1 only so many of the layers, the first ones."""
+    """Recompute each decoder layer in the backward pass (non-reentrant), or stop doing so. `module`
+    is a model of transformers or anything around one. With a `share` below 1 only so many of the
+    layers, the first ones."""
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     if not enabled:
         # The older name goes in transformers 6, the newer one came within 5.
@@ -109,8 +120,8 @@ def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float
         return
     if not model.supports_gradient_checkpointing:
         raise ModelError(
-            f"The family '{model.config.model_type}' does not support gradient checkpointing in transformers. "
-            "Set model.enable_gradient_checkpointing=false."
+            f"The family '{model.config.model_type}' does not support gradient checkpointing in "
+            "transformers. Set model.enable_gradient_checkpointing=false."
         )
     contexts = prepare(model).checkpoint_contexts
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -126,7 +137,9 @@ def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float
             layer.gradient_checkpointing = False
 
 
-def layer_facts(module: nn.Module, head_dim: int, scaling: float | None, asked: dict[str, Any]) -> Facts:
+def layer_facts(
+    module: nn.Module, head_dim: int, scaling: float | None, asked: dict[str, Any]
+) -> Facts:
     """Read what transformers passes to the attention of one layer."""
     if "sliding_window" in asked:
         window = asked["sliding_window"]
@@ -156,16 +169,18 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv), Hq a multiple of Hk -> (1, N, Hq, Dv). Under sequence
-    parallelism N are this rank's tokens, and attention itself is over all tokens of this rank's heads.
-    Raises ModelError for what packed attention cannot honour: a mask, a bias, dropout, attention to the future.
+    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv), Hq a multiple of Hk -> (1, N, Hq,
+    Dv). Under sequence parallelism N are this rank's tokens, and attention itself is over all
+    tokens of this rank's heads. Raises ModelError for what packed attention cannot honour: a mask,
+    a bias, dropout, attention to the future.
     """
     slot: PackingSlot | None = getattr(module, _SLOT, None)
     layout = slot.layout if slot else None
     if slot is None or layout is None:
         raise ModelError(
-            f"Attention '{IMPLEMENTATION}' was called outside a packed forward. Run the model through PackedCausalLM "
-            "or PackedValueModel (and enable checkpointing by apply_checkpointing), or inside attention_switched."
+            f"Attention '{IMPLEMENTATION}' was called outside a packed forward. Run the model "
+            "through PackedCausalLM or PackedValueModel (and enable checkpointing by "
+            "apply_checkpointing), or inside attention_switched."
         )
     refuse_unsupported(module, attention_mask, dropout, asked)
     facts = layer_facts(module, query.shape[-1], scaling, asked)
@@ -188,18 +203,22 @@ def packed_attention(
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
 
 
-def refuse_unsupported(module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]) -> None:
+def refuse_unsupported(
+    module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]
+) -> None:
     problems = {
         "an attention mask": mask is not None,
         "a position bias": asked.get("position_bias") is not None,
-        "attention to the future": asked.get("is_causal") is False or getattr(module, "is_causal", True) is False,
+        "attention to the future": asked.get("is_causal") is False
+        or getattr(module, "is_causal", True) is False,
         "dropout": dropout > 0,
     }
     wanted = [name for name, present in problems.items() if present]
     if wanted:
         raise ModelError(
-            f"{type(module).__name__} asks its attention for {' and '.join(wanted)}, which packed sequences cannot "
-            "have. Load causal models through load_causal_lm, which zeroes dropout; other families are not supported."
+            f"{type(module).__name__} asks its attention for {' and '.join(wanted)}, which packed "
+            "sequences cannot have. Load causal models through load_causal_lm, which zeroes "
+            "dropout; other families are not supported."
         )
 
 
@@ -210,7 +229,9 @@ def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain and fits
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts, kernel: str = "auto") -> Tensor:
+def _varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts, kernel: str = "auto"
+) -> Tensor:
     """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D) by a kernel for packed sequences."""
     # A window that covers every sequence is plain causal attention, which has the faster kernel.
     window = None if facts.window is None or facts.window >= layout.longest else facts.window
@@ -221,13 +242,14 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
         return attend(q, k, v, layout.lengths, layout.cu_seqlens, facts.scale)
     key_offsets = None
     if layout.shared:
-        # The kernel aligns the last query of a sequence with its last key, so keys may begin before the queries.
+        # The kernel aligns the last query of a sequence with its last key, so keys may begin before
+        # the queries.
         keys, key_offsets = layout.keys_within(window)
         k, v = k.index_select(0, keys), v.index_select(0, keys)
     longest = (layout.longest,)
     return torch_attention(
         q, k, v, longest, layout.cu_seqlens, facts.scale, window=window, key_offsets=key_offsets
-    )  # fmt: skip
+    )
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
@@ -241,7 +263,9 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
         explicit = facts.cap is not None or facts.sinks is not None
-        seen = layout.band(length, context, window) if explicit or context or window < whole else None
+        seen = (
+            layout.band(length, context, window) if explicit or context or window < whole else None
+        )
         if explicit:
             assert seen is not None
             out = _explicit(q_block, k_block, v_block, seen, facts)
@@ -260,28 +284,43 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Tensor:
-    """Attention written out, for soft caps and sinks. The (s, Hq, L, K) scores are made again in the backward pass
-    rather than kept."""
+    """Attention written out, for soft caps and sinks. The (s, Hq, L, K) scores are made again in
+    the backward pass rather than kept."""
     if not torch.is_grad_enabled():
         return _scores_to_values(q, k, v, seen, facts.scale, facts.cap, facts.sinks)
     return checkpoint(
         _scores_to_values,
-        q, k, v, seen, facts.scale, facts.cap, facts.sinks,
+        q,
+        k,
+        v,
+        seen,
+        facts.scale,
+        facts.cap,
+        facts.sinks,
         use_reentrant=False,
         preserve_rng_state=False,
-    )  # fmt: skip
+    )
 
 
 def _scores_to_values(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K) -> (s, Hq, L, Dv).
 
-    Scores and softmax are in fp32 at least. A sink is one more score per head that takes probability and has no value.
+    Scores and softmax are in fp32 at least. A sink is one more score per head that takes
+    probability and has no value.
     """
     precise = torch.promote_types(q.dtype, torch.float32)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
-    scores = q.to(precise).unflatten(1, heads) @ k.to(precise).unsqueeze(2).transpose(-1, -2) * scale
+    scores = (
+        q.to(precise).unflatten(1, heads) @ k.to(precise).unsqueeze(2).transpose(-1, -2) * scale
+    )
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~seen, float("-inf"))

@@ -20,19 +20,22 @@ _BODY_PREFIX = "body."
 class CriticModel(nn.Module):
     """`body` (a transformers base model) and `value_head` (any module from (..., H) to (..., 1)).
 
-    Replace the head on an instance, or in the `__init__` of a subclass; everything else that a subclass trains belongs
-    into `value_head` as well, which is what is saved beside the body. A bounded head ends in a sigmoid or tanh. A
-    LayerNorm over the one output is no bound but a constant: it subtracts the only number there is.
+    Replace the head on an instance, or in the `__init__` of a subclass; everything else that a
+    subclass trains belongs into `value_head` as well, which is what is saved beside the body. A
+    bounded head ends in a sigmoid or tanh. A LayerNorm over the one output is no bound but a
+    constant: it subtracts the only number there is.
 
-    Training computes packed, from `body` and `value_head`. A subclass that overrides `forward` is honoured: the trainer
-    pads its rows and calls it, which costs the padding.
+    Training computes packed, from `body` and `value_head`. A subclass that overrides `forward` is
+    honoured: the trainer pads its rows and calls it, which costs the padding.
     """
 
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()
         self.body = body
         parameter = next(body.parameters())
-        self.value_head: nn.Module = new_value_head(body.config).to(parameter.device, parameter.dtype)
+        self.value_head: nn.Module = new_value_head(body.config).to(
+            parameter.device, parameter.dtype
+        )
 
     @classmethod
     def from_pretrained(
@@ -47,19 +50,26 @@ class CriticModel(nn.Module):
         check: bool = True,
         weights: bool = True,
     ) -> "CriticModel":
-        """A critic from the folder of a saved critic, or from a causal LM under a new value head, in eval mode, ready
-        to be called on padded rows. The arguments are those of `load_causal_lm`. Raises ModelError with the way out.
+        """A critic from the folder of a saved critic, or from a causal LM under a new value head,
+        in eval mode, ready to be called on padded rows. The arguments are those of
+        `load_causal_lm`. Raises ModelError with the way out.
         """
-        body = load_transformer(AutoModel, path, dtype, device, trust_remote_code, override_config, max_length, weights)
+        body = load_transformer(
+            AutoModel, path, dtype, device, trust_remote_code, override_config, max_length, weights
+        )
         if check and body.device.type != "meta":
             check_packed(body)
         critic = cls(body)
         critic.value_head.to(body.device, body.dtype)
-        strays = [name for name in critic.state_dict() if not name.startswith((_BODY_PREFIX, _HEAD_PREFIX))]
+        strays = [
+            name
+            for name in critic.state_dict()
+            if not name.startswith((_BODY_PREFIX, _HEAD_PREFIX))
+        ]
         if strays:
             raise ModelError(
-                f"{cls.__name__} has weights outside of body and value_head, first {strays[:3]}, which no checkpoint "
-                "would keep. Make them parts of value_head."
+                f"{cls.__name__} has weights outside of body and value_head, first {strays[:3]}, "
+                "which no checkpoint would keep. Make them parts of value_head."
             )
         if weights:
             critic.load_value_head(resolve_path(path))
@@ -84,36 +94,52 @@ class CriticModel(nn.Module):
         return type(self).forward is not CriticModel.forward
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, T) ids and mask (1 at real tokens; None: all are) to (B, T) values, fp32 at least: column t has what is
-        expected after token t. What stands at padding means nothing."""
+        """(B, T) ids and mask (1 at real tokens; None: all are) to (B, T) values, fp32 at least:
+        column t has what is expected after token t. What stands at padding means nothing."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        output = self.body(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        output = self.body(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False
+        )
         values = self.value_head(output.last_hidden_state).squeeze(-1)
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def use_own_attention(self) -> None:
-        """Switch the body to transformers' own attention, which padded rows need: sdpa, or eager where that would leave
-        out a soft cap or sinks. `PackedValueModel` switches to packed attention."""
-        is_capped = getattr(self.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        """Switch the body to transformers' own attention, which padded rows need: sdpa, or eager
+        where that would leave out a soft cap or sinks. `PackedValueModel` switches to packed
+        attention."""
+        is_capped = (
+            getattr(self.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        )
         wanted = "sdpa" if self.body._supports_sdpa and not is_capped else "eager"
         if self.body.config._attn_implementation != wanted:
             self.body.set_attn_implementation(wanted)
 
-    def save_pretrained(self, folder: str | Path, *, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the body as a Hugging Face folder and the value head beside it, as `from_pretrained` reads them.
+    def save_pretrained(
+        self, folder: str | Path, *, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
+        """Write the body as a Hugging Face folder and the value head beside it, as
+        `from_pretrained` reads them.
 
-        `state_dict` is that of this module, where the caller holds the weights elsewhere (gathered from shards).
+        `state_dict` is that of this module, where the caller holds the weights elsewhere (gathered
+        from shards).
         """
         state = self.state_dict() if state_dict is None else state_dict
         body = {
-            name.removeprefix(_BODY_PREFIX): value for name, value in state.items() if name.startswith(_BODY_PREFIX)
+            name.removeprefix(_BODY_PREFIX): value
+            for name, value in state.items()
+            if name.startswith(_BODY_PREFIX)
         }
         head = {
-            name.removeprefix(_HEAD_PREFIX): value for name, value in state.items() if name.startswith(_HEAD_PREFIX)
+            name.removeprefix(_HEAD_PREFIX): value
+            for name, value in state.items()
+            if name.startswith(_HEAD_PREFIX)
         }
         self.body.save_pretrained(folder, state_dict=body)
-        save_file({name: value.contiguous() for name, value in head.items()}, Path(folder) / VALUE_HEAD_FILE)
+        save_file(
+            {name: value.contiguous() for name, value in head.items()},
+            Path(folder) / VALUE_HEAD_FILE,
+        )
 
     def load_value_head(self, folder: str | Path) -> bool:
         """Read the value head of a saved critic; False where the folder has none (a causal LM)."""
@@ -122,12 +148,15 @@ class CriticModel(nn.Module):
             return False
         saved = load_file(file)
         present = {name: tuple(value.shape) for name, value in saved.items()}
-        expected = {name: tuple(value.shape) for name, value in self.value_head.state_dict().items()}
+        expected = {
+            name: tuple(value.shape) for name, value in self.value_head.state_dict().items()
+        }
         if present != expected:
             raise ModelError(
-                f"Expected a value head {expected} in {file}, found {present}. It was saved with another head: load "
-                "it by the class that has it (critic.model.custom_cls); or put that head in place (critic.value_head = "
-                "...) and call load_value_head again; or remove the file."
+                f"Expected a value head {expected} in {file}, found {present}. It was saved with "
+                "another head: load it by the class that has it (critic.model.custom_cls); or put "
+                "that head in place (critic.value_head = ...) and call load_value_head again; or "
+                "remove the file."
             )
         self.value_head.load_state_dict(saved)
         return True
@@ -136,9 +165,9 @@ class CriticModel(nn.Module):
 def new_value_head(config: Any) -> nn.Linear:
     """A linear map H -> 1 without bias, drawn from N(0, (0.01 / sqrt(H))^2).
 
-    Hidden states of unit size then give values around 0.01: near 0, where returns of a fresh run are centred, and not
-    exactly 0, which would stop the gradient into the body at the first step. The draw has its own seed, so that all
-    ranks start alike whatever they have drawn before.
+    Hidden states of unit size then give values around 0.01: near 0, where returns of a fresh run
+    are centred, and not exactly 0, which would stop the gradient into the body at the first step.
+    The draw has its own seed, so that all ranks start alike whatever they have drawn before.
     """
     hidden_size = config.get_text_config().hidden_size
     # OPT-350m and its like hand over states of another size than they compute with.

@@ -1,4 +1,5 @@
-"""Which families can be computed on packed sequences, and the changes every configuration gets before loading."""
+"""Which families can be computed on packed sequences, and the changes every configuration gets
+before loading."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,27 +10,41 @@ from transformers import PreTrainedConfig
 from verl.utils.errors import ModelError
 from verl.utils.registry import nearest_names
 
-# Families that carry state from token to token in something other than softmax attention, in all or some layers.
+# Families that carry state from token to token in something other than softmax attention, in all or
+# some layers.
 _RECURRENT = (
-    "mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "nemotron_h", "falcon_h1",
-    "granitemoehybrid", "minimax", "kimi_linear", "lfm2",
-)  # fmt: skip
+    "mamba",
+    "rwkv",
+    "xlstm",
+    "recurrent_gemma",
+    "jamba",
+    "bamba",
+    "zamba",
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "minimax",
+    "kimi_linear",
+    "lfm2",
+)
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -> None:
-    """Raise ModelError, naming family and reason, for what packed attention is known to compute wrongly.
+    """Raise ModelError, naming family and reason, for what packed attention is known to compute
+    wrongly.
 
-    `max_length` is the longest sequence (prompt and response) that the caller will ever give. A family that is unknown
-    here is judged by the check at load.
+    `max_length` is the longest sequence (prompt and response) that the caller will ever give. A
+    family that is unknown here is judged by the check at load.
     """
     family, text = config.model_type, config.get_text_config()
     reason = _reason(config) or _reason(text) or _rope_reason(text, max_length)
     if reason:
         raise ModelError(
-            f"The model family '{family}' cannot be trained on packed sequences: {reason}. Supported are causal "
-            "language models whose layers are all softmax attention with rotary or learned positions (Llama, Qwen, "
-            "Mistral, Gemma, Phi, GPT-2, OPT, GPT-OSS and their like)."
+            f"The model family '{family}' cannot be trained on packed sequences: {reason}. "
+            "Supported are causal language models whose layers are all softmax attention with "
+            "rotary or learned positions (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, GPT-OSS "
+            "and their like)."
         )
 
 
@@ -43,10 +58,16 @@ def _reason(config: Any) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return "its attention is multi-head latent attention (MLA)"
     if any(family == name or family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
-        return "some of its layers are recurrent (state-space or linear attention), whose state would leak"
+        return (
+            "some of its layers are recurrent (state-space or linear attention), whose state would "
+            "leak"
+        )
     if layers:
         return f"it has layers of type {', '.join(sorted(layers))}"
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+    if (
+        getattr(config, "use_bidirectional_attention", False)
+        or getattr(config, "is_causal", True) is False
+    ):
         return "its attention looks at later tokens"
     return None
 
@@ -61,8 +82,9 @@ def rope_settings(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _rope_reason(config: Any, max_length: int | None) -> str | None:
-    """transformers picks the frequencies of dynamic and long rotary embeddings by the longest position in the batch,
-    so one long sequence would change the log-probs of the short ones packed beside it."""
+    """transformers picks the frequencies of dynamic and long rotary embeddings by the longest
+    position in the batch, so one long sequence would change the log-probs of the short ones packed
+    beside it."""
     for settings in rope_settings(config):
         kind = settings.get("rope_type")
         if kind not in ("dynamic", "longrope"):
@@ -73,17 +95,20 @@ def _rope_reason(config: Any, max_length: int | None) -> str | None:
             or config.max_position_embeddings
         )
         if max_length is None or max_length > original:
-            stated = "no maximum is stated" if max_length is None else f"up to {max_length} are stated"
+            stated = (
+                "no maximum is stated" if max_length is None else f"up to {max_length} are stated"
+            )
             return (
-                f"its '{kind}' rotary positions depend on the longest sequence of a batch beyond {original} tokens, "
-                f"and {stated}; sequences of at most {original} tokens (prompt and response) work"
+                f"its '{kind}' rotary positions depend on the longest sequence of a batch beyond "
+                f"{original} tokens, and {stated}; sequences of at most {original} tokens (prompt "
+                "and response) work"
             )
     return None
 
 
 def zero_dropout(config: PreTrainedConfig) -> None:
-    """Set every dropout (and router noise) of a configuration and its parts to 0: a log-prob must not depend on when
-    it is computed, and GPT-2 and OPT ship 0.1."""
+    """Set every dropout (and router noise) of a configuration and its parts to 0: a log-prob must
+    not depend on when it is computed, and GPT-2 and OPT ship 0.1."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             zero_dropout(value)
@@ -92,7 +117,8 @@ def zero_dropout(config: PreTrainedConfig) -> None:
 
 
 def zero_module_dropout(model: nn.Module) -> None:
-    """The same for modules, for families that write a rate into their code instead of the configuration."""
+    """The same for modules, for families that write a rate into their code instead of the
+    configuration."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -102,7 +128,8 @@ def zero_module_dropout(model: nn.Module) -> None:
 
 
 def override(config: Any, changes: dict[str, Any], where: str = "override_config") -> None:
-    """Write nested `changes` into a configuration. Raises ModelError naming a key that it does not have."""
+    """Write nested `changes` into a configuration. Raises ModelError naming a key that it does not
+    have."""
     for name, value in changes.items():
         if not hasattr(config, name):
             known = [key for key in config.to_dict() if not key.startswith("_")]
@@ -123,5 +150,7 @@ def _merged(current: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(current)
     for name, value in changes.items():
         inner = merged.get(name)
-        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        merged[name] = (
+            _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        )
     return merged

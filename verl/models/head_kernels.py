@@ -1,7 +1,8 @@
-"""The head of a causal LM in Triton without its logits: every tile of the product leaves what a softmax needs of it.
+"""The head of a causal LM in Triton without its logits: every tile of the product leaves what a
+softmax needs of it.
 
-On an H200, 28,672 tokens of hidden size 1,536 and 151,936 words: the product by cuBLAS 21.2 ms, with logits written to
-memory and read again 27.3 ms, this kernel 20.7.
+On an H200, 28,672 tokens of hidden size 1,536 and 151,936 words: the product by cuBLAS 21.2 ms,
+with logits written to memory and read again 27.3 ms, this kernel 20.7.
 """
 
 import torch
@@ -12,54 +13,107 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from verl.models.logprobs import FUSED_WORDS
 
-# Tokens of a tile (its words are FUSED_WORDS), and the part of the hidden size that is multiplied at once. Neighbouring
-# tiles share words, for as many tiles of tokens as stay in the L2 cache.
+# Tokens of a tile (its words are FUSED_WORDS), and the part of the hidden size that is multiplied
+# at once. Neighbouring tiles share words, for as many tiles of tokens as stay in the L2 cache.
 _TOKENS, _DEPTH, _GROUP = 128, 64, 16
 _COMBINED_TOKENS, _COMBINED_TILES = 64, 32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def can_read(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether bulk copies can read both: numbers of 16 bits in rows that begin at multiples of 16 bytes."""
+    """Whether bulk copies can read both: numbers of 16 bits in rows that begin at multiples of 16
+    bytes."""
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return all(x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight))
+    return all(
+        x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        for x in (hidden, weight)
+    )
 
 
 def head_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, slope: float, bound: float | None, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    slope: float,
+    bound: float | None,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`verl.models.logprobs.row_statistics` of y = slope * linear, or of y = bound * tanh(slope * linear / bound):
-    hidden (m, H), weight (V, H), targets (m,) -> log sum exp y, y at the target and the entropy, (m,) each, in fp32."""
+    """`verl.models.logprobs.row_statistics` of y = slope * linear, or of y = bound * tanh(slope *
+    linear / bound): hidden (m, H), weight (V, H), targets (m,) -> log sum exp y, y at the target
+    and the entropy, (m,) each, in fp32."""
     (tokens, size), vocabulary = hidden.shape, weight.shape[0]
-    normalizers, chosen, entropies = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3))
+    normalizers, chosen, entropies = (
+        hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3)
+    )
     if not tokens:
         return normalizers, chosen, entropies if entropy else None
     tiles = -(-vocabulary // FUSED_WORDS)
-    # Of each tile: its largest y, the sum of exp(y - largest) and that of exp(y - largest) * (y - largest).
+    # Of each tile: its largest y, the sum of exp(y - largest) and that of exp(y - largest) * (y -
+    # largest).
     parts = hidden.new_empty(3 if entropy else 2, tiles, tokens, dtype=torch.float32)
     # Interpreted on a CPU, one does all.
-    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 1
+    programs = (
+        torch.cuda.get_device_properties(hidden.device).multi_processor_count
+        if hidden.is_cuda
+        else 1
+    )
     _tiles[(programs,)](
         TensorDescriptor.from_tensor(hidden, [_TOKENS, _DEPTH]),
         TensorDescriptor.from_tensor(weight, [FUSED_WORDS, _DEPTH]),
-        targets, parts, chosen, tokens, vocabulary, size, slope, bound, programs,
-        ENTROPY=entropy, TOKENS=_TOKENS, WORDS=FUSED_WORDS, DEPTH=_DEPTH, GROUP=_GROUP, num_warps=8, num_stages=3,
-    )  # fmt: skip
+        targets,
+        parts,
+        chosen,
+        tokens,
+        vocabulary,
+        size,
+        slope,
+        bound,
+        programs,
+        ENTROPY=entropy,
+        TOKENS=_TOKENS,
+        WORDS=FUSED_WORDS,
+        DEPTH=_DEPTH,
+        GROUP=_GROUP,
+        num_warps=8,
+        num_stages=3,
+    )
     _combine[(-(-tokens // _COMBINED_TOKENS),)](
-        parts, normalizers, entropies, tokens, tiles,
-        ENTROPY=entropy, TOKENS=_COMBINED_TOKENS, TILES=_COMBINED_TILES, num_warps=4,
-    )  # fmt: skip
+        parts,
+        normalizers,
+        entropies,
+        tokens,
+        tiles,
+        ENTROPY=entropy,
+        TOKENS=_COMBINED_TOKENS,
+        TILES=_COMBINED_TILES,
+        num_warps=4,
+    )
     return normalizers, chosen, entropies if entropy else None
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _tiles(
-    HIDDEN, WEIGHT, TARGETS, PARTS, CHOSEN, tokens, vocabulary, size, slope, bound, programs,
-    ENTROPY: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Each program computes every `programs`-th tile. Flattened: the loads of a tile start while the one before is
-    reduced."""
+    HIDDEN,
+    WEIGHT,
+    TARGETS,
+    PARTS,
+    CHOSEN,
+    tokens,
+    vocabulary,
+    size,
+    slope,
+    bound,
+    programs,
+    ENTROPY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Each program computes every `programs`-th tile. Flattened: the loads of a tile start while
+    the one before is reduced."""
     row_tiles, word_tiles = tl.cdiv(tokens, TOKENS), tl.cdiv(vocabulary, WORDS)
     steps = tl.cdiv(size, DEPTH)
     for tile in tl.range(tl.program_id(0), row_tiles * word_tiles, programs, flatten=True):
@@ -81,7 +135,11 @@ def _tiles(
         inside = rows < tokens
         target = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int32)
         is_here = (target >= word * WORDS) & (target < word * WORDS + WORDS)
-        tl.store(CHOSEN + rows, tl.sum(tl.where(words[None, :] == target[:, None], y, 0.0), 1), mask=is_here)
+        tl.store(
+            CHOSEN + rows,
+            tl.sum(tl.where(words[None, :] == target[:, None], y, 0.0), 1),
+            mask=is_here,
+        )
         if word == word_tiles - 1:
             y = tl.where(words[None, :] < vocabulary, y, float("-inf"))
         largest = tl.max(y, 1)
@@ -92,12 +150,23 @@ def _tiles(
         tl.store(place, largest, mask=inside)
         tl.store(place + stride, tl.sum(weights, 1), mask=inside)
         if ENTROPY:
-            tl.store(place + 2 * stride, tl.sum(tl.where(weights > 0, weights * distance, 0.0), 1), mask=inside)
+            tl.store(
+                place + 2 * stride,
+                tl.sum(tl.where(weights > 0, weights * distance, 0.0), 1),
+                mask=inside,
+            )
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _combine(
-    PARTS, NORMALIZERS, ENTROPIES, tokens, tiles, ENTROPY: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr
+    PARTS,
+    NORMALIZERS,
+    ENTROPIES,
+    tokens,
+    tiles,
+    ENTROPY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """The softmax of whole rows from those of their tiles, in the order of the tiles."""
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -115,7 +184,8 @@ def _combine(
         moved = tl.where(inside, largest - new_m[None, :], 0.0)
         alpha, beta = tl.exp2((m - new_m) * _LOG2_E), tl.exp2(moved * _LOG2_E)
         if ENTROPY:
-            # From the common maximum: exp(y - new_m) * (y - new_m) of a tile is beta * (its own + moved * its sum).
+            # From the common maximum: exp(y - new_m) * (y - new_m) of a tile is beta * (its own +
+            # moved * its sum).
             own = tl.load(place + 2 * stride, mask=inside, other=0.0)
             before = tl.where(total > 0, alpha * (weighted + (m - new_m) * total), 0.0)
             weighted = before + tl.sum(tl.where(sums > 0, beta * (own + moved * sums), 0.0), 0)

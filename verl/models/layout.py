@@ -1,4 +1,5 @@
-"""Where the segments of a packed batch lie, and how attention cuts them into padded blocks or kernel calls."""
+"""Where the segments of a packed batch lie, and how attention cuts them into padded blocks or
+kernel calls."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from verl.models.shared_prompts import SharedParts
 from verl.models.varlen import Sequences
 from verl.utils.devices import send
 
-# Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in one block.
+# Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in
+# one block.
 _LINEAR_COST = 64
 # Work of a padded block over the work of its real tokens.
 _MAX_WASTE = 1.4
-# Largest s * L * L of a block of more than one sequence: bounds the score matrix of explicit attention.
+# Largest s * L * L of a block of more than one sequence: bounds the score matrix of explicit
+# attention.
 _MAX_BLOCK = 2**24
 # Tokens of responses to a shared prompt that see one copy of its keys.
 _PIECE = 1024
@@ -38,10 +41,12 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the S packed segments begin and end. `lengths` are positive and sum to N; `cu_seqlens` is (S+1,) int32.
+    """Where the S packed segments begin and end. `lengths` are positive and sum to N; `cu_seqlens`
+    is (S+1,) int32.
 
-    A segment is a whole sequence unless prompts are shared. `shared` tells how many responses each shared prompt has:
-    those prompts and then their responses, in the same order, are the last segments.
+    A segment is a whole sequence unless prompts are shared. `shared` tells how many responses each
+    shared prompt has: those prompts and then their responses, in the same order, are the last
+    segments.
     """
 
     lengths: tuple[int, ...]
@@ -61,14 +66,16 @@ class Layout:
         first = len(self.lengths) - sum(self.shared)
         ends = [first, *(first + count for count in accumulate(self.shared))]
         return [
-            (first - len(self.shared) + number, range(start, end)) for number, (start, end) in enumerate(pairwise(ends))
+            (first - len(self.shared) + number, range(start, end))
+            for number, (start, end) in enumerate(pairwise(ends))
         ]
 
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence, its prompt included."""
         together = [
-            self.lengths[prompt] + max(self.lengths[i] for i in responses) for prompt, responses in self.prompts
+            self.lengths[prompt] + max(self.lengths[i] for i in responses)
+            for prompt, responses in self.prompts
         ]
         return max([*self.lengths, *together])
 
@@ -79,7 +86,11 @@ class Layout:
         prompts, own = self.lengths[first_prompt:first_response], max(self.lengths)
         counts = [sum(self.lengths[i] for i in responses) for _, responses in self.prompts]
         pieces = -(-max(counts) // _PIECE)
-        queries = [count * (i + 1) // pieces - count * i // pieces for count in counts for i in range(pieces)]
+        queries = [
+            count * (i + 1) // pieces - count * i // pieces
+            for count in counts
+            for i in range(pieces)
+        ]
         keys = [length for length in prompts for _ in range(pieces)]
         starts = [0, *accumulate(prompts)]
         copied = [torch.arange(start, stop).repeat(pieces) for start, stop in pairwise(starts)]
@@ -90,7 +101,13 @@ class Layout:
         ]
         return SharedParts(
             own=Sequences(self.cu_seqlens, self.cu_seqlens, own, own, causal=True),
-            across=Sequences(self._offsets(queries), self._offsets(keys), max(queries), max(prompts), causal=False),
+            across=Sequences(
+                self._offsets(queries),
+                self._offsets(keys),
+                max(queries),
+                max(prompts),
+                causal=False,
+            ),
             prompts=slice(self.starts[first_prompt], self.starts[first_response]),
             responses=slice(self.starts[first_response], self.starts[-1]),
             copied=self._send(torch.cat(copied)),
@@ -98,7 +115,8 @@ class Layout:
         )
 
     def keys_within(self, window: int) -> tuple[Tensor, Tensor]:
-        """The packed tokens that each segment sees, one segment after the other, and where each begins, (S+1,) int32.
+        """The packed tokens that each segment sees, one segment after the other, and where each
+        begins, (S+1,) int32.
 
         Before its own tokens a response sees the last `window - 1` of its prompt.
         """
@@ -109,7 +127,13 @@ class Layout:
                 for response in responses:
                     contexts[response] = range(max(start, stop - window + 1), stop)
             own = [range(start, stop) for start, stop in pairwise(self.starts)]
-            keys = torch.cat([torch.arange(part.start, part.stop) for pair in zip(contexts, own) for part in pair])
+            keys = torch.cat(
+                [
+                    torch.arange(part.start, part.stop)
+                    for pair in zip(contexts, own)
+                    for part in pair
+                ]
+            )
             counts = (len(context) + length for context, length in zip(contexts, self.lengths))
             self._keys[window] = self._send(keys), self._offsets(counts)
         return self._keys[window]
@@ -124,7 +148,10 @@ class Layout:
     def _members(self) -> list[tuple[range, list[int]]]:
         """Of each block the tokens of its prompt and its segments, longest first."""
         families = [(range(0), range(len(self.lengths) - sum(self.shared)))]
-        families += [(range(*self.starts[prompt : prompt + 2]), responses) for prompt, responses in self.prompts]
+        families += [
+            (range(*self.starts[prompt : prompt + 2]), responses)
+            for prompt, responses in self.prompts
+        ]
         return [
             (prompt, [segments[number] for number in members])
             for prompt, segments in families
@@ -139,9 +166,12 @@ class Layout:
             rows, length = len(members), self.lengths[members[0]]
             start = torch.tensor([self.starts[member] for member in members])[:, None]
             last = torch.tensor([self.lengths[member] - 1 for member in members])[:, None]
-            # Padding repeats the segment's own last token: finite values, and none of another segment.
+            # Padding repeats the segment's own last token: finite values, and none of another
+            # segment.
             index = start + torch.arange(length)[None, :].minimum(last)
-            keys = torch.cat([torch.arange(prompt.start, prompt.stop).expand(rows, -1), index], dim=1)
+            keys = torch.cat(
+                [torch.arange(prompt.start, prompt.stop).expand(rows, -1), index], dim=1
+            )
             index, keys = self._send(index.flatten()), self._send(keys.flatten())
             blocks.append(Block(index, keys, rows, length, context=len(prompt)))
         return blocks
@@ -169,8 +199,8 @@ class Layout:
 
 
 def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]:
-    """Segment numbers by falling length, cut where padding would waste too much or a group be too large. Each token
-    of a segment sees `context` tokens before it as well."""
+    """Segment numbers by falling length, cut where padding would waste too much or a group be too
+    large. Each token of a segment sees `context` tokens before it as well."""
     groups: list[list[int]] = []
     real = 0
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -178,7 +208,9 @@ def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]
         if groups:
             longest, count = lengths[groups[-1][0]], len(groups[-1]) + 1
             fits = count * longest * (longest + context) <= _MAX_BLOCK
-            if fits and count * longest * (longest + context + _LINEAR_COST) < _MAX_WASTE * (real + work):
+            if fits and count * longest * (longest + context + _LINEAR_COST) < _MAX_WASTE * (
+                real + work
+            ):
                 groups[-1].append(number)
                 real += work
                 continue

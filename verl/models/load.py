@@ -30,27 +30,46 @@ from verl.utils.errors import ModelError
 from verl.utils.logging import say_once
 
 TOY = "toy"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.model",
+)
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64,
-}  # fmt: skip
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 def resolve_path(path: str | Path) -> str:
-    """A model path as transformers takes it: `toy` is the packaged model, a local folder is made absolute, anything
-    else is a hub id. Raises ModelError for what looks like a folder and is none."""
+    """A model path as transformers takes it: `toy` is the packaged model, a local folder is made
+    absolute, anything else is a hub id. Raises ModelError for what looks like a folder and is
+    none."""
     text = str(path)
     if text == TOY:
         return str(Path(__file__).parents[1] / "data" / "toy_model")
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
-    if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or folder.exists():
+    if (
+        folder.is_absolute()
+        or text.startswith((".", "~"))
+        or text.count("/") > 1
+        or folder.exists()
+    ):
         raise ModelError(
-            f"Expected a model folder at '{text}', found {'a file' if folder.exists() else 'none'}. Give a folder in "
-            "Hugging Face format, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
+            f"Expected a model folder at '{text}', found "
+            f"{'a file' if folder.exists() else 'none'}. Give a folder in Hugging Face format, a "
+            "hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
         )
     return text
 
@@ -61,15 +80,19 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with a pad token (chosen and announced if it has none).
+    """The tokenizer of a model, padding on the left, with a pad token (chosen and announced if it
+    has none).
 
-    `custom_chat_template` is a Jinja template or the path of a file with one. Raises ModelError with the way out.
+    `custom_chat_template` is a Jinja template or the path of a file with one. Raises ModelError
+    with the way out.
     """
     source = resolve_path(path)
     _need_files(source, _TOKENIZER_FILES, "a tokenizer", "tokenizer.json and tokenizer_config.json")
     _need_hub(source, "tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, padding_side="left"
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise _explained(source, "tokenizer", error) from error
     _ensure_pad_token(tokenizer, source)
@@ -89,15 +112,24 @@ def load_causal_lm(
     check: bool = True,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode on `device`, dropout zeroed, attention packed and checked (see `check_packed`).
+    """A causal LM in eval mode on `device`, dropout zeroed, attention packed and checked (see
+    `check_packed`).
 
-    `override_config` changes keys of its configuration before loading; `max_length` is the longest sequence that will
-    be given, where the family's positions depend on it; `check=False` skips the check. Without `weights` parameters
-    have only their shapes (on the meta device): those of the first rank come when the module is sharded.
-    Raises ModelError with the way out, naming the family where it cannot be run packed.
+    `override_config` changes keys of its configuration before loading; `max_length` is the longest
+    sequence that will be given, where the family's positions depend on it; `check=False` skips the
+    check. Without `weights` parameters have only their shapes (on the meta device): those of the
+    first rank come when the module is sharded. Raises ModelError with the way out, naming the
+    family where it cannot be run packed.
     """
     model = load_transformer(
-        AutoModelForCausalLM, path, dtype, device, trust_remote_code, override_config, max_length, weights
+        AutoModelForCausalLM,
+        path,
+        dtype,
+        device,
+        trust_remote_code,
+        override_config,
+        max_length,
+        weights,
     )
     head_of(model)
     if check and model.device.type != "meta":
@@ -124,8 +156,9 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
         raise ModelError(
-            f"The model embeds {rows} tokens, but its tokenizer has ids up to {largest}. Use the tokenizer that "
-            "belongs to the model, or resize the model's embeddings and save it first."
+            f"The model embeds {rows} tokens, but its tokenizer has ids up to {largest}. Use the "
+            "tokenizer that belongs to the model, or resize the model's embeddings and save it "
+            "first."
         )
 
 
@@ -139,8 +172,11 @@ def load_transformer(
     max_length: int | None,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """What `auto_class` of transformers makes of a folder, as `load_causal_lm` says, not yet checked."""
-    config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    """What `auto_class` of transformers makes of a folder, as `load_causal_lm` says, not yet
+    checked."""
+    config = load_model_config(
+        path, trust_remote_code=trust_remote_code, override_config=override_config
+    )
     source = resolve_path(path)
     _need_files(source, _WEIGHT_FILES, "weights", "model.safetensors")
     refuse_unpackable(config, max_length)
@@ -154,21 +190,25 @@ def load_transformer(
     try:
         with quiet_transformers():
             if weights:
-                model, info = auto_class.from_pretrained(source, config=config, output_loading_info=True, **kind)
+                model, info = auto_class.from_pretrained(
+                    source, config=config, output_loading_info=True, **kind
+                )
                 missing = sorted(info["missing_keys"])
             else:
                 model = _without_weights(auto_class, source, config, kind)
     except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         if IMPLEMENTATION in str(error):
             raise ModelError(
-                f"The model family '{config.model_type}' cannot be run packed: it does not use transformers' attention "
-                "interface. Choose a family that does (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT and their like)."
+                f"The model family '{config.model_type}' cannot be run packed: it does not use "
+                "transformers' attention interface. Choose a family that does (Llama, Qwen, "
+                "Mistral, Gemma, Phi, GPT-2, OPT and their like)."
             ) from error
         raise _explained(source, f"model of family '{config.model_type}'", error) from error
     if missing:
         raise ModelError(
-            f"The weights in '{source}' lack {len(missing)} tensors of family '{config.model_type}', first "
-            f"{missing[:3]}; they would be random. Give the folder of a complete model, or undo override_config."
+            f"The weights in '{source}' lack {len(missing)} tensors of family "
+            f"'{config.model_type}', first {missing[:3]}; they would be random. Give the folder of "
+            "a complete model, or undo override_config."
         )
     zero_module_dropout(model)
     if weights:
@@ -177,8 +217,11 @@ def load_transformer(
     return model.eval()
 
 
-def _without_weights(auto_class: Any, source: str, config: PreTrainedConfig, kind: dict[str, Any]) -> PreTrainedModel:
-    """The model of a folder with parameters on the meta device. Buffers are computed: no checkpoint has them all."""
+def _without_weights(
+    auto_class: Any, source: str, config: PreTrainedConfig, kind: dict[str, Any]
+) -> PreTrainedModel:
+    """The model of a folder with parameters on the meta device. Buffers are computed: no checkpoint
+    has them all."""
     from accelerate import init_empty_weights  # not at the top: it takes a second to import
 
     with init_empty_weights(include_buffers=False):
@@ -192,8 +235,8 @@ def _without_weights(auto_class: Any, source: str, config: PreTrainedConfig, kin
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bar and no table of unexpected tensors (a critic's folder may have a language-model head): what matters, the
-    missing ones, is an error here. For loading and saving."""
+    """No bar and no table of unexpected tensors (a critic's folder may have a language-model head):
+    what matters, the missing ones, is an error here. For loading and saving."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -210,7 +253,8 @@ def _load_config(source: str, trust_remote_code: bool, changes: dict[str, Any]) 
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if changes:
             override(config, changes)
-            # Built anew, so that values derived from others follow; null asks for deriving one again (layer_types).
+            # Built anew, so that values derived from others follow; null asks for deriving one
+            # again (layer_types).
             config = type(config).from_dict(config.to_dict())
     except (OSError, ValueError, KeyError, TypeError, hub.StrictDataclassError) as error:
         if isinstance(error, ModelError):
@@ -230,7 +274,8 @@ def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -> None:
-    """For a local folder: at least one file of these patterns. transformers' own messages speak of the hub then."""
+    """For a local folder: at least one file of these patterns. transformers' own messages speak of
+    the hub then."""
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         inner = folder / "huggingface"
@@ -238,28 +283,36 @@ def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -
             way_out = f"Give its folder '{inner}'."
         else:
             way_out = "Copy them there, or save them with save_pretrained."
-        raise ModelError(f"The folder '{source}' has no {what.split(' ', 1)[-1]}: expected {usual}. {way_out}")
+        raise ModelError(
+            f"The folder '{source}' has no {what.split(' ', 1)[-1]}: expected {usual}. {way_out}"
+        )
     if not folder.is_dir() and folder.is_absolute():
         raise ModelError(f"Expected {what} in '{source}', but the folder does not exist.")
 
 
 def _need_hub(source: str, what: str) -> None:
-    """ModelError for a hub id that is not cached, without a network: the hub's own client would retry for a minute."""
-    if Path(source).is_dir() or HF_HUB_OFFLINE or try_to_load_from_cache(source, "config.json") is not None:
+    """ModelError for a hub id that is not cached, without a network: the hub's own client would
+    retry for a minute."""
+    if (
+        Path(source).is_dir()
+        or HF_HUB_OFFLINE
+        or try_to_load_from_cache(source, "config.json") is not None
+    ):
         return
     try:
         get_hf_file_metadata(hf_hub_url(source, "config.json"))
     except Exception as error:
-        # Every release of the hub's client raises errors of another library; what is not the network is told by the
-        # loading itself.
+        # Every release of the hub's client raises errors of another library; what is not the
+        # network is told by the loading itself.
         if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in _causes(error)):
             raise _unreachable(source, what) from error
 
 
 def _unreachable(source: str, what: str) -> ModelError:
     return ModelError(
-        f"There is no folder '{source}' here, and the hub cannot be reached for its {what}. Where there is a "
-        f"network, run: hf download {source} --local-dir <folder>; then give that folder as the model path."
+        f"There is no folder '{source}' here, and the hub cannot be reached for its {what}. Where "
+        f"there is a network, run: hf download {source} --local-dir <folder>; then give that "
+        "folder as the model path."
     )
 
 
@@ -271,7 +324,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explained(source: str, what: str, error: Exception) -> ModelError:
-    """What went wrong with the hub, the folder or the family, in a sentence with the command that helps."""
+    """What went wrong with the hub, the folder or the family, in a sentence with the command that
+    helps."""
     kinds = {type(cause) for cause in _causes(error)}
 
     def is_a(*classes: type[BaseException]) -> bool:
@@ -279,23 +333,26 @@ def _explained(source: str, what: str, error: Exception) -> ModelError:
 
     if is_a(hub.GatedRepoError):
         return ModelError(
-            f"The hub repository '{source}' is gated. Accept its terms on https://huggingface.co/{source} and log in: "
-            "hf auth login"
+            f"The hub repository '{source}' is gated. Accept its terms on "
+            f"https://huggingface.co/{source} and log in: hf auth login"
         )
     if is_a(hub.RepositoryNotFoundError):
         return ModelError(
-            f"There is no folder '{source}' here and no such repository on the hub (or it is private). Check the "
-            "name; for a private one log in: hf auth login"
+            f"There is no folder '{source}' here and no such repository on the hub (or it is "
+            "private). Check the name; for a private one log in: hf auth login"
         )
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
         return _unreachable(source, what)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])  # some errors say what it is in a second line
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
+    # some errors say what it is in a second line
+    reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
     if "ignore_mismatched_sizes" in reason:
         reason = "weights have other shapes than its configuration and override_config say"
     return ModelError(
-        f"Cannot load the {what} from '{source}': {reason.rstrip('.')}. If the model brings its own code, set "
-        "trust_remote_code=true; if files are damaged, download them again."
+        f"Cannot load the {what} from '{source}': {reason.rstrip('.')}. If the model brings its "
+        "own code, set trust_remote_code=true; if files are damaged, download them again."
     )
 
 
@@ -305,11 +362,14 @@ def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     chosen = tokenizer.eos_token or tokenizer.unk_token
     if chosen is None:
         raise ModelError(
-            f"The tokenizer in '{source}' has no pad, end-of-sequence or unknown token. Set one in its "
-            "tokenizer_config.json."
+            f"The tokenizer in '{source}' has no pad, end-of-sequence or unknown token. Set one in "
+            "its tokenizer_config.json."
         )
     tokenizer.pad_token = chosen
-    say_once(f"The tokenizer in '{source}' has no pad token; padding with '{chosen}' (padding is never computed on).")
+    say_once(
+        f"The tokenizer in '{source}' has no pad token; padding with '{chosen}' (padding is never "
+        "computed on)."
+    )
 
 
 def _template_text(template: str) -> str:
@@ -319,6 +379,7 @@ def _template_text(template: str) -> str:
     file = Path(template).expanduser()
     if not file.is_file():
         raise ModelError(
-            f"custom_chat_template is neither a Jinja template (no braces in it) nor a file: '{template}'."
+            "custom_chat_template is neither a Jinja template (no braces in it) nor a file: "
+            f"'{template}'."
         )
     return file.read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""The element-wise halves of `token_log_probs` in Triton: logits (m, V) are read once forward and once backward."""
+"""The element-wise halves of `token_log_probs` in Triton: logits (m, V) are read once forward and
+once backward."""
 
 import torch
 import triton
@@ -10,34 +11,67 @@ _WARPS = 8
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def row_statistics(y: Tensor, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def row_statistics(
+    y: Tensor, targets: Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `verl.models.logprobs.row_statistics`. y has contiguous rows in fp32."""
     rows, vocabulary = y.shape
-    normalizers, chosen, entropies = torch.empty(3, rows, dtype=torch.float32, device=y.device).unbind()
+    normalizers, chosen, entropies = torch.empty(
+        3, rows, dtype=torch.float32, device=y.device
+    ).unbind()
     if rows:
         _row_statistics[(rows,)](
-            y, y.stride(0), targets, normalizers, chosen, entropies, vocabulary, BLOCK=_BLOCK, num_warps=_WARPS
+            y,
+            y.stride(0),
+            targets,
+            normalizers,
+            chosen,
+            entropies,
+            vocabulary,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
         )
     return normalizers, chosen, entropies if entropy else None
 
 
 def grad_linear(
-    y: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor | None, grad_log_probs: Tensor | None,
-    grad_entropies: Tensor | None, *, slope: float, bound: float | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    y: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropies: Tensor | None,
+    *,
+    slope: float,
+    bound: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """See `verl.models.logprobs.grad_linear`. y has contiguous rows in fp32."""
     rows, vocabulary = y.shape
     grad = torch.empty(rows, vocabulary, dtype=dtype, device=y.device)
     if rows:
         _grad_linear[(rows,)](
-            y, y.stride(0), targets, normalizers, entropies, grad_log_probs, grad_entropies, grad, vocabulary,
-            slope, bound, BLOCK=_BLOCK, num_warps=_WARPS,
-        )  # fmt: skip
+            y,
+            y.stride(0),
+            targets,
+            normalizers,
+            entropies,
+            grad_log_probs,
+            grad_entropies,
+            grad,
+            vocabulary,
+            slope,
+            bound,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
     return grad
 
 
 @triton.jit
-def _row_statistics(Y, y_row, TARGETS, NORMALIZERS, CHOSEN, ENTROPIES, vocabulary, BLOCK: tl.constexpr):
+def _row_statistics(
+    Y, y_row, TARGETS, NORMALIZERS, CHOSEN, ENTROPIES, vocabulary, BLOCK: tl.constexpr
+):
     """A running log-sum-exp of one row, with the sum of exp(y) * y for its entropy."""
     row = tl.program_id(0).to(tl.int64)
     source = Y + row * y_row
@@ -54,7 +88,9 @@ def _row_statistics(Y, y_row, TARGETS, NORMALIZERS, CHOSEN, ENTROPIES, vocabular
         weight = tl.where(inside, tl.exp2(distance * _LOG2_E), 0.0)
         moved = m - new_m
         alpha = tl.exp2(moved * _LOG2_E)
-        weighted = tl.where(total > 0, alpha * (weighted + moved * total), 0.0) + tl.sum(weight * distance, 0)
+        weighted = tl.where(total > 0, alpha * (weighted + moved * total), 0.0) + tl.sum(
+            weight * distance, 0
+        )
         total = total * alpha + tl.sum(weight, 0)
         m = new_m
     log_total = tl.log2(total) / _LOG2_E
@@ -65,9 +101,19 @@ def _row_statistics(Y, y_row, TARGETS, NORMALIZERS, CHOSEN, ENTROPIES, vocabular
 
 @triton.jit
 def _grad_linear(
-    Y, y_row, TARGETS, NORMALIZERS, ENTROPIES, GRAD_LOG_PROBS, GRAD_ENTROPIES, GRAD, vocabulary, slope, bound,
+    Y,
+    y_row,
+    TARGETS,
+    NORMALIZERS,
+    ENTROPIES,
+    GRAD_LOG_PROBS,
+    GRAD_ENTROPIES,
+    GRAD,
+    vocabulary,
+    slope,
+    bound,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     source, result = Y + row * y_row, GRAD + row * vocabulary
     columns = tl.arange(0, BLOCK)

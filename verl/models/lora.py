@@ -1,8 +1,10 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): frozen weights W under trained factors, W x + (alpha / rank) B A x.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): frozen weights W under trained factors, W x + (alpha /
+rank) B A x.
 
-peft's layers are put in place of linear layers within the Hugging Face module itself, which stays what it was to all
-others: same class, same attributes. Whoever needs weights under the names of the plain module (the rollout engine, a
-checkpoint) asks here.
+peft's layers are put in place of linear layers within the Hugging Face module itself, which stays
+what it was to all
+others: same class, same attributes. Whoever needs weights under the names of the plain module (the
+rollout engine, a checkpoint) asks here.
 """
 
 import copy
@@ -44,19 +46,23 @@ def apply_lora(
     exclude_modules: Targets | None = None,
     section: str = "actor_rollout_ref.model",
 ) -> None:
-    """Freeze `model` and put adapters beside its linear layers, in place; before checkpointing, compile and sharding.
+    """Freeze `model` and put adapters beside its linear layers, in place; before checkpointing,
+    compile and sharding.
 
-    The adapters are fp32 (float64 in a float64 model) and compute what the base computes, for B starts at zero; A is
-    drawn with a seed of its own, so that all ranks start alike whatever they have drawn before.
+    The adapters are fp32 (float64 in a float64 model) and compute what the base computes, for B
+    starts at zero; A is drawn with a seed of its own, so that all ranks start alike whatever they
+    have drawn before.
 
     Args:
         model: a causal LM, or the body of a critic.
-        target_modules: "all-linear" (all but the head); a list of names or ends of names; or a regular expression that
-            matches whole names, as peft understands them. `exclude_modules` likewise.
+        target_modules: "all-linear" (all but the head); a list of names or ends of names; or a
+            regular expression that matches whole names, as peft understands them. `exclude_modules`
+            likewise.
         section: the configuration section that errors name.
 
     Raises:
-        ModelError: a name that no module has, or one that cannot have an adapter: head, embedding, stack of experts.
+        ModelError: a name that no module has, or one that cannot have an adapter: head, embedding,
+            stack of experts.
     """
     targets = _as_given(target_modules)
     excluded = None if exclude_modules is None else _as_given(exclude_modules)
@@ -84,7 +90,8 @@ def apply_lora(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers by the names that their base layers have in the plain module; empty without LoRA."""
+    """peft's layers by the names that their base layers have in the plain module; empty without
+    LoRA."""
     found = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     assert len(found) == len({id(module) for module in found.values()})
     return found
@@ -94,8 +101,9 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model computes what its frozen weights compute: the policy as it was before training."""
     layers = adapted_layers(model).values()
-    # Not by peft's enable_adapters(), which also switches requires_grad: FSDP2 looks at its first pass which parameters
-    # are trained, and if that pass were this one, would add up their gradients in another dtype ever after.
+    # Not by peft's enable_adapters(), which also switches requires_grad: FSDP2 looks at its first
+    # pass which parameters are trained, and if that pass were this one, would add up their
+    # gradients in another dtype ever after.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -108,7 +116,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------- the plain module
 
 
-def plain_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def plain_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
     """`named_parameters` of the module without its adapters. Without LoRA the module's own."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         if not _is_adapter_part(name):
@@ -123,17 +133,19 @@ def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the plain module, whole tensor W + scale * B A), one after the other; nothing is merged in place.
+    """(name in the plain module, whole tensor W + scale * B A), one after the other; nothing is
+    merged in place.
 
-    The sum is fp32 (float64 in a float64 model). Tensors without adapter alias the parameters where this rank has all
-    of them: read, don't write. Every rank must go through all of it.
+    The sum is fp32 (float64 in a float64 model). Tensors without adapter alias the parameters where
+    this rank has all of them: read, don't write. Every rank must go through all of it.
     """
     yield from _whole(model, plain_parameters(model))
 
 
 def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name in the plain module, tensor as it stands in the model, whole tensor with its adapters) of its state dict:
-    persistent buffers too, and tied weights under each of their names. As `merged_parameters` otherwise."""
+    """(name in the plain module, tensor as it stands in the model, whole tensor with its adapters)
+    of its state dict: persistent buffers too, and tied weights under each of their names. As
+    `merged_parameters` otherwise."""
     state = model.state_dict(keep_vars=True)
     plain = [(_plain(name), tensor) for name, tensor in state.items() if not _is_adapter_part(name)]
     for (_, tensor), (name, whole) in zip(plain, _whole(model, plain)):
@@ -161,10 +173,13 @@ def merged_shape(layer: nn.Module, a: Tensor, b: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W + scaling * B A in at least fp32, W being the `weight` of `layer`; A (rank, in), B (out, rank)."""
+    """W + scaling * B A in at least fp32, W being the `weight` of `layer`; A (rank, in), B (out,
+    rank)."""
     precise = torch.promote_types(weight.dtype, torch.float32)
     transposed = isinstance(layer, Conv1D)  # GPT-2: (in, out)
-    total = (weight.T if transposed else weight).to(precise, copy=True, memory_format=torch.contiguous_format)
+    total = (weight.T if transposed else weight).to(
+        precise, copy=True, memory_format=torch.contiguous_format
+    )
     total.addmm_(b.to(precise), a.to(precise), alpha=scaling)
     return total.T.contiguous() if transposed else total
 
@@ -173,7 +188,8 @@ def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scalin
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every factor, whole and on the host, under peft's names within the model. Every rank must call it."""
+    """Every factor, whole and on the host, under peft's names within the model. Every rank must
+    call it."""
     return {
         _without_adapter_name(name): full_tensor(parameter).cpu()
         for name, parameter in model.named_parameters()
@@ -195,20 +211,29 @@ def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]
 
 
 def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor]]]:
-    """What `save_adapters` wrote: peft's configuration, and (A, B) by the name of the layer in the plain module.
+    """What `save_adapters` wrote: peft's configuration, and (A, B) by the name of the layer in the
+    plain module.
 
     Raises CheckpointError where a file of them is missing or damaged.
     """
     with _read_or_told(folder):
         config, saved = _read_files(folder)
-        layers = [name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")]
-        return config, {name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"]) for name in layers}
+        layers = [
+            name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")
+        ]
+        return config, {
+            name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"])
+            for name in layers
+        }
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """peft's configuration, and the factors under their names within the model."""
     config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
-    return config, {name.removeprefix(_SAVED_PREFIX): each for name, each in load_file(folder / _WEIGHTS_FILE).items()}
+    return config, {
+        name.removeprefix(_SAVED_PREFIX): each
+        for name, each in load_file(folder / _WEIGHTS_FILE).items()
+    }
 
 
 @contextmanager
@@ -217,9 +242,9 @@ def _read_or_told(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
-            f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and {_WEIGHTS_FILE}), but they cannot be "
-            f"read ({type(error).__name__}: {error}). If they are damaged or were not copied whole, copy them again, "
-            "or use another checkpoint."
+            f"Expected the adapters of a LoRA run in {folder} ({_CONFIG_FILE} and "
+            f"{_WEIGHTS_FILE}), but they cannot be read ({type(error).__name__}: {error}). If they "
+            "are damaged or were not copied whole, copy them again, or use another checkpoint."
         ) from error
 
 
@@ -228,14 +253,17 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
     file = folder / _WEIGHTS_FILE
     if not file.is_file():
         raise CheckpointError(
-            f"Expected the adapters of a LoRA run in {folder}, found none. The checkpoint was saved with lora_rank=0: "
-            "set lora_rank=0, or start another run from its weights (python -m verl.model_merger merge)."
+            f"Expected the adapters of a LoRA run in {folder}, found none. The checkpoint was "
+            "saved with lora_rank=0: set lora_rank=0, or start another run from its weights "
+            "(python -m verl.model_merger merge)."
         )
     with _read_or_told(folder):
         written, saved = _read_files(folder)
         alpha = written["lora_alpha"]
     factors = {
-        _without_adapter_name(name): parameter for name, parameter in model.named_parameters() if _is_adapter_part(name)
+        _without_adapter_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if _is_adapter_part(name)
     }
     wrong = [
         name
@@ -244,14 +272,15 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
     ]
     if wrong:
         raise CheckpointError(
-            f"{file} does not fit the adapters of this run, first at '{wrong[0]}'. Set lora_rank, target_modules and "
-            f"exclude_modules as in {folder / _CONFIG_FILE}."
+            f"{file} does not fit the adapters of this run, first at '{wrong[0]}'. Set lora_rank, "
+            f"target_modules and exclude_modules as in {folder / _CONFIG_FILE}."
         )
     config: Any = model.peft_config[_ADAPTER]  # pyright: ignore
-    if alpha != config.lora_alpha:  # of the same shapes, but scaled otherwise they are another policy
+    # of the same shapes, but scaled otherwise they are another policy
+    if alpha != config.lora_alpha:
         raise CheckpointError(
-            f"The adapters in {folder} were trained with lora_alpha={alpha}, this run has {config.lora_alpha}. Set "
-            f"lora_alpha={alpha}."
+            f"The adapters in {folder} were trained with lora_alpha={alpha}, this run has "
+            f"{config.lora_alpha}. Set lora_alpha={alpha}."
         )
     with torch.no_grad():
         for name, parameter in factors.items():
@@ -292,30 +321,44 @@ def _as_given(names: Targets) -> str | list[str]:
 def _chosen(
     model: PreTrainedModel, targets: str | list[str], excluded: str | list[str] | None, section: str
 ) -> list[str]:
-    """Names of the modules that get adapters. ModelError unless every name given means something, and all that are
-    chosen are linear layers other than the head."""
+    """Names of the modules that get adapters. ModelError unless every name given means something,
+    and all that are chosen are linear layers other than the head."""
     family = model.config.model_type
     modules = {name: module for name, module in model.named_modules() if name}
     head: Any = model.get_output_embeddings()
-    linear = [name for name, part in modules.items() if isinstance(part, (nn.Linear, Conv1D)) and part is not head]
-    stacks = sorted({name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim == 3})
-    fix = f"Set {section}.target_modules={_shown(sorted({name.rpartition('.')[2] for name in linear}))}."
+    linear = [
+        name
+        for name, part in modules.items()
+        if isinstance(part, (nn.Linear, Conv1D)) and part is not head
+    ]
+    stacks = sorted(
+        {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim == 3}
+    )
+    fix = (
+        "Set "
+        f"{section}.target_modules={_shown(sorted({name.rpartition('.')[2] for name in linear}))}."
+    )
     if targets == ALL_LINEAR:
         if stacks:
             raise ModelError(
-                f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of matrices "
-                f"({stacks[0]}), beside which no adapter can be put, so that most weights would stay as they are. "
-                f"{fix[:-1]} to leave them so."
+                f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of "
+                f"matrices ({stacks[0]}), beside which no adapter can be put, so that most weights "
+                f"would stay as they are. {fix[:-1]} to leave them so."
             )
         chosen = linear
     else:
         chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
     if excluded is not None:
-        out = set(_matching(list(modules), excluded, f"{section}.exclude_modules", linear, "Drop the entry."))
+        out = set(
+            _matching(
+                list(modules), excluded, f"{section}.exclude_modules", linear, "Drop the entry."
+            )
+        )
         chosen = [name for name in chosen if name not in out]
     if not chosen:
         raise ModelError(
-            f"{section}.exclude_modules={excluded} leaves no module for adapters. Exclude fewer, or set lora_rank=0."
+            f"{section}.exclude_modules={excluded} leaves no module for adapters. Exclude fewer, "
+            "or set lora_rank=0."
         )
     for name in chosen:
         if name in linear:
@@ -326,14 +369,15 @@ def _chosen(
         else:
             what = f"{kind}, a stack of experts" if name in stacks else kind
         raise ModelError(
-            f"{section}.target_modules: '{name}' of '{family}' is {what}. Adapters go beside linear layers only. {fix}"
+            f"{section}.target_modules: '{name}' of '{family}' is {what}. Adapters go beside "
+            f"linear layers only. {fix}"
         )
     return chosen
 
 
 def _matching(
     names: list[str], wanted: str | list[str], key: str, linear: list[str], fix: str
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The names that a list of (ends of) names or a regular expression means, by peft's rule."""
     leaves = sorted({name.rpartition(".")[2] for name in linear})
     if isinstance(wanted, str):
@@ -345,8 +389,9 @@ def _matching(
             ends = [name for name in names if name.endswith(f".{wanted}")]
             hint = f"Did you mean the list {_shown([wanted])}? " if ends else ""
             raise ModelError(
-                f"{key}={wanted}: a text is a regular expression for whole names such as '{linear[0]}', and it "
-                f"matches none. {hint}Nearest: {nearest_names(wanted, leaves)}. {fix}"
+                f"{key}={wanted}: a text is a regular expression for whole names such as "
+                f"'{linear[0]}', and it matches none. {hint}Nearest: "
+                f"{nearest_names(wanted, leaves)}. {fix}"
             )
         return found
     found = []
@@ -354,7 +399,8 @@ def _matching(
         meant = [name for name in names if name == entry or name.endswith(f".{entry}")]
         if not meant:
             raise ModelError(
-                f"{key}: the model has no module named '{entry}'. Nearest: {nearest_names(entry, leaves)}. {fix}"
+                f"{key}: the model has no module named '{entry}'. Nearest: "
+                f"{nearest_names(entry, leaves)}. {fix}"
             )
         found += meant
     return list(dict.fromkeys(found))

@@ -1,4 +1,5 @@
-"""Packed batches, and the modules that compute on them: log-probs of a policy, values of a critic, scores."""
+"""Packed batches, and the modules that compute on them: log-probs of a policy, values of a critic,
+scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class PackedBatch:
     """S segments end to end, N tokens in all, M response tokens to be predicted.
 
-    A segment is a whole sequence, or, after `with_shared_prompts`, a prompt or one of its responses.
+    A segment is a whole sequence, or, after `with_shared_prompts`, a prompt or one of its
+    responses.
     """
 
     input_ids: Tensor  # (N,) int64
@@ -33,7 +35,8 @@ class PackedBatch:
     shared: tuple[int, ...] = ()  # number of responses of each shared prompt, as in `Layout`
     predict: Tensor  # (M,) int64, packed index of the token before each response token
     targets: Tensor  # (M,) int64, the response token ids
-    places: Tensor | None = None  # (m,) int64 in a part of `split`: which of the M predictions are made from it
+    # (m,) int64 in a part of `split`: which of the M predictions are made from it
+    places: Tensor | None = None
     num_predictions: int = 0  # M in a part of `split`
 
     @property
@@ -41,12 +44,14 @@ class PackedBatch:
         return max(self.lengths)
 
     @classmethod
-    def from_rows(cls, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> "PackedBatch":
+    def from_rows(
+        cls, input_ids: Tensor, attention_mask: Tensor, response_length: int
+    ) -> "PackedBatch":
         """Pack the real tokens of padded rows, on the device of `input_ids`.
 
-        input_ids (b, T), attention_mask (b, T) with 1 at real tokens; the last `response_length` columns are the
-        response. Rows without any real token are left out. Raises DataError where a response token has no token
-        before it, or where no row has a token.
+        input_ids (b, T), attention_mask (b, T) with 1 at real tokens; the last `response_length`
+        columns are the response. Rows without any real token are left out. Raises DataError where a
+        response token has no token before it, or where no row has a token.
         """
         real = attention_mask.bool()
         is_response = real.clone()
@@ -56,11 +61,14 @@ class PackedBatch:
         packed_positions = positions[real]
         index = is_response[real].nonzero().squeeze(1)
         if not lengths:
-            raise DataError("Expected at least one real token to pack, but attention_mask is 0 everywhere.")
+            raise DataError(
+                "Expected at least one real token to pack, but attention_mask is 0 everywhere."
+            )
         if bool((packed_positions[index] == 0).any()):
             raise DataError(
-                "Every response needs at least one prompt token before it, but a row has an empty prompt. "
-                "Give each prompt a token, for example the model's beginning-of-sequence token."
+                "Every response needs at least one prompt token before it, but a row has an empty "
+                "prompt. Give each prompt a token, for example the model's beginning-of-sequence "
+                "token."
             )
         ids = input_ids[real]
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -84,11 +92,14 @@ class PackedBatch:
             mask[row, : len(sequence)] = 1
         return cls.from_rows(ids, mask, longest - 1)
 
-    def with_shared_prompts(self, prompts: Sequence[int], prompt_lengths: Sequence[int]) -> "PackedBatch":
-        """These S sequences, where those of equal number in `prompts` (S,) have their prompt in common, once.
+    def with_shared_prompts(
+        self, prompts: Sequence[int], prompt_lengths: Sequence[int]
+    ) -> "PackedBatch":
+        """These S sequences, where those of equal number in `prompts` (S,) have their prompt in
+        common, once.
 
-        The prompts are the first `prompt_lengths` (S,) tokens; that they are equal is the caller's word. The M
-        predicted tokens keep their order.
+        The prompts are the first `prompt_lengths` (S,) tokens; that they are equal is the caller's
+        word. The M predicted tokens keep their order.
         """
         assert not self.shared, "prompts are shared already"
         members: dict[int, list[int]] = {}
@@ -106,7 +117,9 @@ class PackedBatch:
                 plain.append(range(starts[first], starts[first + 1]))
             else:
                 prompt = range(starts[first], starts[first] + prompt_lengths[first])
-                shared[prompt] = [range(starts[i] + prompt_lengths[i], starts[i + 1]) for i in answered]
+                shared[prompt] = [
+                    range(starts[i] + prompt_lengths[i], starts[i + 1]) for i in answered
+                ]
         segments = [*plain, *shared, *chain.from_iterable(shared.values())]
         lengths = tuple(len(segment) for segment in segments)
         kept = torch.cat([torch.arange(segment.start, segment.stop) for segment in segments])
@@ -128,10 +141,12 @@ class PackedBatch:
         )
 
     def split(self, parts: int, part: int) -> "PackedBatch":
-        """What one of `parts` ranks computes of it: N / parts consecutive tokens, and the predictions made from them.
+        """What one of `parts` ranks computes of it: N / parts consecutive tokens, and the
+        predictions made from them.
 
-        Segments remain those of the whole, which attention sees. Where `parts` does not divide N, one more segment is
-        added, at the front: shared prompts and their responses are the last ones.
+        Segments remain those of the whole, which attention sees. Where `parts` does not divide N,
+        one more segment is added, at the front: shared prompts and their responses are the last
+        ones.
         """
         if parts == 1:
             return self
@@ -147,7 +162,9 @@ class PackedBatch:
             self,
             input_ids=ids[own],
             position_ids=positions[own],
-            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.cu_seqlens.device),
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
+                self.cu_seqlens.device
+            ),
             lengths=lengths,
             predict=predict[places] - own.start,
             targets=self.targets[places],
@@ -166,10 +183,15 @@ class PackedBatch:
 
 
 def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch) -> Tensor:
-    """(N, H): the last hidden states of a transformers base model over a packed batch, or over a part of one."""
-    assert (batch.places is None) == (slot.sequence_parallel is None), "parts are for ranks that share their tokens"
+    """(N, H): the last hidden states of a transformers base model over a packed batch, or over a
+    part of one."""
+    assert (batch.places is None) == (slot.sequence_parallel is None), (
+        "parts are for ranks that share their tokens"
+    )
     with slot.holding(Layout(batch.lengths, batch.cu_seqlens, batch.shared)):
-        output = body(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+        output = body(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False
+        )
     return output.last_hidden_state[0]
 
 
@@ -182,7 +204,8 @@ def _of_whole_batch(slot: PackingSlot, batch: PackedBatch, values: Tensor) -> Te
 
 
 class PackedCausalLM(nn.Module):
-    """Log-probs of response tokens under a causal LM. The model is switched to packed attention in place."""
+    """Log-probs of response tokens under a causal LM. The model is switched to packed attention in
+    place."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
@@ -191,9 +214,12 @@ class PackedCausalLM(nn.Module):
         self.head: Head = head_of(model)
         self.model = model
 
-    def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> dict[str, Tensor]:
-        """`log_probs` (M,) of log_softmax(logits / temperature) over the whole vocabulary, fp32 (float64 if the model
-        is), and `entropy` (M,) in nats of the same distribution if asked for."""
+    def forward(
+        self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False
+    ) -> dict[str, Tensor]:
+        """`log_probs` (M,) of log_softmax(logits / temperature) over the whole vocabulary, fp32
+        (float64 if the model is), and `entropy` (M,) in nats of the same distribution if asked
+        for."""
         hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
         linear: Any = self.model.get_output_embeddings()
         log_probs, entropies = token_log_probs(
@@ -205,7 +231,9 @@ class PackedCausalLM(nn.Module):
             temperature=temperature,
             entropy=entropy,
         )
-        outputs = {"log_probs": log_probs, "entropy": entropies} if entropy else {"log_probs": log_probs}
+        outputs = (
+            {"log_probs": log_probs, "entropy": entropies} if entropy else {"log_probs": log_probs}
+        )
         return {name: _of_whole_batch(self.slot, batch, values) for name, values in outputs.items()}
 
 
@@ -219,20 +247,25 @@ class PackedValueModel(nn.Module):
         self.model = model
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """`values` (M,): what the critic expects before each response token, fp32 (float64 if the model is)."""
-        hidden = packed_hidden_states(self.model.body, self.slot, batch).index_select(0, batch.predict)
+        """`values` (M,): what the critic expects before each response token, fp32 (float64 if the
+        model is)."""
+        hidden = packed_hidden_states(self.model.body, self.slot, batch).index_select(
+            0, batch.predict
+        )
         values = self.model.value_head(hidden)
         if values.shape != (len(hidden), 1):
             raise ModelError(
                 f"The value head must map states (..., {hidden.shape[-1]}) to values (..., 1), but "
-                f"{tuple(hidden.shape)} became {tuple(values.shape)}. End it in one output: torch.nn.Linear(..., 1)."
+                f"{tuple(hidden.shape)} became {tuple(values.shape)}. End it in one output: "
+                "torch.nn.Linear(..., 1)."
             )
         return {"values": _of_whole_batch(self.slot, batch, _at_least_fp32(values.squeeze(-1)))}
 
 
 class PaddedValueModel(nn.Module):
-    """Values by a critic's own `forward(input_ids, attention_mask)`: takes and gives what `PackedValueModel` does, and
-    pads in between. Not for shared prompts or ranks that share tokens, whose segments are no whole rows."""
+    """Values by a critic's own `forward(input_ids, attention_mask)`: takes and gives what
+    `PackedValueModel` does, and pads in between. Not for shared prompts or ranks that share tokens,
+    whose segments are no whole rows."""
 
     def __init__(self, model: "CriticModel") -> None:
         super().__init__()
@@ -245,22 +278,31 @@ class PaddedValueModel(nn.Module):
         device = batch.input_ids.device
         lengths = torch.tensor(batch.lengths, device=device)
         real = torch.arange(batch.max_seqlen, device=device) < lengths[:, None]
-        ids = torch.zeros(real.shape, dtype=batch.input_ids.dtype, device=device).masked_scatter(real, batch.input_ids)
-        self.model.use_own_attention()  # here, for checkpointing and other wrappers switch to packed attention
+        ids = torch.zeros(real.shape, dtype=batch.input_ids.dtype, device=device).masked_scatter(
+            real, batch.input_ids
+        )
+        # here, for checkpointing and other wrappers switch to packed attention
+        self.model.use_own_attention()
         values: Any = self.model(input_ids=ids, attention_mask=real.long())
         if isinstance(values, Tensor) and values.shape == (*ids.shape, 1):
             values = values.squeeze(-1)
         if not isinstance(values, Tensor) or values.shape != ids.shape:
-            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            found = (
+                f"shape {tuple(values.shape)}"
+                if isinstance(values, Tensor)
+                else type(values).__name__
+            )
             raise ModelError(
-                f"{type(self.model).__name__}.forward must give one value a token, a tensor of shape "
-                f"{tuple(ids.shape)} or {(*ids.shape, 1)} for input_ids {tuple(ids.shape)}, got {found}."
+                f"{type(self.model).__name__}.forward must give one value a token, a tensor of "
+                f"shape {tuple(ids.shape)} or {(*ids.shape, 1)} for input_ids {tuple(ids.shape)}, "
+                f"got {found}."
             )
         return {"values": _at_least_fp32(values[real].index_select(0, batch.predict))}
 
 
 class PackedRewardModel(nn.Module):
-    """Scores of sequences whose response is their last token. The model is switched to packed attention in place."""
+    """Scores of sequences whose response is their last token. The model is switched to packed
+    attention in place."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
@@ -269,13 +311,20 @@ class PackedRewardModel(nn.Module):
         self.model = model
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """`rewards` (M,): the head on the state of each response token itself, fp32 (float64 if the model is)."""
+        """`rewards` (M,): the head on the state of each response token itself, fp32 (float64 if the
+        model is)."""
         assert batch.places is None, "a score is read from the token after the one that predicts it"
-        hidden = packed_hidden_states(self.model.base_model, self.slot, batch).index_select(0, batch.predict + 1)
+        hidden = packed_hidden_states(self.model.base_model, self.slot, batch).index_select(
+            0, batch.predict + 1
+        )
         head: Any = self.model.score
         # In fp32: a score in bf16 has three digits.
         bias = None if head.bias is None else _at_least_fp32(head.bias)
-        return {"rewards": F.linear(_at_least_fp32(hidden), _at_least_fp32(head.weight), bias).squeeze(-1)}
+        return {
+            "rewards": F.linear(_at_least_fp32(hidden), _at_least_fp32(head.weight), bias).squeeze(
+                -1
+            )
+        }
 
 
 def _at_least_fp32(values: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The check at load: packed, with our attention and our head, a model must say what transformers says unpacked."""
+"""The check at load: packed, with our attention and our head, a model must say what transformers
+says unpacked."""
 
 from typing import Any
 
@@ -11,8 +12,9 @@ from verl.models.logprobs import head_of, token_log_probs
 from verl.models.packed import PackedBatch, packed_hidden_states
 from verl.utils.errors import ModelError
 
-# Largest relative error. In half precision two correct kernels differ by some percent on single tokens (and a router
-# may choose another expert), so there the mean over tokens is judged; in full precision every token.
+# Largest relative error. In half precision two correct kernels differ by some percent on single
+# tokens (and a router may choose another expert), so there the mean over tokens is judged; in full
+# precision every token.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 _SHORT, _LONG = 5, 11
 _LONGEST_WINDOW = 64  # a window up to this is exceeded by the probe
@@ -20,10 +22,12 @@ _LONGEST_WINDOW = 64  # a window up to this is exceeded by the probe
 
 @torch.no_grad()
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise ModelError, naming the family and what differs, unless two packed sequences give the hidden states of the
-    two run by transformers' eager attention, and (for a model with a head) our log-probs those of its logits.
+    """Raise ModelError, naming the family and what differs, unless two packed sequences give the
+    hidden states of the two run by transformers' eager attention, and (for a model with a head) our
+    log-probs those of its logits.
 
-    Costs three forward passes over some 16 tokens. Leaves the model as it was, with packed attention.
+    Costs three forward passes over some 16 tokens. Leaves the model as it was, with packed
+    attention.
     """
     slot = prepare(model)
     training = model.training
@@ -42,22 +46,34 @@ def check_packed(model: PreTrainedModel) -> None:
     real = padded["attention_mask"].bool()
     with attention_switched(model, "eager"):
         expected = model.base_model(**padded, use_cache=False).last_hidden_state[real]
-        logits = model(**padded, use_cache=False).logits[real] if model.get_output_embeddings() is not None else None
-    _compare(model, "its hidden states differ between packed and separate sequences", packed, expected)
+        logits = (
+            model(**padded, use_cache=False).logits[real]
+            if model.get_output_embeddings() is not None
+            else None
+        )
+    _compare(
+        model, "its hidden states differ between packed and separate sequences", packed, expected
+    )
     if logits is not None:
         linear: Any = model.get_output_embeddings()
         ours, _ = token_log_probs(
-            expected[batch.predict], linear.weight, batch.targets, bias=linear.bias, head=head_of(model)
+            expected[batch.predict],
+            linear.weight,
+            batch.targets,
+            bias=linear.bias,
+            head=head_of(model),
         )
-        theirs = logits[batch.predict].to(ours.dtype).log_softmax(-1).gather(1, batch.targets[:, None])
+        theirs = (
+            logits[batch.predict].to(ours.dtype).log_softmax(-1).gather(1, batch.targets[:, None])
+        )
         what = "its logits are not the linear head's with a known scale and soft cap"
         _compare(model, what, ours[:, None], theirs)
     model.train(training)
 
 
 def _sequences(model: PreTrainedModel) -> list[list[int]]:
-    """A short sequence and a longer one that outgrows a small sliding window; the longer one, which a leak would
-    change, is the majority of tokens."""
+    """A short sequence and a longer one that outgrows a small sliding window; the longer one, which
+    a leak would change, is the majority of tokens."""
     config: Any = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     longest = _LONG if window is None or not _LONG <= window <= _LONGEST_WINDOW else window + 4
@@ -78,27 +94,30 @@ def _padded(sequences: list[list[int]], device: torch.device) -> dict[str, Tenso
 
 
 def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
-    """Every layer must have come to our attention, and every sliding layer with its window: a large window is nothing
-    that a short probe could miss by its numbers."""
+    """Every layer must have come to our attention, and every sliding layer with its window: a large
+    window is nothing that a short probe could miss by its numbers."""
     config: Any = model.config.get_text_config()
     layers = config.num_hidden_layers
     if len(windows) < layers:
         raise ModelError(
-            f"The model family '{config.model_type}' cannot be run packed: {len(windows)} of its {layers} layers use "
-            "transformers' attention interface. Choose a family whose layers all do."
+            f"The model family '{config.model_type}' cannot be run packed: {len(windows)} of its "
+            f"{layers} layers use transformers' attention interface. Choose a family whose layers "
+            "all do."
         )
     types = getattr(config, "layer_types", None)
     sliding = (types or []).count("sliding_attention")
     with_window = sum(window is not None for window in windows)
     if types is not None and sliding and with_window != sliding * len(windows) // layers:
         raise ModelError(
-            f"The model family '{config.model_type}' cannot be run packed: its configuration has {sliding} "
-            f"sliding-window layers, but {with_window} asked their attention for a window."
+            f"The model family '{config.model_type}' cannot be run packed: its configuration has "
+            f"{sliding} sliding-window layers, but {with_window} asked their attention for a "
+            "window."
         )
 
 
 def _compare(model: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:
-    """Relative error of (tokens, features); single numbers are compared on the scale of their common deviation."""
+    """Relative error of (tokens, features); single numbers are compared on the scale of their
+    common deviation."""
     tolerance = _TOLERANCE.get(model.dtype, 1e-3)
     ours, theirs = ours.double(), theirs.double()
     scale = theirs.norm(dim=-1) if theirs.shape[-1] > 1 else theirs.square().mean().sqrt()
@@ -106,7 +125,8 @@ def _compare(model: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) ->
     error = errors.mean() if tolerance > 1e-2 else errors.max()
     if not bool(error <= tolerance):  # NaN is no pass either
         raise ModelError(
-            f"The model family '{model.config.model_type}' cannot be run packed: {what}. Relative error {error:.1e} "
-            f"in {model.dtype}, tolerance {tolerance:.0e}. If the weights are not finite or the precision is at its "
-            "limit, try float32; otherwise choose a supported family."
+            f"The model family '{model.config.model_type}' cannot be run packed: {what}. Relative "
+            f"error {error:.1e} in {model.dtype}, tolerance {tolerance:.0e}. If the weights are "
+            "not finite or the precision is at its limit, try float32; otherwise choose a "
+            "supported family."
         )

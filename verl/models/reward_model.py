@@ -1,4 +1,5 @@
-"""The discriminative reward model: a sequence classifier with one label, which scores a text at its last token."""
+"""The discriminative reward model: a sequence classifier with one label, which scores a text at its
+last token."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -8,7 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from verl.models.load import load_model_config, load_tokenizer, load_transformer
 from verl.models.packed import PackedBatch, PackedRewardModel
@@ -23,7 +28,8 @@ class RewardOutput(NamedTuple):
 
 
 class RewardModel(nn.Module):
-    """`model`: transformers' classifier of sequences with `score`, a linear map from states to one number."""
+    """`model`: transformers' classifier of sequences with `score`, a linear map from states to one
+    number."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
@@ -45,12 +51,15 @@ class RewardModel(nn.Module):
         weights: bool = True,
         attention_kernel: str = "auto",
     ) -> "RewardModel":
-        """A reward model in eval mode, from a checkpoint of transformers' AutoModelForSequenceClassification.
+        """A reward model in eval mode, from a checkpoint of transformers'
+        AutoModelForSequenceClassification.
 
-        The arguments are those of `load_causal_lm`. Raises ModelError with the way out: as `load_reward_config`, and
-        for a family that cannot be run packed.
+        The arguments are those of `load_causal_lm`. Raises ModelError with the way out: as
+        `load_reward_config`, and for a family that cannot be run packed.
         """
-        load_reward_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+        load_reward_config(
+            path, trust_remote_code=trust_remote_code, override_config=override_config
+        )
         model = load_transformer(
             AutoModelForSequenceClassification,
             *(path, dtype, device, trust_remote_code, override_config, max_length, weights),
@@ -68,45 +77,54 @@ class RewardModel(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that the model has positions for; None where its configuration does not tell."""
+        """The most tokens that the model has positions for; None where its configuration does not
+        tell."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The reward model's own, loaded from its folder at first use. Raises ModelError where it has none."""
+        """The reward model's own, loaded from its folder at first use. Raises ModelError where it
+        has none."""
         return load_tokenizer(self.config.name_or_path, trust_remote_code=self.trust_remote_code)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> RewardOutput:
-        """Score rows (B, T), each at its last real token, packed: padding, on whatever side, is not computed.
+        """Score rows (B, T), each at its last real token, packed: padding, on whatever side, is not
+        computed.
 
-        Without `attention_mask` (B, T) the pad tokens at both ends of a row are its padding.
-        Raises RewardError for other shapes, for ids that the model has not and, naming the response, for one without a
-        token or with a score that is not finite.
+        Without `attention_mask` (B, T) the pad tokens at both ends of a row are its padding. Raises
+        RewardError for other shapes, for ids that the model has not and, naming the response, for
+        one without a token or with a score that is not finite.
         """
-        if input_ids.ndim != 2 or (attention_mask is not None and attention_mask.shape != input_ids.shape):
+        if input_ids.ndim != 2 or (
+            attention_mask is not None and attention_mask.shape != input_ids.shape
+        ):
             mask = "none" if attention_mask is None else tuple(attention_mask.shape)
             raise RewardError(
-                f"Expected input_ids of shape (B, T) and, if any, an attention_mask of the same, got "
-                f"{tuple(input_ids.shape)} and {mask}. Give a text alone as a batch of one: input_ids[None]."
+                "Expected input_ids of shape (B, T) and, if any, an attention_mask of the same, "
+                f"got {tuple(input_ids.shape)} and {mask}. Give a text alone as a batch of one: "
+                "input_ids[None]."
             )
         real = self._without_padding(input_ids) if attention_mask is None else attention_mask.bool()
         lengths = real.sum(1).tolist()
         if 0 in lengths:
-            raise RewardError(f"Response {lengths.index(0)} has no token, so there is nothing to score.")
+            raise RewardError(
+                f"Response {lengths.index(0)} has no token, so there is nothing to score."
+            )
         embeddings: Any = self.packed.model.get_input_embeddings()
         vocabulary: int = embeddings.num_embeddings
         ids = input_ids[real]
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= vocabulary:
             raise RewardError(
-                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}; they reach from "
-                f"{lowest} to {highest}."
+                f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}; they "
+                f"reach from {lowest} to {highest}."
             )
         return RewardOutput(self._score(ids, (real.cumsum(1) - 1)[real], lengths))
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, max_tokens: int = 16384) -> Tensor:
-        """(B,) scores of lists of token ids, on the host, without gradients; in passes of about `max_tokens` tokens."""
+        """(B,) scores of lists of token ids, on the host, without gradients; in passes of about
+        `max_tokens` tokens."""
         scores: list[Tensor] = []
         start = 0
         while start < len(sequences):
@@ -118,11 +136,15 @@ class RewardModel(nn.Module):
             device = self.packed.model.device
             ids = torch.tensor([token for ids in some for token in ids], device=device)
             positions = torch.cat([torch.arange(len(ids)) for ids in some]).to(device)
-            scores.append(self._score(ids, positions, [len(ids) for ids in some], first_row=start).cpu())
+            scores.append(
+                self._score(ids, positions, [len(ids) for ids in some], first_row=start).cpu()
+            )
             start = stop
         return torch.cat(scores)
 
-    def _score(self, ids: Tensor, positions: Tensor, lengths: Sequence[int], first_row: int = 0) -> Tensor:
+    def _score(
+        self, ids: Tensor, positions: Tensor, lengths: Sequence[int], first_row: int = 0
+    ) -> Tensor:
         ends = torch.tensor([0, *accumulate(lengths)], device=ids.device)
         batch = PackedBatch(
             input_ids=ids,
@@ -150,32 +172,38 @@ def load_reward_config(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> Any:
-    """The configuration of a reward model, without its weights. Raises ModelError for a causal LM, which has no head
-    for scores, and for several labels."""
-    config = load_model_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    """The configuration of a reward model, without its weights. Raises ModelError for a causal LM,
+    which has no head for scores, and for several labels."""
+    config = load_model_config(
+        path, trust_remote_code=trust_remote_code, override_config=override_config
+    )
     architectures: list[str] = getattr(config, "architectures", None) or []
     if any("CausalLM" in name or "LMHead" in name for name in architectures):
         raise ModelError(
-            f"'{path}' is a language model ({', '.join(architectures)}) without a head for scores. A reward model "
-            "is a sequence classifier with one label: give the folder of one (AutoModelForSequenceClassification, "
-            "num_labels=1), or let the language model judge over HTTP (reward_model.judge.url)."
+            f"'{path}' is a language model ({', '.join(architectures)}) without a head for scores. "
+            "A reward model is a sequence classifier with one label: give the folder of one "
+            "(AutoModelForSequenceClassification, num_labels=1), or let the language model judge "
+            "over HTTP (reward_model.judge.url)."
         )
     if config.num_labels != 1:
         raise ModelError(
-            f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. Give a checkpoint "
-            "with num_labels=1; or keep the row of one label: model.score.weight.data = "
-            "model.score.weight.data[i : i + 1], model.config.num_labels = 1, and save it."
+            f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. "
+            "Give a checkpoint with num_labels=1; or keep the row of one label: "
+            "model.score.weight.data = model.score.weight.data[i : i + 1], model.config.num_labels "
+            "= 1, and save it."
         )
     return config
 
 
 def check_scores(scores: Tensor, describe: Callable[[int], str]) -> None:
-    """Raise RewardError for the first of (B,) scores that is not finite, as `describe(row)` names it."""
+    """Raise RewardError for the first of (B,) scores that is not finite, as `describe(row)` names
+    it."""
     odd = (~torch.isfinite(scores)).nonzero().flatten().tolist()
     if odd:
         raise RewardError(
-            f"The reward model gives {describe(odd[0])} the score {scores[odd[0]].item()}, and {len(odd)} of "
-            f"{len(scores)} scores are not finite. Look at that text, and whether all weights of the model are finite."
+            f"The reward model gives {describe(odd[0])} the score {scores[odd[0]].item()}, and "
+            f"{len(odd)} of {len(scores)} scores are not finite. Look at that text, and whether "
+            "all weights of the model are finite."
         )
 
 
@@ -183,7 +211,8 @@ def _check_head(model: PreTrainedModel) -> None:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ModelError(
-            f"A reward model needs a linear head named score with one output, but {type(model).__name__} has "
-            f"{head or 'none'}. Give a checkpoint of AutoModelForSequenceClassification of transformers, num_labels=1, "
-            "of a causal family (Llama, Qwen, Mistral, Gemma, GPT-2, GPT-NeoX and their like)."
+            "A reward model needs a linear head named score with one output, but "
+            f"{type(model).__name__} has {head or 'none'}. Give a checkpoint of "
+            "AutoModelForSequenceClassification of transformers, num_labels=1, of a causal family "
+            "(Llama, Qwen, Mistral, Gemma, GPT-2, GPT-NeoX and their like)."
         )

@@ -18,14 +18,18 @@ _LLAMAS = getattr(modeling_llama, _NAME)  # heads rotated whole, halves apart
 
 
 def use_fast_rope(model: nn.Module) -> list[str]:
-    """Have the families within `model` whose rotary embedding is Llama's use a kernel for it where q and k lie on CUDA;
-    gives their modules' names. It is a function of transformers' module, so all models of a family in this process get
-    it. Twice changes nothing."""
+    """Have the families within `model` whose rotary embedding is Llama's use a kernel for it where
+    q and k lie on CUDA; gives their modules' names. It is a function of transformers' module, so
+    all models of a family in this process get it. Twice changes nothing."""
     changed = []
     for name in sorted({type(part).__module__ for part in model.modules()}):
         module = sys.modules[name]
         function = getattr(module, _NAME, None)
-        if function is not None and name.startswith("transformers.models.") and is_copy(function, _LLAMAS):
+        if (
+            function is not None
+            and name.startswith("transformers.models.")
+            and is_copy(function, _LLAMAS)
+        ):
             setattr(module, _NAME, _with_kernel(inspect.unwrap(function)))
             changed.append(name)
     return changed
@@ -33,10 +37,13 @@ def use_fast_rope(model: nn.Module) -> list[str]:
 
 @cache
 def _with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
-    kernels: Any = importlib.import_module("verl.models.rope_kernels")  # triton exists beside CUDA only
+    # triton exists beside CUDA only
+    kernels: Any = importlib.import_module("verl.models.rope_kernels")
 
     @wraps(original)
-    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    def rotated(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
         packed = q.is_cuda and q.shape[0] == unsqueeze_dim == q.stride(3) == k.stride(3) == 1
         if not packed or q.dtype == torch.float64 or cos.shape != (1, q.shape[2], q.shape[3]):
             return original(q, k, cos, sin, unsqueeze_dim)

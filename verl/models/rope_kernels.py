@@ -1,7 +1,8 @@
-"""Rotary embedding of packed heads in Triton, forward and backward: every number is read and written once.
+"""Rotary embedding of packed heads in Triton, forward and backward: every number is read and
+written once.
 
-What a compiler makes of transformers' formula with a symbolic number of tokens took 88 ms of a 1.49 s update on an H200
-(Qwen2.5-1.5B, 65,536 tokens), ten times the memory traffic.
+What a compiler makes of transformers' formula with a symbolic number of tokens took 88 ms of a 1.49
+s update on an H200 (Qwen2.5-1.5B, 65,536 tokens), ten times the memory traffic.
 """
 
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 
 @torch.library.custom_op("verl::rotate_heads", mutates_args=())
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
-    """x * cos + rotate_half(x) * sin, or the transposed of that map: x (1, H, N, D), cos and sin (1, N, D) -> the shape
-    of x, laid out as (1, N, H, D)."""
+    """x * cos + rotate_half(x) * sin, or the transposed of that map: x (1, H, N, D), cos and sin
+    (1, N, D) -> the shape of x, laid out as (1, N, H, D)."""
     _, heads, tokens, dim = x.shape
     assert x.stride(3) == 1, "heads must be contiguous"
     assert cos.shape == sin.shape == (1, tokens, dim), (cos.shape, sin.shape, x.shape)
@@ -24,10 +25,20 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tenso
     out = x.new_empty(1, tokens, heads, dim)
     if tokens:
         _rotate[(tokens,)](
-            x, x.stride(1), x.stride(2), cos, sin, cos.stride(1), out, heads,
-            HALF=dim // 2, TRANSPOSED=transposed, BLOCK_H=triton.next_power_of_2(heads),
-            BLOCK=triton.next_power_of_2(dim // 2), num_warps=2,
-        )  # fmt: skip
+            x,
+            x.stride(1),
+            x.stride(2),
+            cos,
+            sin,
+            cos.stride(1),
+            out,
+            heads,
+            HALF=dim // 2,
+            TRANSPOSED=transposed,
+            BLOCK_H=triton.next_power_of_2(heads),
+            BLOCK=triton.next_power_of_2(dim // 2),
+            num_warps=2,
+        )
     return out.transpose(1, 2)
 
 
@@ -55,9 +66,19 @@ rotate_heads.register_autograd(_backward, setup_context=_keep)
 
 @triton.jit
 def _rotate(
-    X, x_head, x_token, COS, SIN, cos_token, OUT, heads,
-    HALF: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X,
+    x_head,
+    x_token,
+    COS,
+    SIN,
+    cos_token,
+    OUT,
+    heads,
+    HALF: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """All heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]

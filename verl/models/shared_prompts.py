@@ -1,9 +1,9 @@
 """Attention of responses that share a prompt, whose keys and values exist once.
 
-Two kernel calls: every segment causally to itself, and all responses of a prompt, end to end and cut into pieces, to
-all of the prompt. Softmax over both sets of keys is the average of the two outputs weighted by exp(log-sum-exp). In the
-backward pass each call gets the output and log-sum-exp of the whole and gives its exact share of the gradients
-(`varlen.backward`).
+Two kernel calls: every segment causally to itself, and all responses of a prompt, end to end and
+cut into pieces, to all of the prompt. Softmax over both sets of keys is the average of the two
+outputs weighted by exp(log-sum-exp). In the backward pass each call gets the output and log-sum-exp
+of the whole and gives its exact share of the gradients (`varlen.backward`).
 """
 
 import importlib
@@ -18,11 +18,11 @@ from verl.models.varlen import Sequences
 
 
 class SharedParts(NamedTuple):
-    """The calls over N packed tokens, of which `prompts` are those of P tokens of shared prompts, `responses` those
-    after them.
+    """The calls over N packed tokens, of which `prompts` are those of P tokens of shared prompts,
+    `responses` those after them.
 
-    The backward kernel works on blocks of keys at once, of which a prompt has few: each of C pieces of the responses
-    gets a copy of the prompt's keys to itself.
+    The backward kernel works on blocks of keys at once, of which a prompt has few: each of C pieces
+    of the responses gets a copy of the prompt's keys to itself.
     """
 
     own: Sequences  # every segment to itself
@@ -30,17 +30,23 @@ class SharedParts(NamedTuple):
     prompts: slice
     responses: slice
     copied: Tensor  # (C * P,) int64, of which prompt token each copied key is
-    copies: Tensor  # (C * P,) int64, where the copies of the prompt tokens are, the first of all, the second of all ...
+    # (C * P,) int64, where the copies of the prompt tokens are, the first of all, the second of all
+    # ...
+    copies: Tensor
 
 
-def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float) -> Tensor:
+def shared_prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float
+) -> Tensor:
     """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D)."""
     return _SharedPromptAttention.apply(q, k, v, parts, scale)  # pyright: ignore[reportReturnType]
 
 
 class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float
+    ) -> Tensor:
         prompts, responses = parts.prompts, parts.responses
         out, lse = varlen.forward(q, k, v, parts.own, scale)
         keys, values = k[prompts][parts.copied], v[prompts][parts.copied]
@@ -75,10 +81,13 @@ class _SharedPromptAttention(torch.autograd.Function):
 
 
 def _merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Make `out` (n, H, D) and `lse` (H, n) those of attention to both sets of keys, in place, by way of fp32."""
+    """Make `out` (n, H, D) and `lse` (H, n) those of attention to both sets of keys, in place, by
+    way of fp32."""
     if out.is_cuda:
         # Triton exists beside CUDA only.
-        return importlib.import_module("verl.models.shared_prompts_kernels").merge_(out, lse, other, other_lse)
+        return importlib.import_module("verl.models.shared_prompts_kernels").merge_(
+            out, lse, other, other_lse
+        )
     share = torch.sigmoid(lse - other_lse).t()[..., None]
     out.copy_(torch.lerp(other.to(share.dtype), out.to(share.dtype), share))
     torch.logaddexp(lse, other_lse, out=lse)

@@ -1,7 +1,7 @@
 """One call of PyTorch's variable-length flash attention, forward and backward apart from autograd.
 
-`varlen_attn` differentiates one call. Attention that is put together from several calls needs their log-sum-exp, and a
-backward pass with the output and the log-sum-exp of the whole.
+`varlen_attn` differentiates one call. Attention that is put together from several calls needs their
+log-sum-exp, and a backward pass with the output and the log-sum-exp of the whole.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """S query sequences end to end, each with the key sequence of the same number: to itself causally, or to all of it.
+    """S query sequences end to end, each with the key sequence of the same number: to itself
+    causally, or to all of it.
 
     The offsets are (S+1,) int32 and the lengths of the longest are host numbers.
     """
@@ -23,8 +24,11 @@ class Sequences(NamedTuple):
     causal: bool
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> tuple[Tensor, Tensor]:
-    """q (Nq, Hq, D), k and v (Nk, Hk, D), bf16 or fp16 on CUDA -> output (Nq, Hq, D), log-sum-exp (Hq, Nq) in fp32."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q (Nq, Hq, D), k and v (Nk, Hk, D), bf16 or fp16 on CUDA -> output (Nq, Hq, D), log-sum-exp
+    (Hq, Nq) in fp32."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -43,15 +47,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float)
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v.
 
-    With P = exp(scale * q k^T - lse) and D = rowsum(grad_out * out), the kernel gives dV = P^T grad_out and, through
-    dS = P * (grad_out V^T - D), those of q and k. `out` and `lse` may therefore be those of attention to more keys than
+    With P = exp(scale * q k^T - lse) and D = rowsum(grad_out * out), the kernel gives dV = P^T
+    grad_out and, through dS = P * (grad_out V^T - D), those of q and k. `out` and `lse` may
+    therefore be those of attention to more keys than
     `k`: the gradients are then this part's share of the whole.
     """
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    no_dropout = (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+    )
     return torch.ops.aten._flash_attention_backward(
         grad_out.contiguous(),
         q,

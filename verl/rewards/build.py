@@ -15,7 +15,8 @@ from verl.utils.errors import ConfigError
 
 
 def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> Any:
-    """The reward manager the config names, with the user's function, the judge or the rules as its function."""
+    """The reward manager the config names, with the user's function, the judge or the rules as its
+    function."""
     section = config.reward_model
     manager = reward_managers.get(section.reward_manager)
     ours = {
@@ -44,7 +45,8 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
 
 
 def _accepted(manager: Callable[..., Any]) -> set[str] | None:
-    """Names of the keyword arguments, with those that `**settings` hands on to a base class; None: any."""
+    """Names of the keyword arguments, with those that `**settings` hands on to a base class; None:
+    any."""
     names: set[str] = set()
     for kind in inspect.getmro(manager) if inspect.isclass(manager) else (manager,):
         made_by = kind.__dict__.get("__init__") if inspect.isclass(kind) else kind
@@ -58,7 +60,8 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
 
 
 def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
-    """The user's function, else the judge, else the rules with their options and where code runs."""
+    """The user's function, else the judge, else the rules with their options and where code
+    runs."""
     section, own = config.reward_model, config.custom_reward_function
     for_batches = section.reward_manager == "batch"
     custom = load_custom_reward(own.path, own.name, own.reward_kwargs, for_batches=for_batches)
@@ -72,7 +75,8 @@ def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
 
 
 def build_code_runner(section: RewardModelConfig) -> CodeRunner | None:
-    """Where rules run code: the service, this machine's sandbox with other limits, or None for its defaults."""
+    """Where rules run code: the service, this machine's sandbox with other limits, or None for its
+    defaults."""
     if section.sandbox_fusion.url is None:
         return LocalRunner(section.sandbox) if section.sandbox != SandboxConfig() else None
     runner = SandboxService(section.sandbox_fusion, section.sandbox.timeout_s, section.requests)

@@ -1,9 +1,10 @@
-"""Calling a reward function for many samples, each with a deadline, so that no call can hang the run.
+"""Calling a reward function for many samples, each with a deadline, so that no call can hang the
+run.
 
-A plain function is called for one sample after another in a worker thread, a coroutine function for all samples at
-once in an event loop. Python cannot stop a running call: one that is late is left behind in its daemon thread, which
-does not keep the process from exiting, and the remaining samples go to new threads. When too many are left behind, the
-calls move to processes, which can be killed.
+A plain function is called for one sample after another in a worker thread, a coroutine function for
+all samples at once in an event loop. Python cannot stop a running call: one that is late is left
+behind in its daemon thread, which does not keep the process from exiting, and the remaining samples
+go to new threads. When too many are left behind, the calls move to processes, which can be killed.
 """
 
 import ast
@@ -60,9 +61,10 @@ class Caller:
     """Calls `function(**arguments)` for the samples of a batch.
 
     Args:
-        function: plain or coroutine function. A plain one runs in one thread, one sample at a time, as long as none is
-            late. One whose file imports signal or math_verify runs in the calling thread without our
-            deadline: signals work nowhere else, and in a thread such functions often answer 0 in silence.
+        function: plain or coroutine function. A plain one runs in one thread, one sample at a time,
+            as long as none is late. One whose file imports signal or math_verify runs in the
+            calling thread without our deadline: signals work nowhere else, and in a thread such
+            functions often answer 0 in silence.
         timeout_s: seconds a call may take; may be infinite.
     """
 
@@ -83,12 +85,15 @@ class Caller:
         at_once: int = 1,
         timeout_s: float | None = None,
     ) -> list[Outcome | None]:
-        """One outcome a sample, in order; with `stop_at_failure`, None for those that were not called any more.
+        """One outcome a sample, in order; with `stop_at_failure`, None for those that were not
+        called any more.
 
-        `at_once`: threads that call a plain function. `timeout_s`: a shorter deadline for these calls.
+        `at_once`: threads that call a plain function. `timeout_s`: a shorter deadline for these
+            calls.
 
         Raises:
-            RewardError: more than MAX_HANGING calls hang, and the function cannot be called in another process.
+            RewardError: more than MAX_HANGING calls hang, and the function cannot be called in
+                another process.
         """
         if not self.in_caller:
             calls = self.begin(stop_at_failure, at_once, timeout_s)
@@ -101,7 +106,8 @@ class Caller:
     def begin(
         self, stop_at_failure: bool = False, at_once: int = 1, timeout_s: float | None = None
     ) -> "_Threads | _Coroutines":
-        """Calls that start as their samples are added, until `finish`; of a function that is not `in_caller`."""
+        """Calls that start as their samples are added, until `finish`; of a function that is not
+        `in_caller`."""
         deadline = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
         if self.is_async:
             self._loop = self._loop or _start_loop()
@@ -117,14 +123,18 @@ class Caller:
         if calls.abandoned and self.is_async:
             self._loop = None
         self._remember_hanging(calls.abandoned)
-        if any(outcome is not None and _needs_main_thread(outcome.error) for outcome in calls.outcomes):
+        if any(
+            outcome is not None and _needs_main_thread(outcome.error) for outcome in calls.outcomes
+        ):
             self.in_caller = True
         return calls.outcomes
 
-    def _call_here(self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool) -> list[Outcome | None]:
+    def _call_here(
+        self, arguments: Sequence[dict[str, Any]], stop_at_failure: bool
+    ) -> list[Outcome | None]:
         say_once(
-            "The reward function limits its time by signals, which work in the main thread alone: it is called there, "
-            "and reward_model.timeout_s does not apply."
+            "The reward function limits its time by signals, which work in the main thread alone: "
+            "it is called there, and reward_model.timeout_s does not apply."
         )
         outcomes: list[Outcome | None] = [None] * len(arguments)
         for index, sample in enumerate(arguments):
@@ -137,26 +147,41 @@ class Caller:
         self._hanging = [thread for thread in (*self._hanging, *threads) if thread.is_alive()]
         if len(self._hanging) <= MAX_HANGING:
             return
-        fact = f"{len(self._hanging)} calls of the reward function still hang, more than the {MAX_HANGING} tolerated"
+        fact = (
+            f"{len(self._hanging)} calls of the reward function still hang, more than the "
+            f"{MAX_HANGING} tolerated"
+        )
         try:
-            self.function = ProcessFunction(self.function, timeout_s=self.timeout_s, num_processes=NUM_PROCESSES)
+            self.function = ProcessFunction(
+                self.function, timeout_s=self.timeout_s, num_processes=NUM_PROCESSES
+            )
         except ConfigError as error:
             raise RewardError(
-                f"{fact}. Give it a time limit of its own, such as timeout= of an HTTP request. It cannot be called in "
-                f"processes, which could be killed: {error}"
+                f"{fact}. Give it a time limit of its own, such as timeout= of an HTTP request. It "
+                f"cannot be called in processes, which could be killed: {error}"
             ) from error
         self.is_async, self._hanging = False, []
         # The process kills a late call itself; no thread is left behind.
         self.timeout_s = math.inf
-        logger.warning("%s. From now on it is called in %d processes, which are killed when late.", fact, NUM_PROCESSES)
+        logger.warning(
+            "%s. From now on it is called in %d processes, which are killed when late.",
+            fact,
+            NUM_PROCESSES,
+        )
 
 
 def uses_signals(function: Callable[..., Any]) -> bool:
-    """Whether the file that defines `function` imports signal, or a package that limits time by signals."""
+    """Whether the file that defines `function` imports signal, or a package that limits time by
+    signals."""
     target = inspect.unwrap(getattr(function, "func", function))
     module = sys.modules.get(getattr(target, "__module__", None) or type(target).__module__)
     path = getattr(module, "__file__", None)
-    if module is None or path is None or not path.endswith(".py") or module.__name__.startswith("verl."):
+    if (
+        module is None
+        or path is None
+        or not path.endswith(".py")
+        or module.__name__.startswith("verl.")
+    ):
         return False
     imported: set[str] = set()
     for node in ast.walk(ast.parse(Path(path).read_bytes())):
@@ -192,13 +217,19 @@ def _call_in_thread(function: Callable[..., Any], arguments: Arguments) -> Outco
 
 
 class _Threads:
-    """The calls of one batch: threads take the next sample each, and wait for more until `run`, which minds the clock.
+    """The calls of one batch: threads take the next sample each, and wait for more until `run`,
+    which minds the clock.
 
-    With `stop_at_failure` none is begun for a row behind one that failed, so that the first failure by row is known.
+    With `stop_at_failure` none is begun for a row behind one that failed, so that the first failure
+    by row is known.
     """
 
     def __init__(
-        self, function: Callable[..., Any], timeout_s: float, stop_at_failure: bool = False, at_once: int = 1
+        self,
+        function: Callable[..., Any],
+        timeout_s: float,
+        stop_at_failure: bool = False,
+        at_once: int = 1,
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
@@ -213,7 +244,8 @@ class _Threads:
         self._running: dict[threading.Thread, tuple[int, float]] = {}  # sample and when it began
         self._changed = threading.Condition()
         self._context = contextvars.copy_context()
-        # The current device belongs to a thread; a function that calls a model must find the one of its rank.
+        # The current device belongs to a thread; a function that calls a model must find the one of
+        # its rank.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def add(self, row: int, arguments: Arguments) -> int:
@@ -243,7 +275,9 @@ class _Threads:
     def _start_threads(self, count: int) -> None:
         for _ in range(count):
             context = self._context.copy()
-            thread = threading.Thread(target=context.run, args=(self._work,), name="verl-reward", daemon=True)
+            thread = threading.Thread(
+                target=context.run, args=(self._work,), name="verl-reward", daemon=True
+            )
             # Counted from now on, so that a thread that cannot start a call is seen as late too.
             self._running[thread] = (-1, time.monotonic())
             thread.start()
@@ -289,13 +323,16 @@ class _Threads:
 
     def _until_next_deadline(self) -> float:
         now = time.monotonic()
-        # A thread that has no call yet may take one as soon as the lock is free: that call cannot be late any sooner.
+        # A thread that has no call yet may take one as soon as the lock is free: that call cannot
+        # be late any sooner.
         oldest = min((began for _, began in self._running.values()), default=now)
         return min(max(min(oldest, now) + self.timeout_s - now, 0.001), threading.TIMEOUT_MAX)
 
     def _leave_late_ones(self) -> None:
         now = time.monotonic()
-        late = [thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s]
+        late = [
+            thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s
+        ]
         for thread in late:
             index, _ = self._running.pop(thread)
             self.abandoned.append(thread)
@@ -303,14 +340,17 @@ class _Threads:
                 self._record(index, Outcome(timed_out=True))
         waiting = len(self._calls) - self._next
         room = max(MAX_THREADS, self.at_once) - len(self._running)
-        # Twice as many as were late: when every call hangs, the batch ends after a few time-outs, not one a sample.
+        # Twice as many as were late: when every call hangs, the batch ends after a few time-outs,
+        # not one a sample.
         self._start_threads(min(2 * len(late), waiting, room))
 
 
 class _Coroutines:
     """The calls of one batch, all at once in an event loop. `moved`: when the loop last did."""
 
-    def __init__(self, function: Callable[..., Any], timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, function: Callable[..., Any], timeout_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.function = function
         self.timeout_s = timeout_s
         self.outcomes: list[Outcome | None] = []
@@ -325,11 +365,15 @@ class _Coroutines:
         """Gives the place of the outcome."""
         self.outcomes.append(None)
         index = len(self.outcomes) - 1
-        self._calls.append(asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop))
+        self._calls.append(
+            asyncio.run_coroutine_threadsafe(self._call(index, arguments), self._loop)
+        )
         return index
 
     def run(self) -> None:
-        while concurrent.futures.wait(self._calls, timeout=0.05 if self.timeout_s < 1 else 0.5).not_done:
+        while concurrent.futures.wait(
+            self._calls, timeout=0.05 if self.timeout_s < 1 else 0.5
+        ).not_done:
             # A coroutine that blocks without awaiting stops the loop, and the deadlines with it.
             if time.monotonic() - self.moved > self.timeout_s + CANCEL_GRACE_S:
                 self.abandoned = self._loop_threads
@@ -347,7 +391,9 @@ class _Coroutines:
         if self._is_over:
             return
         task = asyncio.ensure_future(self._note(index, arguments))
-        await asyncio.wait([task], timeout=self.timeout_s if math.isfinite(self.timeout_s) else None)
+        await asyncio.wait(
+            [task], timeout=self.timeout_s if math.isfinite(self.timeout_s) else None
+        )
         if not task.done():
             self.outcomes[index] = Outcome(timed_out=True)
             task.cancel()
@@ -370,7 +416,8 @@ class _Coroutines:
 
 
 def _start_loop() -> asyncio.AbstractEventLoop:
-    """A loop in a daemon thread. It lives as long as the run, so that the function can keep clients bound to it."""
+    """A loop in a daemon thread. It lives as long as the run, so that the function can keep clients
+    bound to it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verl-reward-loop", daemon=True).start()
     return loop

@@ -1,4 +1,5 @@
-"""`default_compute_score` with verl 0.5's parameters for a sandbox service, for users' reward functions."""
+"""`default_compute_score` with verl 0.5's parameters for a sandbox service, for users' reward
+functions."""
 
 import contextlib
 import functools
@@ -22,14 +23,17 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **options: Any,
 ) -> float | dict[str, Any]:
-    """`rules.default_compute_score`; a rule that runs code has the service at `sandbox_fusion_url` do it.
+    """`rules.default_compute_score`; a rule that runs code has the service at `sandbox_fusion_url`
+    do it.
 
     `concurrent_semaphore` is held meanwhile.
     """
     if sandbox_fusion_url is not None and rules.runs_code(rules.find_rule(data_source)):
         options["runner"] = _service(sandbox_fusion_url, memory_limit_mb)
     with concurrent_semaphore or contextlib.nullcontext():
-        return rules.default_compute_score(data_source, solution_str, ground_truth, extra_info, **options)
+        return rules.default_compute_score(
+            data_source, solution_str, ground_truth, extra_info, **options
+        )
 
 
 # As of a partial: managers see that the rules score, and treat it as their own.
@@ -40,5 +44,7 @@ vars(default_compute_score)["func"] = rules.default_compute_score
 def _service(url: str, memory_limit_mb: int | None) -> CodeRunner | None:
     section = RewardModelConfig()
     section.sandbox_fusion.url = url
-    section.sandbox_fusion.memory_limit_mb = memory_limit_mb or section.sandbox_fusion.memory_limit_mb
+    section.sandbox_fusion.memory_limit_mb = (
+        memory_limit_mb or section.sandbox_fusion.memory_limit_mb
+    )
     return build_code_runner(section)

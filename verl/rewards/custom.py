@@ -19,13 +19,15 @@ def load_custom_reward(
     *,
     for_batches: bool = False,
 ) -> Callable[..., Any] | None:
-    """The user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or None when no path is given.
+    """The user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or None when
+    no path is given.
 
     Args:
         path: a .py file or an importable module.
         name: the function in it, plain or `async`. It returns a float, or a dict with "score".
         reward_kwargs: further keyword arguments for every call.
-        for_batches: it takes lists, `data_sources` and so on, and returns a list (the manager `batch`).
+        for_batches: it takes lists, `data_sources` and so on, and returns a list (the manager
+            `batch`).
 
     Raises:
         ConfigError: no such file or name, not callable, or it does not take the arguments above.
@@ -35,7 +37,8 @@ def load_custom_reward(
     function = load_extern_type(path, name)
     if not callable(function):
         raise ConfigError(
-            f"custom_reward_function.name='{name}' in '{path}' must be a function, it is {type(function).__name__}."
+            f"custom_reward_function.name='{name}' in '{path}' must be a function, it is "
+            f"{type(function).__name__}."
         )
     extra = dict(reward_kwargs or {})
     check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra, for_batches)
@@ -45,7 +48,8 @@ def load_custom_reward(
 def check_arguments(
     function: Callable[..., Any], what: str, extra: Mapping[str, Any], for_batches: bool = False
 ) -> None:
-    """Refuse a function that cannot be called with our keywords, before anything is generated for it."""
+    """Refuse a function that cannot be called with our keywords, before anything is generated for
+    it."""
     arguments = _BATCH_ARGUMENTS if for_batches else _ARGUMENTS
     try:
         signature = inspect.signature(function)
@@ -55,6 +59,6 @@ def check_arguments(
         signature.bind(**dict.fromkeys(arguments), **extra)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with the keywords {', '.join((*arguments, *extra))}; its signature is "
-            f"{signature}: {error}."
+            f"{what} is called with the keywords {', '.join((*arguments, *extra))}; its signature "
+            f"is {signature}: {error}."
         ) from error

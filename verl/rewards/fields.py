@@ -1,4 +1,5 @@
-"""What a reward tells beside its score: which values it may tell, and how those of a batch become columns."""
+"""What a reward tells beside its score: which values it may tell, and how those of a batch become
+columns."""
 
 import io
 import math
@@ -17,8 +18,8 @@ _WAY_OUT = "Return numbers, texts, or lists and dicts of them; of another object
 def fault_of(value: Any) -> str | None:
     """Why a field cannot have this value; None if it can.
 
-    Columns become metrics and lines of text and go to the other ranks. All is asked on one process too: a program that
-    runs on one must run on many.
+    Columns become metrics and lines of text and go to the other ranks. All is asked on one process
+    too: a program that runs on one must run on many.
     """
     if type(value) in _PLAIN:
         return None
@@ -47,12 +48,15 @@ class _Elsewhere(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if module_name.startswith("verl_user_"):
-            raise pickle.UnpicklingError(f"the class '{global_name}' is defined in a file that only this process loads")
+            raise pickle.UnpicklingError(
+                f"the class '{global_name}' is defined in a file that only this process loads"
+            )
         return super().find_class(module_name, global_name)
 
 
 def shown(value: Any) -> str:
-    """The start of a value's repr; its type alone where it has none, as integers of more than 4,300 digits."""
+    """The start of a value's repr; its type alone where it has none, as integers of more than 4,300
+    digits."""
     try:
         return repr(value)[:100]
     except Exception:  # noqa: BLE001 - a user's __repr__, for a message about something else
@@ -60,8 +64,8 @@ def shown(value: Any) -> str:
 
 
 def collect_extra(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """One list of B a field, in order of first appearance. A row without it has NaN if the others are numbers, else
-    None."""
+    """One list of B a field, in order of first appearance. A row without it has NaN if the others
+    are numbers, else None."""
     names = dict.fromkeys(name for row in rows for name in row)
     collected: dict[str, list[Any]] = {}
     for name in names:

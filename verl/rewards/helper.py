@@ -1,8 +1,9 @@
-"""Helper processes: a child that answers one JSON line for each JSON line, and can be killed when it is late.
+"""Helper processes: a child that answers one JSON line for each JSON line, and can be killed when
+it is late.
 
-For what must not run in the trainer: code that takes signals or for ever (MATH), code that may hang (the prime
-manager's functions), code that nobody has read (the sandbox). A child is started from nothing, never forked from the
-trainer, whose threads and CUDA context no fork survives.
+For what must not run in the trainer: code that takes signals or for ever (MATH), code that may hang
+(the prime manager's functions), code that nobody has read (the sandbox). A child is started from
+nothing, never forked from the trainer, whose threads and CUDA context no fork survives.
 """
 
 import json
@@ -21,7 +22,8 @@ from typing import Any
 from verl.utils.errors import RewardError
 
 START_TIMEOUT_S = 120.0  # imports on a busy machine
-# The folder that a child must have in its search path to find the same `verl`, however we were started.
+# The folder that a child must have in its search path to find the same `verl`, however we were
+# started.
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -48,7 +50,14 @@ class Helper:
         RewardError: no greeting; what the child had to say about it stands on stderr.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, name: str, first: Any = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        name: str,
+        first: Any = None,
+    ) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -56,7 +65,8 @@ class Helper:
             env=dict(environment),
             encoding="utf-8",
             errors="backslashreplace",
-            start_new_session=True,  # Ctrl-C is for the trainer; the child ends when its pipe closes
+            # Ctrl-C is for the trainer; the child ends when its pipe closes
+            start_new_session=True,
         )
         self._owner = os.getpid()
         self._timed_out = False
@@ -67,12 +77,14 @@ class Helper:
         except (HelperTimeout, HelperDied) as error:
             self.close()
             raise RewardError(
-                f"The helper process of {name} did not start ({error}); its own words stand on stderr."
+                f"The helper process of {name} did not start ({error}); its own words stand on "
+                "stderr."
             ) from error
 
     @property
     def is_ours(self) -> bool:
-        """Whether it lives, and belongs to this process: after a fork the pipes are the parent's."""
+        """Whether it lives, and belongs to this process: after a fork the pipes are the
+        parent's."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, message: Any, timeout_s: float) -> Any:
@@ -85,7 +97,8 @@ class Helper:
             raise
 
     def close(self) -> None:
-        """Kill the child and what it has started in its own session; nothing in a fork of its owner."""
+        """Kill the child and what it has started in its own session; nothing in a fork of its
+        owner."""
         if self._owner != os.getpid():
             return
         self.kill()
@@ -115,7 +128,8 @@ class Helper:
             raise HelperDied(self._process.wait()) from None
 
     def _read(self, timeout_s: float) -> Any:
-        """One answer. Killing the child is what ends the read: no pipe can be waited for with a deadline on Windows."""
+        """One answer. Killing the child is what ends the read: no pipe can be waited for with a
+        deadline on Windows."""
         assert self._process.stdout is not None
         alarm = threading.Timer(min(timeout_s, threading.TIMEOUT_MAX), self._expire)
         alarm.daemon = True
@@ -133,7 +147,8 @@ class Helper:
 
     def _expire(self) -> None:
         self._timed_out = True
-        self.kill()  # all of its session: whoever else has the pipe open would keep the read from ending
+        # all of its session: whoever else has the pipe open would keep the read from ending
+        self.kill()
 
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
@@ -144,7 +159,8 @@ def start_module(module: str, *, name: str, first: Any = None, **environment: st
 
 
 class HelperPool:
-    """Helpers that wait for work; as many as there were callers at one time. They end with this process."""
+    """Helpers that wait for work; as many as there were callers at one time. They end with this
+    process."""
 
     def __init__(self, start: Callable[[], Helper]) -> None:
         self._start = start
@@ -153,7 +169,8 @@ class HelperPool:
         weakref.finalize(self, _end, self._idle, self._at_work)  # at exit too
 
     def ask(self, message: Any, timeout_s: float) -> Any:
-        """The answer of a helper that has nothing else to do. HelperTimeout, HelperDied: the next call has another."""
+        """The answer of a helper that has nothing else to do. HelperTimeout, HelperDied: the next
+        call has another."""
         helper = self._borrow()
         self._at_work.add(helper)
         try:

@@ -62,25 +62,31 @@ class Scores:
     num_retries: int = 0
 
     def metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {"reward/num_errors": self.num_errors, "reward/num_timeouts": self.num_timeouts}
+        metrics: dict[str, float] = {
+            "reward/num_errors": self.num_errors,
+            "reward/num_timeouts": self.num_timeouts,
+        }
         if self.num_retries:
             metrics["reward/num_retries"] = self.num_retries
         return metrics
 
 
 class RewardManager:
-    """Base of the managers: reads the batch, calls the function, places the scores. A subclass changes one of these.
+    """Base of the managers: reads the batch, calls the function, places the scores. A subclass
+    changes one of these.
 
     Args:
         tokenizer: decodes prompts and responses.
         num_examine: how many samples of each data source a call prints.
-        compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, returning a finite
-            number or a dict with "score"; None: the rule of the row's data source.
+        compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async,
+            returning a finite number or a dict with "score"; None: the rule of the row's data
+            source.
         reward_fn_key: the column with the data source.
         timeout_s: seconds that one call may take; None: no limit.
-        on_error: for a sample whose call raises, is late, or returns no finite score: "stop" raises RewardError, "zero"
-            scores it 0, "drop" scores it 0 and lists its row in "dropped", so that the trainer leaves it out, "retry"
-            calls again up to `max_retries` times and drops what fails still.
+        on_error: for a sample whose call raises, is late, or returns no finite score: "stop" raises
+            RewardError, "zero" scores it 0, "drop" scores it 0 and lists its row in "dropped", so
+            that the trainer leaves it out, "retry" calls again up to `max_retries` times and drops
+            what fails still.
     """
 
     def __init__(
@@ -95,9 +101,13 @@ class RewardManager:
         max_retries: int = 2,
     ) -> None:
         if on_error not in ("stop", "zero", "drop", "retry"):
-            raise ConfigError(f"reward_model.on_error must be stop, zero, drop or retry, got {on_error!r}.")
+            raise ConfigError(
+                f"reward_model.on_error must be stop, zero, drop or retry, got {on_error!r}."
+            )
         if timeout_s is not None and not timeout_s > 0:
-            raise ConfigError(f"reward_model.timeout_s must be positive, or null for no limit, got {timeout_s}.")
+            raise ConfigError(
+                f"reward_model.timeout_s must be positive, or null for no limit, got {timeout_s}."
+            )
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
@@ -113,13 +123,15 @@ class RewardManager:
         """Score every response.
 
         Returns:
-            The (B, R) float32 scores, each on the last real token of its response; with `return_dict`, a dict of them
-            ("reward_tensor"), "reward_extra_info" (name -> list of B: the fields that the function returned beside
-            "score"), "metrics" (`reward/num_errors`, `reward/num_timeouts`) and "dropped" (row numbers).
-            A batch that has the column `rm_scores` is scored already: they are returned.
+            The (B, R) float32 scores, each on the last real token of its response; with
+            `return_dict`, a dict of them ("reward_tensor"), "reward_extra_info" (name -> list of B:
+            the fields that the function returned beside "score"), "metrics" (`reward/num_errors`,
+            `reward/num_timeouts`) and "dropped" (row numbers). A batch that has the column
+            `rm_scores` is scored already: they are returned.
 
         Raises:
-            RewardError: an empty response; under "stop" the first failing sample, by row, with its text and traceback.
+            RewardError: an empty response; under "stop" the first failing sample, by row, with its
+                text and traceback.
         """
         if "rm_scores" in data.batch.keys():
             reward_tensor, result = self._given_scores(data), Scores()
@@ -129,7 +141,9 @@ class RewardManager:
             reward_tensor = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
             if samples:
                 rows, columns = zip(*((sample.row, sample.last_token) for sample in samples))
-                reward_tensor[list(rows), list(columns)] = torch.tensor(result.scores, dtype=torch.float32)
+                reward_tensor[list(rows), list(columns)] = torch.tensor(
+                    result.scores, dtype=torch.float32
+                )
             self.print_examples(samples, result.scores, data)
         if not return_dict:
             return reward_tensor
@@ -145,10 +159,19 @@ class RewardManager:
         lengths = self._response_mask(data).sum(-1).tolist()
         ids = [row[:length] for row, length in zip(data.batch["responses"].tolist(), lengths)]
         if 0 in lengths:
-            raise RewardError(f"The response of row {lengths.index(0)} has no token, so there is nothing to score.")
+            raise RewardError(
+                f"The response of row {lengths.index(0)} has no token, so there is nothing to "
+                "score."
+            )
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         return [
-            Sample(row=row, solution_str=texts[row], last_token=lengths[row] - 1, token_ids=ids[row], **columns)
+            Sample(
+                row=row,
+                solution_str=texts[row],
+                last_token=lengths[row] - 1,
+                token_ids=ids[row],
+                **columns,
+            )
             for row, columns in enumerate(self.columns_of(data))
         ]
 
@@ -165,10 +188,12 @@ class RewardManager:
     def ahead(
         self, prompts: DataProto, samples_each: int, first_sample: int = 0
     ) -> Iterator[Callable[[tuple[int, list[int]]], None] | None]:
-        """Begin the calls of a batch before it is there: gives what takes (number, token ids) of a finished response.
+        """Begin the calls of a batch before it is there: gives what takes (number, token ids) of a
+        finished response.
 
-        It takes them from any thread, in any order. Numbers count from `first_sample`, `samples_each` to a prompt. The
-        batch is the next that this manager scores. None where the function must be called in the caller's thread.
+        It takes them from any thread, in any order. Numbers count from `first_sample`,
+        `samples_each` to a prompt. The batch is the next that this manager scores. None where the
+        function must be called in the caller's thread.
         """
         if self._caller.in_caller:
             yield None
@@ -183,36 +208,55 @@ class RewardManager:
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
         """Call the function for every sample and apply `on_error` where that gives no score."""
         if self.by_rule:
-            # A data source without a rule is a mistake of the whole run, never one sample's bad luck.
+            # A data source without a rule is a mistake of the whole run, never one sample's bad
+            # luck.
             for source in dict.fromkeys(sample.data_source for sample in samples):
                 find_rule(source)
         outcomes = list(self.call(samples, stop_at_failure=self.on_error == "stop"))
         result = Scores()
         for _ in range(self.max_retries):
-            failed = [i for i, outcome in enumerate(outcomes) if outcome and check_outcome(outcome, self.timeout_s)[2]]
+            failed = [
+                i
+                for i, outcome in enumerate(outcomes)
+                if outcome and check_outcome(outcome, self.timeout_s)[2]
+            ]
             result.num_retries += len(failed)
-            for i, outcome in zip(failed, self.call([samples[i] for i in failed]) if failed else ()):
+            for i, outcome in zip(
+                failed, self.call([samples[i] for i in failed]) if failed else ()
+            ):
                 outcomes[i] = outcome
         first_failure = ""
         for sample, outcome in zip(samples, outcomes):
-            if outcome is None:  # not called any more: the failure that stopped the batch stands in another row
+            # not called any more: the failure that stopped the batch stands in another row
+            if outcome is None:
                 continue
             score, extra, failure = check_outcome(outcome, self.timeout_s)
             if failure is not None:
                 if self.on_error == "stop":
-                    raise RewardError(self._describe(sample, outcome, failure, data)) from outcome.error
-                first_failure = first_failure or f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
+                    raise RewardError(
+                        self._describe(sample, outcome, failure, data)
+                    ) from outcome.error
+                first_failure = (
+                    first_failure
+                    or f"row {sample.row} (data_source {sample.data_source!r}): {failure}"
+                )
                 result.num_timeouts += outcome.timed_out
                 result.num_errors += not outcome.timed_out
                 if self.on_error in ("drop", "retry"):
                     result.dropped.append(sample.row)
             if self.by_rule and sample.data_source in answer_extractors:
-                extra = {"pred": answer_extractors.get(str(sample.data_source))(sample.solution_str), **extra}
+                extra = {
+                    "pred": answer_extractors.get(str(sample.data_source))(sample.solution_str),
+                    **extra,
+                }
             result.scores.append(score)
             result.extra.append(extra)
         if first_failure:
             logger.warning(
-                "%d of %d rewards failed, %d of them late: %s (reward_model.on_error=%s). The first: %s",
+                (
+                    "%d of %d rewards failed, %d of them late: %s (reward_model.on_error=%s). The "
+                    "first: %s"
+                ),
                 result.num_errors + result.num_timeouts,
                 len(samples),
                 result.num_timeouts,
@@ -223,9 +267,14 @@ class RewardManager:
         return result
 
     def call(
-        self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        stop_at_failure: bool = False,
+        timeout_s: float | None = None,
     ) -> Sequence[Outcome | None]:
-        """One outcome a sample; with `stop_at_failure`, None for those after one. `timeout_s`: a shorter deadline."""
+        """One outcome a sample; with `stop_at_failure`, None for those after one. `timeout_s`: a
+        shorter deadline."""
         begun, self._begun = self._begun, None
         if begun is not None and (outcomes := begun.outcomes(samples)) is not None:
             return outcomes
@@ -233,10 +282,14 @@ class RewardManager:
             [sample.arguments() for sample in samples],
             stop_at_failure=stop_at_failure,
             timeout_s=timeout_s,
-            at_once=calls_at_once(self._caller.function, {sample.data_source for sample in samples}),
+            at_once=calls_at_once(
+                self._caller.function, {sample.data_source for sample in samples}
+            ),
         )
 
-    def print_examples(self, samples: Sequence[Sample], scores: Sequence[float], data: DataProto) -> None:
+    def print_examples(
+        self, samples: Sequence[Sample], scores: Sequence[float], data: DataProto
+    ) -> None:
         """Log the first `num_examine` samples of each data source."""
         printed: Counter[Any] = Counter()
         for sample, score in zip(samples, scores):
@@ -255,27 +308,33 @@ class RewardManager:
         given, responses = data.batch["rm_scores"], data.batch["responses"]
         if given.shape != responses.shape or not bool(torch.isfinite(given).all()):
             raise RewardError(
-                f"The column rm_scores must hold finite numbers of shape {tuple(responses.shape)}, one a response "
-                f"token; it has shape {tuple(given.shape)}, and {int((~torch.isfinite(given)).sum())} are not finite."
+                f"The column rm_scores must hold finite numbers of shape {tuple(responses.shape)}, "
+                f"one a response token; it has shape {tuple(given.shape)}, and "
+                f"{int((~torch.isfinite(given)).sum())} are not finite."
             )
         return given
 
     def _response_mask(self, data: DataProto) -> torch.Tensor:
-        """(B, R), 1 on real tokens; tool output counts too, for the score stands at the very end."""
+        """(B, R), 1 on real tokens; tool output counts too, for the score stands at the very
+        end."""
         return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
 
     def _prompt(self, data: DataProto, row: int) -> str:
         width = data.batch["prompts"].shape[1]
         real = data.batch["attention_mask"][row, :width].bool()
-        return self.tokenizer.decode(data.batch["prompts"][row][real].tolist(), skip_special_tokens=True)
+        return self.tokenizer.decode(
+            data.batch["prompts"][row][real].tolist(), skip_special_tokens=True
+        )
 
     def _describe(self, sample: Sample, outcome: Outcome, failure: str, data: DataProto) -> str:
         text = (
-            f"The reward function failed on row {sample.row} (data_source {sample.data_source!r}): {failure}\n"
+            f"The reward function failed on row {sample.row} (data_source {sample.data_source!r}): "
+            f"{failure}\n"
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
             f"  ground_truth:    {str(sample.ground_truth)[:200]!r}\n"
-            "Mend the function, or choose what becomes of such samples with reward_model.on_error=zero, drop or retry"
+            "Mend the function, or choose what becomes of such samples with "
+            "reward_model.on_error=zero, drop or retry"
             f"{', and how long a call may take with reward_model.timeout_s' if outcome.timed_out else ''}."
         )
         if outcome.error is not None:
@@ -286,13 +345,17 @@ class RewardManager:
 class _Begun:
     """Calls for responses that came before their batch."""
 
-    def __init__(self, manager: RewardManager, prompts: DataProto, samples_each: int, first_sample: int) -> None:
+    def __init__(
+        self, manager: RewardManager, prompts: DataProto, samples_each: int, first_sample: int
+    ) -> None:
         self.caller, self.tokenizer = manager._caller, manager.tokenizer
         self.columns = manager.columns_of(prompts)
         self.samples_each, self.first_sample = samples_each, first_sample
         self.samples: dict[int, tuple[int, Sample]] = {}  # by row, with the place of the outcome
         sources = {columns["data_source"] for columns in self.columns}
-        self.calls = self.caller.begin(manager.on_error == "stop", calls_at_once(self.caller.function, sources))
+        self.calls = self.caller.begin(
+            manager.on_error == "stop", calls_at_once(self.caller.function, sources)
+        )
         self.started_ns: int | None = None
         self.lock = threading.Lock()
 
@@ -303,19 +366,27 @@ class _Begun:
             if row not in self.samples:  # a copy of a prompt, which a rank got to have any
                 self.started_ns = self.started_ns or time.monotonic_ns()
                 columns = self.columns[row // self.samples_each]
-                sample = Sample(row=row, solution_str="", last_token=-1, token_ids=token_ids, **columns)
+                sample = Sample(
+                    row=row, solution_str="", last_token=-1, token_ids=token_ids, **columns
+                )
                 self.samples[row] = self.calls.add(row, partial(self._arguments, sample)), sample
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
         """Decoded here, in the thread of the call: who tells of a response must go on."""
-        (sample.solution_str,) = self.tokenizer.batch_decode([sample.token_ids], skip_special_tokens=True)
+        (sample.solution_str,) = self.tokenizer.batch_decode(
+            [sample.token_ids], skip_special_tokens=True
+        )
         return sample.arguments()
 
     def outcomes(self, samples: Sequence[Sample]) -> Sequence[Outcome | None] | None:
-        """One a sample, as `RewardManager.call`; None where all must be called anew, for not all texts are those that
-        were told (of copies on two ranks, one is kept) or the function works in the caller's thread alone."""
+        """One a sample, as `RewardManager.call`; None where all must be called anew, for not all
+        texts are those that were told (of copies on two ranks, one is kept) or the function works
+        in the caller's thread alone."""
         told = [self.samples.get(sample.row) for sample in samples]
-        if any(each is not None and each[1].token_ids != sample.token_ids for each, sample in zip(told, samples)):
+        if any(
+            each is not None and each[1].token_ids != sample.token_ids
+            for each, sample in zip(told, samples)
+        ):
             return None
         places = [
             self.calls.add(sample.row, sample.arguments) if each is None else each[0]
@@ -338,17 +409,23 @@ def ground_truth_of(reward_model: Any) -> Any:
 
 
 def check_result(result: Any, responses: torch.Tensor) -> None:
-    """What a manager returned under `return_dict` fits the (B, R) responses: told at its first mistake.
+    """What a manager returned under `return_dict` fits the (B, R) responses: told at its first
+    mistake.
 
     Raises:
-        RewardError: no finite (B, R) scores, or a field without one entry a response, or with one that it cannot have.
+        RewardError: no finite (B, R) scores, or a field without one entry a response, or with one
+            that it cannot have.
     """
     tensor = result.get("reward_tensor") if isinstance(result, Mapping) else None
     if not isinstance(tensor, torch.Tensor) or tensor.shape != responses.shape:
-        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor or result).__name__
+        found = (
+            f"shape {tuple(tensor.shape)}"
+            if isinstance(tensor, torch.Tensor)
+            else type(tensor or result).__name__
+        )
         raise RewardError(
-            "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score for each token of the "
-            f"responses, of shape {tuple(responses.shape)}, got {found}."
+            "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score "
+            f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
         )
     if not bool(torch.isfinite(tensor).all()):
         row = int((~torch.isfinite(tensor)).any(-1).nonzero()[0, 0])
@@ -356,8 +433,8 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
     for name, values in result.get("reward_extra_info", {}).items():
         if len(values) != len(responses):
             raise RewardError(
-                f"The reward's field '{name}' must have one entry for each of {len(responses)} responses, got "
-                f"{len(values)}."
+                f"The reward's field '{name}' must have one entry for each of {len(responses)} "
+                f"responses, got {len(values)}."
             )
         for row, value in enumerate(values):
             if fault := fault_of(value):

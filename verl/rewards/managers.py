@@ -1,4 +1,5 @@
-"""The managers beside `naive`: one call for a whole batch, calls in processes, and a price for overlong responses."""
+"""The managers beside `naive`: one call for a whole batch, calls in processes, and a price for
+overlong responses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,25 +19,38 @@ from verl.rewards.sandbox.runner import count_cores
 from verl.utils.errors import ConfigError, RewardError
 
 __all__ = [
-    "REWARD_MANAGER_REGISTRY", "BatchRewardManager", "DAPORewardManager", "NaiveRewardManager", "PrimeRewardManager",
-    "get_reward_manager_cls", "register_reward_manager", "reward_managers",
-]  # fmt: skip
+    "REWARD_MANAGER_REGISTRY",
+    "BatchRewardManager",
+    "DAPORewardManager",
+    "NaiveRewardManager",
+    "PrimeRewardManager",
+    "get_reward_manager_cls",
+    "register_reward_manager",
+    "reward_managers",
+]
 
 
 @reward_managers.register("batch")
 class BatchRewardManager(RewardManager):
-    """One call for the whole batch: `f(data_sources, solution_strs, ground_truths, extra_infos)`, as many scores back.
+    """One call for the whole batch: `f(data_sources, solution_strs, ground_truths, extra_infos)`,
+    as many scores back.
 
-    `timeout_s` is that of the one call, and a call that fails fails for all. Without a function of the user's, rules
-    score one sample after another.
+    `timeout_s` is that of the one call, and a call that fails fails for all. Without a function of
+    the user's, rules score one sample after another.
     """
 
-    def ahead(self, prompts: DataProto, samples_each: int, first_sample: int = 0) -> AbstractContextManager[Any]:
+    def ahead(
+        self, prompts: DataProto, samples_each: int, first_sample: int = 0
+    ) -> AbstractContextManager[Any]:
         """See `RewardManager.ahead`; one call needs the whole batch."""
         return super().ahead(prompts, samples_each, first_sample) if self.by_rule else nullcontext()
 
     def call(
-        self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        stop_at_failure: bool = False,
+        timeout_s: float | None = None,
     ) -> Sequence[Outcome | None]:
         if self.by_rule or not samples:
             return super().call(samples, stop_at_failure=stop_at_failure, timeout_s=timeout_s)
@@ -47,17 +61,22 @@ class BatchRewardManager(RewardManager):
         if outcome.failed:
             return [outcome] * len(samples)
         if not hasattr(outcome.value, "__len__") or len(outcome.value) != len(samples):
-            found = f"{len(outcome.value)} entries" if hasattr(outcome.value, "__len__") else repr(outcome.value)[:100]
+            found = (
+                f"{len(outcome.value)} entries"
+                if hasattr(outcome.value, "__len__")
+                else repr(outcome.value)[:100]
+            )
             raise RewardError(
-                f"The reward function of the batch manager must return one score for each of the {len(samples)} "
-                f"responses it was given, in their order, got {found}."
+                "The reward function of the batch manager must return one score for each of the "
+                f"{len(samples)} responses it was given, in their order, got {found}."
             )
         return [Outcome(value=value) for value in outcome.value]
 
 
 @reward_managers.register("prime")
 class PrimeRewardManager(RewardManager):
-    """Calls run side by side in processes; one that is late is killed, and the next sample gets a new process.
+    """Calls run side by side in processes; one that is late is killed, and the next sample gets a
+    new process.
 
     Args:
         num_processes: calls at once; None: one a core.
@@ -75,13 +94,19 @@ class PrimeRewardManager(RewardManager):
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
         self._function = ProcessFunction(
-            self.compute_score, timeout_s=self.timeout_s, num_processes=num_processes or count_cores()
+            self.compute_score,
+            timeout_s=self.timeout_s,
+            num_processes=num_processes or count_cores(),
         )
         # The process has the deadline: from the moment it gets the sample, its start not counted.
         self._caller = Caller(self._function, float("inf"))
 
     def call(
-        self, samples: Sequence[Sample], *, stop_at_failure: bool = False, timeout_s: float | None = None
+        self,
+        samples: Sequence[Sample],
+        *,
+        stop_at_failure: bool = False,
+        timeout_s: float | None = None,
     ) -> Sequence[Outcome | None]:
         self._function.timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
         try:
@@ -92,15 +117,18 @@ class PrimeRewardManager(RewardManager):
 
 @reward_managers.register("dapo")
 class DAPORewardManager(RewardManager):
-    """Scores less the soft punishment of overlong responses, eq. (13) of DAPO (Yu et al. 2025, arXiv:2503.14476).
+    """Scores less the soft punishment of overlong responses, eq. (13) of DAPO (Yu et al. 2025,
+    arXiv:2503.14476).
 
-    A response of L tokens loses nothing up to `max_resp_len - len`, `penalty_factor` at `max_resp_len`, and linearly
-    in between: score + min((max_resp_len - len - L) / len * penalty_factor, 0).
+    A response of L tokens loses nothing up to `max_resp_len - len`, `penalty_factor` at
+    `max_resp_len`, and linearly in between: score + min((max_resp_len - len - L) / len *
+    penalty_factor, 0).
 
     Args:
         max_resp_len: tokens that a response may have.
-        overlong_buffer_cfg: `enable`, `len`, `penalty_factor` and `log` (whether the fields `overlong_reward` and
-            `overlong` become metrics), as attributes or keys; None: no punishment.
+        overlong_buffer_cfg: `enable`, `len`, `penalty_factor` and `log` (whether the fields
+            `overlong_reward` and `overlong` become metrics), as attributes or keys; None: no
+            punishment.
     """
 
     def __init__(
@@ -123,9 +151,9 @@ class DAPORewardManager(RewardManager):
         self.logs_penalty = bool(_entry(overlong_buffer_cfg, "log", False))
         if max_resp_len is None or not 0 < self.buffer_len <= max_resp_len:
             raise ConfigError(
-                "The overlong buffer is the last part of a response: 0 < reward_model.overlong_buffer.len <= "
-                f"max_resp_len (data.max_response_length), got {self.buffer_len} and {max_resp_len}. The paper "
-                "has 4096 of 20480."
+                "The overlong buffer is the last part of a response: 0 < "
+                "reward_model.overlong_buffer.len <= max_resp_len (data.max_response_length), got "
+                f"{self.buffer_len} and {max_resp_len}. The paper has 4096 of 20480."
             )
 
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
@@ -136,7 +164,11 @@ class DAPORewardManager(RewardManager):
             penalty = self.penalty(sample.last_token + 1)
             result.scores[i] += penalty
             if self.logs_penalty:
-                result.extra[i] = {**result.extra[i], "overlong_reward": penalty, "overlong": float(penalty < 0)}
+                result.extra[i] = {
+                    **result.extra[i],
+                    "overlong_reward": penalty,
+                    "overlong": float(penalty < 0),
+                }
         return result
 
     def penalty(self, length: int) -> float:

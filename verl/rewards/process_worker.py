@@ -1,4 +1,5 @@
-"""A process that calls a reward function: packed arguments in, packed result or error out, a line each."""
+"""A process that calls a reward function: packed arguments in, packed result or error out, a line
+each."""
 
 import asyncio
 import inspect
@@ -16,8 +17,9 @@ from verl.utils.errors import sendable
 
 def main() -> None:
     """Answer until the parent closes the pipe, also by being killed."""
-    # A print of the user's function must not end up between our answers. Nor does it share our standard input: a child
-    # that multiprocessing forks closes that, for which it would wait for the lock that `_listen` holds while it reads.
+    # A print of the user's function must not end up between our answers. Nor does it share our
+    # standard input: a child that multiprocessing forks closes that, for which it would wait for
+    # the lock that `_listen` holds while it reads.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     lines = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
@@ -49,8 +51,8 @@ def main() -> None:
 
 
 def _listen(lines: TextIO, requests: queue.SimpleQueue[str]) -> None:
-    """Hand requests on until the parent is gone; then end this process and what its function has started, also in the
-    middle of a call, which may hang for ever."""
+    """Hand requests on until the parent is gone; then end this process and what its function has
+    started, also in the middle of a call, which may hang for ever."""
     for line in lines:
         requests.put(line)
     os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own

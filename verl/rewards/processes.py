@@ -19,11 +19,13 @@ class RemoteTraceback(Exception):
 
 
 class ProcessFunction:
-    """`function`, called in one of several processes that start when they are needed and are used again.
+    """`function`, called in one of several processes that start when they are needed and are used
+    again.
 
     Args:
-        function: plain or async. It reaches the process by its name, so it must stand at the top level of a file or
-            module, as must the class of a callable object. What it keeps in memory it keeps for each process.
+        function: plain or async. It reaches the process by its name, so it must stand at the top
+            level of a file or module, as must the class of a callable object. What it keeps in
+            memory it keeps for each process.
         timeout_s: seconds a call may take; then the process is killed and HelperTimeout raised.
         num_processes: how many calls there may be at once.
         name: how errors call it.
@@ -47,7 +49,11 @@ class ProcessFunction:
         self.timeout_s = timeout_s
         self.max_concurrent = num_processes
         self.name = name
-        first = {"path": sys.path, "files": _user_files(function), "function": pack_function(function)}
+        first = {
+            "path": sys.path,
+            "files": _user_files(function),
+            "function": pack_function(function),
+        }
         first["warm_up"] = pack(warm_up)
         module = "verl.rewards.process_worker"
         self._pool = HelperPool(lambda: start_module(module, name=name, first=first, **environment))
@@ -58,8 +64,8 @@ class ProcessFunction:
             kind, answer = self._pool.ask(pack(sample), self.timeout_s)
         except HelperDied as error:
             raise RewardError(
-                f"the process that called {self.name} ended with exit code {error.exit_code} (negative: a "
-                "signal; -9 may be the kernel's, for want of memory)"
+                f"the process that called {self.name} ended with exit code {error.exit_code} "
+                "(negative: a signal; -9 may be the kernel's, for want of memory)"
             ) from None
         if kind == "error":
             error, text = unpack(answer)
@@ -78,16 +84,20 @@ def unpack(text: str) -> Any:
 
 
 def pack_function(function: Callable[..., Any]) -> str:
-    """A reference to a function, or a ConfigError that says why another process could not find it."""
+    """A reference to a function, or a ConfigError that says why another process could not find
+    it."""
     module = _module_of(function)
     try:
         if module == "__main__":
-            raise pickle.PicklingError("it is defined in the script that was started, which a process cannot import")
+            raise pickle.PicklingError(
+                "it is defined in the script that was started, which a process cannot import"
+            )
         return pack(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"The reward function {function!r} cannot be sent to another process: {error}. Define it with `def` at the "
-            "top level of a file of its own (custom_reward_function.path), or set reward_model.reward_manager=naive."
+            f"The reward function {function!r} cannot be sent to another process: {error}. Define "
+            "it with `def` at the top level of a file of its own (custom_reward_function.path), or "
+            "set reward_model.reward_manager=naive."
         ) from error
 
 
@@ -97,7 +107,10 @@ def _module_of(function: Any) -> str:
 
 
 def _user_files(function: Callable[..., Any]) -> list[str]:
-    """Files that the process must load before it knows the function's module (`verl.utils.imports.load_module`)."""
+    """Files that the process must load before it knows the function's module
+    (`verl.utils.imports.load_module`)."""
     module = sys.modules.get(_module_of(function))
     path = getattr(module, "__file__", None)
-    return [path] if module is not None and module.__name__.startswith("verl_user_") and path else []
+    return (
+        [path] if module is not None and module.__name__.startswith("verl_user_") and path else []
+    )

@@ -1,7 +1,7 @@
 """Where reward rules and reward managers are registered.
 
-A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` and returns a float, or a dict with
-"score" whose other fields become columns of `reward_extra_info`.
+A rule is called as `rule(solution_str, ground_truth, extra_info, **options)` and returns a float,
+or a dict with "score" whose other fields become columns of `reward_extra_info`.
 
     @reward_rules.register("my/dataset")        # exact name of a data source
     @reward_rules.register("my/dataset-v*")     # every data source that starts with "my/dataset-v"
@@ -18,7 +18,8 @@ F = TypeVar("F")  # a function stays of its own type
 
 
 class RuleRegistry(Registry[T]):
-    """Entries by data source: an exact name wins over a prefix, a longer prefix over a shorter one."""
+    """Entries by data source: an exact name wins over a prefix, a longer prefix over a shorter
+    one."""
 
     def register(self, name: str, *more: str) -> Callable[[F], F]:
         """Decorator, for all the names that a set goes by."""
@@ -39,12 +40,15 @@ class RuleRegistry(Registry[T]):
     def _entry_for(self, data_source: str) -> str | None:
         if data_source in self._entries:
             return data_source
-        prefixes = [entry for entry in self if entry.endswith("*") and data_source.startswith(entry[:-1])]
+        prefixes = [
+            entry for entry in self if entry.endswith("*") and data_source.startswith(entry[:-1])
+        ]
         return max(prefixes, key=len, default=None)
 
 
 reward_rules: RuleRegistry[Rule] = RuleRegistry("data source")
-# What a response answers, for majority votes: f(solution_str) -> str, or None where it answers nothing.
+# What a response answers, for majority votes: f(solution_str) -> str, or None where it answers
+# nothing.
 answer_extractors: RuleRegistry[Callable[[str], str | None]] = RuleRegistry("data source")
 reward_managers: Registry[Callable[..., Any]] = Registry("reward manager")
 

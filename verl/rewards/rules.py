@@ -12,9 +12,17 @@ from verl.utils.errors import ConfigError, RewardError
 from verl.utils.registry import nearest_names
 
 __all__ = [
-    "choice", "code", "countdown", "default_compute_score", "find_rule", "gsm8k", "math", "scores_by_rule", "search_qa",
+    "choice",
+    "code",
+    "countdown",
+    "default_compute_score",
+    "find_rule",
+    "gsm8k",
+    "math",
+    "scores_by_rule",
+    "search_qa",
     "toy",
-]  # fmt: skip
+]
 
 
 def default_compute_score(
@@ -50,8 +58,9 @@ def require_truth(data_source: str, ground_truth: Any) -> None:
     """RewardError where a row has nothing that its rule could compare with."""
     if ground_truth is None:
         raise RewardError(
-            f"The rule for data_source '{data_source}' needs reward_model.ground_truth, but this row has none. Add the "
-            "column reward_model = {'style': 'rule', 'ground_truth': ...} to the data."
+            f"The rule for data_source '{data_source}' needs reward_model.ground_truth, but this "
+            "row has none. Add the column reward_model = {'style': 'rule', 'ground_truth': ...} to "
+            "the data."
         )
 
 
@@ -66,7 +75,8 @@ def runs_code(rule: Rule) -> bool:
 
 
 def calls_at_once(function: Callable[..., Any], data_sources: Iterable[Any]) -> int:
-    """How many calls may be under way at a time: one, unless the function or the runner of code says otherwise."""
+    """How many calls may be under way at a time: one, unless the function or the runner of code
+    says otherwise."""
     if not scores_by_rule(function):
         return int(getattr(function, "max_concurrent", 1))
     if not any(runs_code(find_rule(source)) for source in data_sources):
@@ -95,16 +105,20 @@ def check_options(data_source: Any, options: Mapping[str, Any]) -> None:
 
 
 def find_rule(data_source: Any) -> Rule:
-    """The rule of a data source, or a RewardError that names the known ones and the way to one's own."""
+    """The rule of a data source, or a RewardError that names the known ones and the way to one's
+    own."""
     if not isinstance(data_source, str) or data_source not in reward_rules:
         known = ", ".join(sorted(reward_rules))
         if data_source is None:
             fact = "There is no data_source, which picks the reward rule"
         else:
             near = nearest_names(str(data_source), list(reward_rules))
-            fact = f"No reward rule for data_source {data_source!r}" + (f". Nearest: {near}" if near != known else "")
+            fact = f"No reward rule for data_source {data_source!r}" + (
+                f". Nearest: {near}" if near != known else ""
+            )
         raise RewardError(
             f"{fact}. Known: {known} (* stands for any ending). Name your own function with "
-            "custom_reward_function.path, or register a rule with verl.rewards.registry.reward_rules."
+            "custom_reward_function.path, or register a rule with "
+            "verl.rewards.registry.reward_rules."
         )
     return reward_rules.get(data_source)

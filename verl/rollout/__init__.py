@@ -31,18 +31,25 @@ _OTHER_ENGINES = ("vllm", "sglang")
 
 
 def create_rollout_engine(
-    config: RolloutConfig, *, model: PreTrainedModel, tokenizer: Any, device: torch.device, ranks: Axis = ALONE
+    config: RolloutConfig,
+    *,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    device: torch.device,
+    ranks: Axis = ALONE,
 ) -> RolloutEngine:
-    """The engine that `config.name` says, over the weights of `model`; one engine for all `ranks`, each of which makes
-    every call on it alike.
+    """The engine that `config.name` says, over the weights of `model`; one engine for all `ranks`,
+    each of which makes every call on it alike.
 
     Raises ConfigError for an unknown name.
     """
     if config.name in _OTHER_ENGINES and config.name not in rollout_engines:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={config.name}: this version has no adapter for '{config.name}', but the "
-            f"engines {', '.join(sorted(rollout_engines))}. Set actor_rollout_ref.rollout.name=embedded."
+            f"actor_rollout_ref.rollout.name={config.name}: this version has no adapter for "
+            f"'{config.name}', but the engines {', '.join(sorted(rollout_engines))}. Set "
+            "actor_rollout_ref.rollout.name=embedded."
         )
     factory = rollout_engines.get(config.name)
-    shared: dict[str, Any] = {"ranks": ranks} if ranks.size > 1 else {}  # by the rules only `embedded` can be
+    # by the rules only `embedded` can be
+    shared: dict[str, Any] = {"ranks": ranks} if ranks.size > 1 else {}
     return factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)

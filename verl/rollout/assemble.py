@@ -18,11 +18,13 @@ def assemble(
     response_length: int,
     pad_token_id: int,
 ) -> dict[str, Tensor]:
-    """The tensor columns of phase "generate": row i is `prompts[i]` with the completion whose sample id is i.
+    """The tensor columns of phase "generate": row i is `prompts[i]` with the completion whose
+    sample id is i.
 
-    Gives prompts (B, P), responses (B, R), input_ids, attention_mask, position_ids (B, T), response_mask (B, R) and
-    rollout_log_probs (B, R) fp32. Raises RolloutError naming the sample that is missing, doubled, unknown, empty or
-    longer than its columns, or whose log-probs are not one finite number a token.
+    Gives prompts (B, P), responses (B, R), input_ids, attention_mask, position_ids (B, T),
+    response_mask (B, R) and rollout_log_probs (B, R) fp32. Raises RolloutError naming the sample
+    that is missing, doubled, unknown, empty or longer than its columns, or whose log-probs are not
+    one finite number a token.
     """
     rows = len(prompts)
     by_sample = _by_sample(completions, rows)
@@ -57,32 +59,41 @@ def _by_sample(completions: Iterable[Completion], rows: int) -> dict[int, Comple
     for completion in completions:
         if not 0 <= completion.sample_id < rows:
             raise RolloutError(
-                f"The engine returned sample {completion.sample_id}, but 0..{rows - 1} were asked for. "
-                "An engine must return the sample ids of its requests."
+                f"The engine returned sample {completion.sample_id}, but 0..{rows - 1} were asked "
+                "for. An engine must return the sample ids of its requests."
             )
         if completion.sample_id in by_sample:
-            raise RolloutError(f"The engine returned sample {completion.sample_id} twice; each is due exactly once.")
+            raise RolloutError(
+                f"The engine returned sample {completion.sample_id} twice; each is due exactly "
+                "once."
+            )
         by_sample[completion.sample_id] = completion
     missing = [row for row in range(rows) if row not in by_sample]
     if missing:
         shown = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-        raise RolloutError(f"Expected {rows} samples from the engine, {len(missing)} are missing: {shown}.")
+        raise RolloutError(
+            f"Expected {rows} samples from the engine, {len(missing)} are missing: {shown}."
+        )
     return by_sample
 
 
-def _check(completion: Completion, prompt: Sequence[int], prompt_length: int, response_length: int) -> None:
+def _check(
+    completion: Completion, prompt: Sequence[int], prompt_length: int, response_length: int
+) -> None:
     name, count = f"sample {completion.sample_id}", len(completion.token_ids)
     if count == 0:
-        raise RolloutError(f"The engine returned an empty response for {name}; one token at least is due.")
+        raise RolloutError(
+            f"The engine returned an empty response for {name}; one token at least is due."
+        )
     if len(prompt) > prompt_length:
         raise RolloutError(
-            f"The prompt of {name} has {len(prompt)} tokens, its column {prompt_length}. Raise data.max_prompt_length "
-            "or filter overlong prompts."
+            f"The prompt of {name} has {len(prompt)} tokens, its column {prompt_length}. Raise "
+            "data.max_prompt_length or filter overlong prompts."
         )
     if count > response_length:
         raise RolloutError(
-            f"The response of {name} has {count} tokens, its column {response_length}. Ask the engine for at most "
-            "data.max_response_length new tokens."
+            f"The response of {name} has {count} tokens, its column {response_length}. Ask the "
+            "engine for at most data.max_response_length new tokens."
         )
     if len(completion.log_probs) != count or not all(map(math.isfinite, completion.log_probs)):
         raise RolloutError(

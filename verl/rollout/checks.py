@@ -10,7 +10,8 @@ from verl.utils.errors import ConfigError, RolloutError
 
 
 def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
-    """The most tokens a prompt and its response may have together: max_model_len, or prompt_length + response_length.
+    """The most tokens a prompt and its response may have together: max_model_len, or prompt_length
+    + response_length.
 
     Raises ConfigError where the model has fewer positions.
     """
@@ -18,8 +19,9 @@ def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise ConfigError(
-            f"The rollout allows sequences of {length} tokens (max_model_len, or prompt_length + response_length), but "
-            f"the model has {positions} positions. Lower data.max_prompt_length or data.max_response_length."
+            f"The rollout allows sequences of {length} tokens (max_model_len, or prompt_length + "
+            f"response_length), but the model has {positions} positions. Lower "
+            "data.max_prompt_length or data.max_response_length."
         )
     return length
 
@@ -28,7 +30,8 @@ def check_params(params: SamplingParams) -> None:
     """Raise ConfigError for sampling parameters that mean nothing."""
     expected = {
         "max_new_tokens must be at least 1": params.max_new_tokens >= 1,
-        "temperature must be 0 (greedy) or at least 1e-37": params.temperature == 0 or params.temperature >= 1e-37,
+        "temperature must be 0 (greedy) or at least 1e-37": params.temperature == 0
+        or params.temperature >= 1e-37,
         "top_k must be -1 (off) or at least 0": params.top_k >= -1,
         "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,
         "min_p must be at least 0 and at most 1": 0 <= params.min_p <= 1,
@@ -45,28 +48,37 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
     for number, request in enumerate(requests):
         prompt = request.prompt_ids
         if not prompt:
-            raise RolloutError(f"Request {number} has an empty prompt; it needs one token at least.")
+            raise RolloutError(
+                f"Request {number} has an empty prompt; it needs one token at least."
+            )
         if len(prompt) >= max_model_len:
             raise RolloutError(
-                f"Request {number} has a prompt of {len(prompt)} tokens, which leaves no room for a response in "
-                f"{max_model_len}. Raise actor_rollout_ref.rollout.max_model_len or filter overlong prompts."
+                f"Request {number} has a prompt of {len(prompt)} tokens, which leaves no room for "
+                f"a response in {max_model_len}. Raise actor_rollout_ref.rollout.max_model_len or "
+                "filter overlong prompts."
             )
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             raise RolloutError(
-                f"Request {number} has token ids {min(prompt)}..{max(prompt)}, the model knows 0..{vocabulary - 1}. "
-                "Use the tokenizer that belongs to the model."
+                f"Request {number} has token ids {min(prompt)}..{max(prompt)}, the model knows "
+                f"0..{vocabulary - 1}. Use the tokenizer that belongs to the model."
             )
         limits = request.limits
-        if limits is not None and (len(limits) != len(request.sample_ids) or min(limits, default=1) < 1):
+        if limits is not None and (
+            len(limits) != len(request.sample_ids) or min(limits, default=1) < 1
+        ):
             raise RolloutError(
-                f"Request {number} has {len(request.sample_ids)} samples and the limits {limits}; each sample needs "
-                "one of at least 1."
+                f"Request {number} has {len(request.sample_ids)} samples and the limits {limits}; "
+                "each sample needs one of at least 1."
             )
         for sample_id in request.sample_ids:
             if not -(2**63) <= sample_id < 2**63:
-                raise RolloutError(f"Request {number} has the sample id {sample_id}; ids must fit in 64 bits.")
+                raise RolloutError(
+                    f"Request {number} has the sample id {sample_id}; ids must fit in 64 bits."
+                )
             if sample_id in seen:
-                raise RolloutError(f"Sample id {sample_id} was asked for twice in one call; ids must be unique.")
+                raise RolloutError(
+                    f"Sample id {sample_id} was asked for twice in one call; ids must be unique."
+                )
             seen.add(sample_id)
 
 

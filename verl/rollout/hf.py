@@ -36,37 +36,48 @@ class _Row:
 
 
 class HFEngine(LocalEngine):
-    """A `RolloutEngine` without a cache of its own: left-padded batches of max_num_seqs samples, eager attention.
+    """A `RolloutEngine` without a cache of its own: left-padded batches of max_num_seqs samples,
+    eager attention.
 
-    Eager, because every family has it, soft caps and sinks included. Statistics: prefill_tokens (each sample's prompt
-    counts), decode_steps, generated_tokens, generate_s, tokens_per_s.
+    Eager, because every family has it, soft caps and sinks included. Statistics: prefill_tokens
+    (each sample's prompt counts), decode_steps, generated_tokens, generate_s, tokens_per_s.
     """
 
-    def __init__(self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> None:
+    def __init__(
+        self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
+    ) -> None:
         if config.deterministic:
             raise ConfigError(
-                "actor_rollout_ref.rollout.deterministic=true needs the engine 'embedded'; 'hf' computes in padded "
-                "batches, whose results depend on one another. Set actor_rollout_ref.rollout.name=embedded."
+                "actor_rollout_ref.rollout.deterministic=true needs the engine 'embedded'; 'hf' "
+                "computes in padded batches, whose results depend on one another. Set "
+                "actor_rollout_ref.rollout.name=embedded."
             )
-        super().__init__(model=model, tokenizer=tokenizer, config=config, device=device, attention="eager")
+        super().__init__(
+            model=model, tokenizer=tokenizer, config=config, device=device, attention="eager"
+        )
         # Whatever the model ships (top-p, repetition penalty ...) would be applied before our draw.
         self.twin.module.generation_config = GenerationConfig()
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> Iterator[Completion]:
-        """Sample every request; see `RolloutEngine.generate`. What is wrong with the call is raised at once."""
+        """Sample every request; see `RolloutEngine.generate`. What is wrong with the call is raised
+        at once."""
         rule = self._begin(requests, params)
         ids = [sample_id for request in requests for sample_id in request.sample_ids]
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         rows = [
             _Row(sample_id, request.prompt_ids, limit, next(keys))
             for request in requests
-            for sample_id, limit in zip(request.sample_ids, response_limits(request, params, self.max_model_len))
+            for sample_id, limit in zip(
+                request.sample_ids, response_limits(request, params, self.max_model_len)
+            )
         ]
         return self._run(rows, params, rule)
 
-    def _run(self, rows: list[_Row], params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
+    def _run(
+        self, rows: list[_Row], params: SamplingParams, rule: StopRule
+    ) -> Iterator[Completion]:
         start = time.perf_counter()
         generated = steps = 0
         for chunk in self._chunks(rows):
@@ -85,8 +96,9 @@ class HFEngine(LocalEngine):
         }
 
     def _chunks(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Up to max_num_seqs rows at a time. All of them go on until the last has ended: none may come to positions
-        that the model does not have, or at which it computes all of them differently (dynamic rotary embeddings)."""
+        """Up to max_num_seqs rows at a time. All of them go on until the last has ended: none may
+        come to positions that the model does not have, or at which it computes all of them
+        differently (dynamic rotary embeddings)."""
         chunk: list[_Row] = []
         for row in rows:
             together = [*chunk, row]
@@ -98,7 +110,9 @@ class HFEngine(LocalEngine):
         if chunk:
             yield chunk
 
-    def _generate_chunk(self, rows: list[_Row], params: SamplingParams, rule: StopRule) -> "_Recorder":
+    def _generate_chunk(
+        self, rows: list[_Row], params: SamplingParams, rule: StopRule
+    ) -> "_Recorder":
         longest = max(len(row.prompt) for row in rows)
         input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros_like(input_ids)
@@ -111,7 +125,8 @@ class HFEngine(LocalEngine):
             generate(
                 input_ids=input_ids.to(self.device),
                 attention_mask=mask.to(self.device),
-                # Our recorder ends rows, so transformers needs no end-of-sequence id, only one to fill up with.
+                # Our recorder ends rows, so transformers needs no end-of-sequence id, only one to
+                # fill up with.
                 generation_config=GenerationConfig(
                     max_new_tokens=max(row.limit for row in rows), do_sample=False, pad_token_id=0
                 ),
@@ -122,7 +137,8 @@ class HFEngine(LocalEngine):
 
 
 class _Recorder:
-    """What the rows of one `generate` call of transformers have drawn, and where each of them ended."""
+    """What the rows of one `generate` call of transformers have drawn, and where each of them
+    ended."""
 
     def __init__(self, params: SamplingParams, rule: StopRule, rows: list[_Row]) -> None:
         self.params = params
@@ -185,11 +201,15 @@ class _Ended(StoppingCriteria):
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> Any:
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
+    ) -> Any:
         return torch.from_numpy(self.recorder.ended()).to(input_ids.device)
 
 
 @rollout_engines.register("hf")
-def hf(*, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device) -> HFEngine:
+def hf(
+    *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
+) -> HFEngine:
     """Factory of the registry."""
     return HFEngine(model=model, tokenizer=tokenizer, config=config, device=device)

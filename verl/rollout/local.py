@@ -43,10 +43,12 @@ class LocalEngine:
         self._hand_over: dict[str, float] = {}
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the trainer's own parameters
-        become aliases again and are not copied."""
+        """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the
+        trainer's own parameters become aliases again and are not copied."""
         if self._asleep:
-            raise EngineAsleepError("The rollout engine is asleep; call wake() before update_weights().")
+            raise EngineAsleepError(
+                "The rollout engine is asleep; call wake() before update_weights()."
+            )
         start = time.perf_counter()
         self.twin.update(named_tensors)
         if self.device.type == "cuda":
@@ -70,33 +72,40 @@ class LocalEngine:
         return self.twin.fingerprints()
 
     def sleep(self) -> None:
-        """Drop what lies on the device: on CUDA the weights too, on CPU they are the trainer's or stay."""
+        """Drop what lies on the device: on CUDA the weights too, on CPU they are the trainer's or
+        stay."""
         self._asleep = True
         if self.device.type == "cuda":
             self.twin.release()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Make room for the weights again; after a sleep on CUDA `update_weights` has to fill them."""
+        """Make room for the weights again; after a sleep on CUDA `update_weights` has to fill
+        them."""
         self.twin.restore()
         self._asleep = False
 
     def forget_prefixes(self) -> None:
-        """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says so."""
+        """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says
+        so."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the last `generate`; the engine's class says which. And of the last `update_weights` that copied:
-        update_weights_s (gathering included), update_weights_gb_per_s."""
+        """Counters of the last `generate`; the engine's class says which. And of the last
+        `update_weights` that copied: update_weights_s (gathering included),
+        update_weights_gb_per_s."""
         return {**self._statistics, **self._hand_over}
 
     def _require_ready(self) -> None:
         if self._asleep:
             raise EngineAsleepError("The rollout engine is asleep; call wake() before generate().")
         if not self.twin.ready:
-            raise RolloutError("The engine's weights are incomplete; call update_weights() before generate().")
+            raise RolloutError(
+                "The engine's weights are incomplete; call update_weights() before generate()."
+            )
 
     def _begin(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
-        """Raise what is wrong with a call of `generate`; gives the rule that its responses end by."""
+        """Raise what is wrong with a call of `generate`; gives the rule that its responses end
+        by."""
         self._require_ready()
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
@@ -106,6 +115,6 @@ class LocalEngine:
 def not_finite(sample_id: int) -> RolloutError:
     """The error for a draw from logits with NaN or infinity in them."""
     return RolloutError(
-        f"The model gave logits that are not finite for sample {sample_id}. The weights have probably diverged: lower "
-        "the learning rate or resume from an earlier checkpoint."
+        f"The model gave logits that are not finite for sample {sample_id}. The weights have "
+        "probably diverged: lower the learning rate or resume from an earlier checkpoint."
     )

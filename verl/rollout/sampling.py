@@ -1,9 +1,10 @@
 """How a token is drawn: counter-based noise and one draw, shared by every engine of ours.
 
-The noise of a draw is a hash of (seed, step, sample id, position) and of the token id. It depends neither on the batch
-a sample sits in nor on how many draws came before, so two engines with equal logits draw equal tokens, and a sample
-that was pre-empted goes on as if nothing had happened. The integers behind the noise are the same bits on every
-device; their logarithm is the device's own and may differ in the last place.
+The noise of a draw is a hash of (seed, step, sample id, position) and of the token id. It depends
+neither on the batch a sample sits in nor on how many draws came before, so two engines with equal
+logits draw equal tokens, and a sample that was pre-empted goes on as if nothing had happened. The
+integers behind the noise are the same bits on every device; their logarithm is the device's own and
+may differ in the last place.
 """
 
 import functools
@@ -20,7 +21,8 @@ CHUNK_LOGITS = 1 << 24
 FIRST_CANDIDATES = 128
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLY_1 = 0x85EBCA6B - (1 << 32)  # the constants of MurmurHash3's 32-bit finaliser, as signed int32
+# the constants of MurmurHash3's 32-bit finaliser, as signed int32
+_MULTIPLY_1 = 0x85EBCA6B - (1 << 32)
 _MULTIPLY_2 = 0xC2B2AE35 - (1 << 32)
 _MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
@@ -33,15 +35,16 @@ def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[
 
 
 def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Keys of one draw each, (b, 2) int32, for samples with `keys` (b,) at response positions (b,) counted from 0."""
+    """Keys of one draw each, (b, 2) int32, for samples with `keys` (b,) at response positions (b,)
+    counted from 0."""
     return _splitmix64(keys + positions.astype(np.uint64) * _GOLDEN).view(np.int32).reshape(-1, 2)
 
 
 def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
-    # Two finaliser rounds over column hash ^ key; the second half of the key enters between them, so that rows whose
-    # first halves collide still differ. A shift spreads over an exclusive or, so the first one of the (b, V) integers
-    # is done for each column and each row.
+    # Two finaliser rounds over column hash ^ key; the second half of the key enters between them,
+    # so that rows whose first halves collide still differ. A shift spreads over an exclusive or, so
+    # the first one of the (b, V) integers is done for each column and each row.
     first, second = keys[:, :1].clone(), keys[:, 1:]
     bits = column_hashes(vocabulary, keys.device) ^ _xor_shift_(first, 16, torch.empty_like(first))
     torch.add(second, bits, alpha=_MULTIPLY_1, out=bits)
@@ -53,45 +56,58 @@ def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
 def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """-E with E ~ Exp(1), (b, V) fp32.
 
-    log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform near 1 would round
-    one draw in 2**25 to E = 0, which then wins against any weight.
+    log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform
+    near 1 would round one draw in 2**25 to E = 0, which then wins against any weight.
     """
     integers = noise_integers(keys, vocabulary)
-    uniform = integers.view(torch.float32).copy_(integers)  # in the same memory, which is in the caches
+    # in the same memory, which is in the caches
+    uniform = integers.view(torch.float32).copy_(integers)
     # -(n + 1/2) / 2**31 in one pass: multiplying by a power of two rounds nothing.
     torch.add(_MINUS_HALF_A_STEP, uniform, alpha=-(2.0**-31), out=uniform)
-    # The last integers round to a uniform of 1: without a bound, E would be infinite and even a sole token could lose.
+    # The last integers round to a uniform of 1: without a bound, E would be infinite and even a
+    # sole token could lose.
     return uniform.log1p_().clamp_(min=-22.0)
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The same noise as Gumbel variables, (b, V) fp32: `argmax(logits / temperature + gumbel_noise)` is the draw."""
+    """The same noise as Gumbel variables, (b, V) fp32: `argmax(logits / temperature +
+    gumbel_noise)` is the draw."""
     return negative_exponential_noise(keys, vocabulary).neg_().log_().neg_()
 
 
 def sample(
     logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row: (tokens (b,) int64, log_probs (b,) fp32) from logits (b, V) and row keys (b, 2) int32.
+    """Draw one token a row: (tokens (b,) int64, log_probs (b,) fp32) from logits (b, V) and row
+    keys (b, 2) int32.
 
-    The log-prob is of log_softmax(logits / temperature) over the whole vocabulary in fp32, before top-k, top-p and
-    min-p. Temperature 0 takes the largest logit and needs no keys; its log-prob is that of temperature 1.
+    The log-prob is of log_softmax(logits / temperature) over the whole vocabulary in fp32, before
+    top-k, top-p and min-p. Temperature 0 takes the largest logit and needs no keys; its log-prob is
+    that of temperature 1.
     """
     chunk = max(1, CHUNK_LOGITS // logits.shape[1])
     parts = [
-        _sample_chunk(logits[start : start + chunk], params, None if keys is None else keys[start : start + chunk])
+        _sample_chunk(
+            logits[start : start + chunk],
+            params,
+            None if keys is None else keys[start : start + chunk],
+        )
         for start in range(0, logits.shape[0], chunk)
     ]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat(
+        [log_probs for _, log_probs in parts]
+    )
 
 
 def _sample_chunk(
     logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Every pass over (b, V) counts: at a small model they are a quarter of a decode step on CPU.
-    weights = (logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature).softmax(-1)
+    weights = (
+        logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
+    ).softmax(-1)
     if params.temperature == 0:
         tokens = _argmin(logits.float().neg())
     else:
@@ -99,15 +115,17 @@ def _sample_chunk(
         kept = weights
         if params.is_filtered:
             kept = weights.where(weights >= smallest_kept_weight(weights, params), 0.0)
-        # An exponential race: argmin of E / weight is a draw in proportion to weight, and the Gumbel-max draw, for one
-        # logarithm a token instead of three. The noise is -E, so the most negative ratio wins; weight 0 never does.
+        # An exponential race: argmin of E / weight is a draw in proportion to weight, and the
+        # Gumbel-max draw, for one logarithm a token instead of three. The noise is -E, so the most
+        # negative ratio wins; weight 0 never does.
         noise = negative_exponential_noise(keys, logits.shape[1])
         tokens = _argmin(torch.div(kept, noise, out=noise))
     return tokens, weights.gather(1, tokens[:, None])[:, 0].log_()
 
 
 def _argmin(values: torch.Tensor) -> torch.Tensor:
-    """`argmin` over the last dimension. On CPU numpy's is vectorised, and ten times as fast as torch's."""
+    """`argmin` over the last dimension. On CPU numpy's is vectorised, and ten times as fast as
+    torch's."""
     if values.device.type != "cpu":
         return values.argmin(dim=-1)
     return torch.from_numpy(values.numpy().argmin(axis=-1))
@@ -116,8 +134,9 @@ def _argmin(values: torch.Tensor) -> torch.Tensor:
 def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The weight (b, 1) below which top-k, then top-p, then min-p drop a token of `weights` (b, V).
 
-    top-k keeps the k heaviest; top-p, of what top-k left, the fewest whose share reaches p; min-p what has at least
-    min_p of the heaviest one's weight. Tokens as heavy as the last one kept are kept, so ties never depend on an order.
+    top-k keeps the k heaviest; top-p, of what top-k left, the fewest whose share reaches p; min-p
+    what has at least min_p of the heaviest one's weight. Tokens as heavy as the last one kept are
+    kept, so ties never depend on an order.
     """
     vocabulary = weights.shape[1]
     top_k = params.top_k if 0 < params.top_k < vocabulary else vocabulary
@@ -138,10 +157,11 @@ def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch
 
 
 def _heaviest(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """(b, n) the heaviest of `weights` (b, V) in falling order, enough to sum to `wanted` (b, 1) in every row.
+    """(b, n) the heaviest of `weights` (b, V) in falling order, enough to sum to `wanted` (b, 1) in
+    every row.
 
-    A few hundred tokens carry nearly all the probability of a language model, and sorting a whole vocabulary takes
-    ten times as long as picking them.
+    A few hundred tokens carry nearly all the probability of a language model, and sorting a whole
+    vocabulary takes ten times as long as picking them.
     """
     count = FIRST_CANDIDATES
     while count < weights.shape[1]:
@@ -161,7 +181,8 @@ def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.Tensor:
-    """bits ^= bits >>> count, in place. int32 shifts copy the sign bit, which the mask takes off again."""
+    """bits ^= bits >>> count, in place. int32 shifts copy the sign bit, which the mask takes off
+    again."""
     torch.bitwise_right_shift(bits, count, out=scratch)
     return bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - count)) - 1))
 
@@ -169,5 +190,7 @@ def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.
 @functools.lru_cache(maxsize=8)
 def column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
     """(1, V) int32, one hash a token id, after the first shift of a round."""
-    hashes = torch.from_numpy(_splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy())
+    hashes = torch.from_numpy(
+        _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()
+    )
     return _xor_shift_(hashes, 16, torch.empty_like(hashes))[None].to(device)

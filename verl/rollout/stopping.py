@@ -11,7 +11,8 @@ from verl.utils.errors import ConfigError
 
 
 def end_of_sequence_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that the model's generation config, its config or the tokenizer calls end of sequence, sorted."""
+    """Every id that the model's generation config, its config or the tokenizer calls end of
+    sequence, sorted."""
     ids: set[int] = set()
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
         value = None if source is None else getattr(source, "eos_token_id", None)
@@ -25,8 +26,8 @@ class StopRule:
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int], tokenizer: Any) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError(
-                f"Stop strings {list(params.stop)} need a tokenizer to read the response with, got None. "
-                "Give the engine a tokenizer, or stop_token_ids instead."
+                f"Stop strings {list(params.stop)} need a tokenizer to read the response with, got "
+                "None. Give the engine a tokenizer, or stop_token_ids instead."
             )
         if "" in params.stop:
             raise ConfigError("A stop string must have at least one character, got ''.")
@@ -34,10 +35,13 @@ class StopRule:
         self.token_ids: NDArray[np.int64] = np.array(sorted(ids), np.int64)
         self.strings = params.stop
         self.tokenizer = tokenizer
-        if tokenizer is not None and not all(0 <= token < len(tokenizer) for token in params.stop_token_ids):
+        if tokenizer is not None and not all(
+            0 <= token < len(tokenizer) for token in params.stop_token_ids
+        ):
             raise ConfigError(
                 f"stop_token_ids must be ids of the tokenizer, from 0 to {len(tokenizer) - 1}, got "
-                f"{list(params.stop_token_ids)}. tokenizer.convert_tokens_to_ids gives that of a token."
+                f"{list(params.stop_token_ids)}. tokenizer.convert_tokens_to_ids gives that of a "
+                "token."
             )
         self.longest = max((len(text.encode()) for text in self.strings), default=0)  # in bytes
 
@@ -48,10 +52,11 @@ class StopRule:
         return np.isin(drawn, self.token_ids)
 
     def completes_string(self, token_ids: NDArray[np.int64]) -> bool:
-        """Whether the response `token_ids` (n,) contains a stop string. Asked after every token, so only its end is
-        decoded."""
-        # Most tokens stand for a byte or more; some, as those that only pad a vocabulary, for none. The margins keep
-        # what decoders do to the first token of a text (dropped spaces, broken characters) away from it.
+        """Whether the response `token_ids` (n,) contains a stop string. Asked after every token, so
+        only its end is decoded."""
+        # Most tokens stand for a byte or more; some, as those that only pad a vocabulary, for none.
+        # The margins keep what decoders do to the first token of a text (dropped spaces, broken
+        # characters) away from it.
         window = self.longest + 8
         while True:
             text = self.tokenizer.decode(token_ids[-window:].tolist(), skip_special_tokens=False)

@@ -24,30 +24,36 @@ from verl.weight_sync.fingerprint import Fingerprint, Part, fingerprints, parts_
 
 # Linear layers that transformers' modules apply to one input.
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ALIGNMENT = 256  # bytes; the widest loads of matrix kernels need 16, and memory moves in lines of 128
+# bytes; the widest loads of matrix kernels need 16, and memory moves in lines of 128
+_ALIGNMENT = 256
 
 ROLLOUT_DTYPES = {**DTYPES, "half": torch.float16}
 
 
 def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device) -> torch.dtype:
-    """The dtype that `rollout.dtype` names; None is bfloat16 on CUDA and the trainer's own dtype on CPU."""
+    """The dtype that `rollout.dtype` names; None is bfloat16 on CUDA and the trainer's own dtype on
+    CPU."""
     if name is None:
         return torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype
     if name not in ROLLOUT_DTYPES:
-        raise ConfigError(f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(ROLLOUT_DTYPES)}.")
+        raise ConfigError(
+            f"Unknown actor_rollout_ref.rollout.dtype '{name}'. Known: {', '.join(ROLLOUT_DTYPES)}."
+        )
     return ROLLOUT_DTYPES[name]
 
 
 class ModelTwin:
     """`module` computes what the trainer's model computes, with its own attention, in eval mode.
 
-    It is built on meta, so nothing that the trainer hangs on its module (adapters, checkpointing, compile, hooks, train
-    mode) reaches it. On CPU a parameter whose dtype agrees is the trainer's own: an optimizer step is seen at once and
-    nothing is copied. Every other parameter, a weight that LoRA has adapters for among them, is a copy at an address of
-    its own, which on CUDA outlives `release` and `restore`; there the weights that several linear layers apply to one
+    It is built on meta, so nothing that the trainer hangs on its module (adapters, checkpointing,
+    compile, hooks, train mode) reaches it. On CPU a parameter whose dtype agrees is the trainer's
+    own: an optimizer step is seen at once and nothing is copied. Every other parameter, a weight
+    that LoRA has adapters for among them, is a copy at an address of its own, which on CUDA
+    outlives `release` and `restore`; there the weights that several linear layers apply to one
     input lie behind one another (see `stacked`).
 
-    Of a parameter named in `cuts` the twin has what that function makes of the whole, always as a copy.
+    Of a parameter named in `cuts` the twin has what that function makes of the whole, always as a
+    copy.
     """
 
     def __init__(
@@ -65,7 +71,10 @@ class ModelTwin:
         self._source = model
         self._parameters = dict(plain_parameters(model))
         self._merged = {f"{name}.weight" for name in adapted_layers(model)}
-        self._shapes = {name: self._cut(name, _like(parameter)).shape for name, parameter in self._parameters.items()}
+        self._shapes = {
+            name: self._cut(name, _like(parameter)).shape
+            for name, parameter in self._parameters.items()
+        }
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
         self._held: dict[str, nn.Parameter] = {}
@@ -77,7 +86,8 @@ class ModelTwin:
             self._offsets, num_bytes = self._lay_out()
             self._memory = ReservedMemory(num_bytes, device)
             self._memory.grow(num_bytes)
-        self.ready = True  # False while some weight is missing: after `release`, or a hand-over that failed
+        # False while some weight is missing: after `release`, or a hand-over that failed
+        self.ready = True
         for name, parameter in self._parameters.items():
             if self._can_alias(name) and name not in self._merged:
                 self._alias(name)
@@ -89,7 +99,8 @@ class ModelTwin:
 
     @property
     def version(self) -> object:
-        """Differs whenever the weights do: the number of updates, and what autograd counts of changes in place."""
+        """Differs whenever the weights do: the number of updates, and what autograd counts of
+        changes in place."""
         return self._num_updates, sum(self._parameters[name]._version for name in self._aliased)
 
     @property
@@ -99,8 +110,8 @@ class ModelTwin:
 
     @torch.no_grad()
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of another shape; the
-        weights count as incomplete then, until an update succeeds."""
+        """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of
+        another shape; the weights count as incomplete then, until an update succeeds."""
         self.ready = False
         self._num_updates += 1
         missing = set(self._parameters)
@@ -115,8 +126,8 @@ class ModelTwin:
             expected = self._parameters[name].shape
             if tensor.shape != expected:
                 raise RolloutError(
-                    f"update_weights got '{given}' of shape {tuple(tensor.shape)}, the model has {tuple(expected)}. "
-                    "Hand over whole parameters, gathered from all shards."
+                    f"update_weights got '{given}' of shape {tuple(tensor.shape)}, the model has "
+                    f"{tuple(expected)}. Hand over whole parameters, gathered from all shards."
                 )
             self._take(name, tensor)
             del tensor  # or it would live while the next one is made
@@ -124,17 +135,19 @@ class ModelTwin:
         if missing:
             shown = ", ".join(sorted(missing)[:5])
             raise RolloutError(
-                f"update_weights must give all {len(self._parameters)} parameters, {len(missing)} are missing: {shown}"
-                f"{' ...' if len(missing) > 5 else ''}."
+                f"update_weights must give all {len(self._parameters)} parameters, {len(missing)} "
+                f"are missing: {shown}{' ...' if len(missing) > 5 else ''}."
             )
         self.ready = True
 
     def place(self, name: str) -> torch.Tensor | None:
-        """Where a whole new value may be written before `update` is given it; None: `update` has to see it first."""
+        """Where a whole new value may be written before `update` is given it; None: `update` has to
+        see it first."""
         return None if name in self._aliased or name in self._cuts else self._held.get(name)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Of every parameter as it stands here; of one that is cut, the part's share of the whole one's."""
+        """Of every parameter as it stands here; of one that is cut, the part's share of the whole
+        one's."""
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         parts: list[Part] = []
@@ -151,10 +164,13 @@ class ModelTwin:
         sums = Counter[str]()
         for name, value in zip(names, fingerprints(tensors, parts).tolist()):
             sums[name] += value
-        return {name: Fingerprint(value, is_part=name in self._cuts) for name, value in sums.items()}
+        return {
+            name: Fingerprint(value, is_part=name in self._cuts) for name, value in sums.items()
+        }
 
     def release(self) -> None:
-        """Give the memory of copies on CUDA back. Their addresses stay, and nothing may read them until `restore`."""
+        """Give the memory of copies on CUDA back. Their addresses stay, and nothing may read them
+        until `restore`."""
         if self._memory is not None:
             self._memory.release()
             self.ready = False
@@ -165,7 +181,8 @@ class ModelTwin:
             self._memory.grow(self._memory.num_bytes)
 
     def stacked(self, linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight (sum of N, K) and bias (sum of N,) of linear layers with one input: one matrix over their memory."""
+        """Weight (sum of N, K) and bias (sum of N,) of linear layers with one input: one matrix
+        over their memory."""
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(linears))
@@ -174,10 +191,14 @@ class ModelTwin:
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         first, rows = parts[0], 0
         for part in parts:
-            assert part.data_ptr() == first.data_ptr() + rows * first.stride(0) * first.itemsize, "not stacked"
+            assert part.data_ptr() == first.data_ptr() + rows * first.stride(0) * first.itemsize, (
+                "not stacked"
+            )
             rows += part.shape[0]
         assert self._memory is not None
-        offset = next(self._offsets[name] for name in self._parameters if self._placed(name) is first)
+        offset = next(
+            self._offsets[name] for name in self._parameters if self._placed(name) is first
+        )
         return self._memory.tensor(offset, (rows, *first.shape[1:]), first.dtype)
 
     def _lay_out(self) -> tuple[dict[str, int], int]:
@@ -199,7 +220,8 @@ class ModelTwin:
             self._alias(name)
             return
         if name in self._aliased:
-            # Other memory than the trainer's: writing through the alias would change the trainer's weights.
+            # Other memory than the trainer's: writing through the alias would change the trainer's
+            # weights.
             self._aliased.discard(name)
             self._place(name, self._new_copy(name))
         self._placed(name).copy_(self._cut(name, tensor))
@@ -215,7 +237,11 @@ class ModelTwin:
 
     def _can_alias(self, name: str) -> bool:
         parameter = self._parameters[name]
-        if self.device.type != "cpu" or parameter.device != self.device or isinstance(parameter, DTensor):
+        if (
+            self.device.type != "cpu"
+            or parameter.device != self.device
+            or isinstance(parameter, DTensor)
+        ):
             return False
         return parameter.dtype == self._dtype_of(parameter) and name not in self._cuts
 
@@ -242,7 +268,11 @@ class ModelTwin:
         return self._held[name]  # asking the module takes as long as a small copy
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
-        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        parameter = (
+            tensor
+            if isinstance(tensor, nn.Parameter)
+            else nn.Parameter(tensor, requires_grad=False)
+        )
         for place in self._places[name]:
             owner, _, attribute = place.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, parameter)
@@ -251,7 +281,8 @@ class ModelTwin:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """Autograd counts what changes a tensor in place, but not what fused kernels of optimizers do."""
+    """Autograd counts what changes a tensor in place, but not what fused kernels of optimizers
+    do."""
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -299,7 +330,8 @@ def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device) -> None:
-    """Give the twin the model's buffers, and the tensors that stand on modules as plain attributes."""
+    """Give the twin the model's buffers, and the tensors that stand on modules as plain
+    attributes."""
     for name, original in plain_modules(model):
         mine = twin.get_submodule(name)
         for key, buffer in original._buffers.items():
@@ -308,5 +340,7 @@ def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device
         for key, value in vars(mine).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 setattr(mine, key, getattr(original, key).to(device))
-    stranded = [name for name, tensor in (*twin.named_parameters(), *twin.named_buffers()) if tensor.is_meta]
+    stranded = [
+        name for name, tensor in (*twin.named_parameters(), *twin.named_buffers()) if tensor.is_meta
+    ]
     assert not stranded, f"tensors left on meta: {stranded}"

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Log-probs are always of log_softmax(logits / temperature) over the whole vocabulary,
-    before top-k, top-p and min-p; with temperature 0 (greedy) they are those of temperature 1.
+    """How tokens are drawn. Log-probs are always of log_softmax(logits / temperature) over the
+    whole vocabulary, before top-k, top-p and min-p; with temperature 0 (greedy) they are those of
+    temperature 1.
     """
 
     max_new_tokens: int
@@ -26,9 +27,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and the samples wanted from it. `sample_ids` are unique within one `generate` call and, with the
-    seed and the step, fix the noise of every sample. `limits` are the most tokens that each sample may draw, where that
-    is less than `SamplingParams.max_new_tokens`."""
+    """One prompt and the samples wanted from it. `sample_ids` are unique within one `generate` call
+    and, with the seed and the step, fix the noise of every sample. `limits` are the most tokens
+    that each sample may draw, where that is less than `SamplingParams.max_new_tokens`."""
 
     prompt_ids: tuple[int, ...]
     sample_ids: tuple[int, ...]
@@ -37,7 +38,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample: R token ids (the end-of-sequence token included) and their R log-probs."""
+    """One finished sample: R token ids (the end-of-sequence token included) and their R
+    log-probs."""
 
     sample_id: int
     token_ids: list[int]

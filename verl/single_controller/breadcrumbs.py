@@ -13,13 +13,15 @@ _SIZE = 512  # bytes of a note; a longer text is cut
 
 
 class _Notes:
-    """The file that this process writes its notes to: mapped, so that they outlive it and cost no system call."""
+    """The file that this process writes its notes to: mapped, so that they outlive it and cost no
+    system call."""
 
     file: mmap.mmap | None = None
 
 
 def breadcrumb(text: str) -> None:
-    """Note what this rank is about to do. Only the last note is kept; the driver shows it if the rank dies or hangs.
+    """Note what this rank is about to do. Only the last note is kept; the driver shows it if the
+    rank dies or hangs.
 
     Costs about a microsecond. A process alone keeps none.
     """
@@ -39,8 +41,11 @@ def keep_breadcrumbs(folder: Path, rank: int) -> None:
 
 
 def read_breadcrumbs(folder: Path) -> dict[int, str]:
-    """The last note of every rank that keeps its notes in `folder` of this machine, dead or alive."""
-    notes = {int(path.name.removeprefix("rank-")): path.read_bytes() for path in folder.glob("rank-*")}
+    """The last note of every rank that keeps its notes in `folder` of this machine, dead or
+    alive."""
+    notes = {
+        int(path.name.removeprefix("rank-")): path.read_bytes() for path in folder.glob("rank-*")
+    }
     return {rank: note.rstrip(b"\0").decode(errors="ignore") for rank, note in notes.items()}
 
 
@@ -54,8 +59,15 @@ def format_stacks() -> str:
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident() and not names.get(ident, "").startswith("verl-watch"):
             calls, place = traceback.extract_stack(frame), elsewhere
-            ours = [number for number, call in enumerate(calls) if call.filename == _WHERE_METHODS_ARE_CALLED]
+            ours = [
+                number
+                for number, call in enumerate(calls)
+                if call.filename == _WHERE_METHODS_ARE_CALLED
+            ]
             if ours:
                 calls, place = calls[ours[-1] + 1 :], in_methods
-            place.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_list(calls)).rstrip()}")
+            place.append(
+                "thread "
+                f"{names.get(ident, ident)}:\n{''.join(traceback.format_list(calls)).rstrip()}"
+            )
     return "\n".join([f"pid {os.getpid()}", *(in_methods or elsewhere)])

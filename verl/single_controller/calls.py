@@ -1,4 +1,5 @@
-"""A call that runs on several ranks: waiting for it, and what is told when a rank raises, dies or is late."""
+"""A call that runs on several ranks: waiting for it, and what is told when a rank raises, dies or
+is late."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +11,11 @@ from verl.single_controller.host import OnTold, Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
 from verl.utils.timeline import note_span
 
-# After one rank has raised: how long the others have to end too. What still runs then waits for a collective that the
-# first one will never reach.
+# After one rank has raised: how long the others have to end too. What still runs then waits for a
+# collective that the first one will never reach.
 GRACE_S = 5.0
-# A healthy process answers from a thread of its own in milliseconds; one that starts up or swaps may take longer.
+# A healthy process answers from a thread of its own in milliseconds; one that starts up or swaps
+# may take longer.
 ANSWER_S = 3.0
 
 
@@ -25,28 +27,37 @@ class Lost:
 
 
 class Ranks(Protocol):
-    """The processes of a backend that carry the workers of one or several roles, numbered from 0."""
+    """The processes of a backend that carry the workers of one or several roles, numbered from
+    0."""
 
     size: int
     hands_on_unfinished: bool  # whether `hand_on` takes replies to calls that are still running
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
+        self,
+        role: str,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        blocking: bool = True,
+        on_told: OnTold = None,
     ) -> dict[int, Any]:
-        """Start a method on some ranks; gives what `wait` and `values` take. Calls on a rank run in their order.
+        """Start a method on some ranks; gives what `wait` and `values` take. Calls on a rank run in
+        their order.
 
-        `blocking`: the caller waits at once, so that what is in its own process may run before this returns.
+        `blocking`: the caller waits at once, so that what is in its own process may run before this
+            returns.
         `on_told`: takes what methods `tell`, in threads that nothing may hold up.
         """
         ...
 
     def hand_on(self, replies: Sequence[Any], receiver: "Ranks") -> list[Any] | None:
-        """What stands for the values of replies among the arguments of calls on `receiver`, so that they need not be
-        read by the driver; None where they must be."""
+        """What stands for the values of replies among the arguments of calls on `receiver`, so that
+        they need not be read by the driver; None where they must be."""
         ...
 
     def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        """How calls ended that have ended, None meaning well. Returns when all have, or one badly, or in time."""
+        """How calls ended that have ended, None meaning well. Returns when all have, or one badly,
+        or in time."""
         ...
 
     def values(self, replies: Sequence[Any]) -> list[Any]:
@@ -58,7 +69,8 @@ class Ranks(Protocol):
         ...
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Where the threads are, of all ranks that answer in time, whatever their main thread is at."""
+        """Where the threads are, of all ranks that answer in time, whatever their main thread is
+        at."""
         ...
 
     def breadcrumbs(self) -> dict[int, str]:
@@ -71,7 +83,8 @@ class Ranks(Protocol):
 
 
 class GroupFuture:
-    """The answer of a group, some time. `result()` waits for it, at most until the deadline of the call."""
+    """The answer of a group, some time. `result()` waits for it, at most until the deadline of the
+    call."""
 
     def __init__(
         self,
@@ -98,8 +111,9 @@ class GroupFuture:
     def result(self) -> Any:
         """The collected answer.
 
-        Raises WorkerError if a rank raised, WorkerLostError if one died, DeadlineError if one is late. Unless every
-        rank has come back from the call, all processes of the group are ended before.
+        Raises WorkerError if a rank raised, WorkerLostError if one died, DeadlineError if one is
+        late. Unless every rank has come back from the call, all processes of the group are ended
+        before.
         """
         if self._replies and self._error is None:
             try:
@@ -117,8 +131,8 @@ class GroupFuture:
     get = result
 
     def handed_on(self, receiver: Ranks) -> tuple[list[Any], Any] | None:
-        """For each share what stands for its answer in a call on `receiver`, and what undoes the dealing of the rows;
-        None where the answer must be read and dealt again."""
+        """For each share what stands for its answer in a call on `receiver`, and what undoes the
+        dealing of the rows; None where the answer must be read and dealt again."""
         if self._dealt is None or not self._replies or self._error is not None:
             return None
         if not self.ranks.hands_on_unfinished:
@@ -132,8 +146,8 @@ class GroupFuture:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"The future of {self.label} cannot leave the driver's process. Give its result(), or register the method "
-            "that takes it with materialize_futures=True."
+            f"The future of {self.label} cannot leave the driver's process. Give its result(), or "
+            "register the method that takes it with materialize_futures=True."
         )
 
     def _wait(self) -> None:
@@ -144,13 +158,25 @@ class GroupFuture:
         raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
         late = [rank for rank in self._replies if rank not in ended]
         if raised:
-            self._fail(WorkerError, self._told_raised(raised), late or lost, next(iter(raised.values())).error)
+            self._fail(
+                WorkerError,
+                self._told_raised(raised),
+                late or lost,
+                next(iter(raised.values())).error,
+            )
         if lost:
-            told = [f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}" for rank, end in lost.items()]
+            told = [
+                f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}"
+                for rank, end in lost.items()
+            ]
             self._fail(WorkerLostError, f"{self.label}: " + "; ".join(told), lost)
         if late:
             told = ", ".join(f"{rank} ({self.ranks.describe(rank)})" for rank in late)
-            self._fail(DeadlineError, f"{self.label} not done within {self._deadline_s:g} s by rank {told}", late)
+            self._fail(
+                DeadlineError,
+                f"{self.label} not done within {self._deadline_s:g} s by rank {told}",
+                late,
+            )
 
     def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
         """Most often they raise as well, or are done; if not, they never will be."""
@@ -170,11 +196,17 @@ class GroupFuture:
         parts = []
         for summary, numbers in by_summary.items():
             where = f"rank {', '.join(map(str, numbers))} ({self.ranks.describe(numbers[0])})"
-            parts.append(f"{self.label} raised on {where}: {summary}\n{raised[numbers[0]].traceback.rstrip()}")
+            parts.append(
+                f"{self.label} raised on {where}: "
+                f"{summary}\n{raised[numbers[0]].traceback.rstrip()}"
+            )
         return "\n".join(parts)
 
-    def _fail(self, kind: type[Exception], headline: str, broken: Any, cause: BaseException | None = None) -> None:
-        """Raise `kind`; where ranks are `broken` (dead or stuck), with all that can be known, and after ending all."""
+    def _fail(
+        self, kind: type[Exception], headline: str, broken: Any, cause: BaseException | None = None
+    ) -> None:
+        """Raise `kind`; where ranks are `broken` (dead or stuck), with all that can be known, and
+        after ending all."""
         if broken:
             stacks = self.ranks.stacks(ANSWER_S)
             headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
@@ -185,7 +217,12 @@ class GroupFuture:
 def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:
     notes = ranks.breadcrumbs()
     silent = [rank for rank in range(ranks.size) if rank not in stacks]
-    lines = [f"Rank {rank} does not answer; last breadcrumb: {notes.get(rank, 'none')}" for rank in silent]
+    lines = [
+        f"Rank {rank} does not answer; last breadcrumb: {notes.get(rank, 'none')}"
+        for rank in silent
+    ]
     for rank, text in sorted(stacks.items()):
-        lines.append(f"Rank {rank} answers; last breadcrumb: {notes.get(rank, 'none')}; its stacks: {text}")
+        lines.append(
+            f"Rank {rank} answers; last breadcrumb: {notes.get(rank, 'none')}; its stacks: {text}"
+        )
     return [*lines, "All processes of the group have been ended."]

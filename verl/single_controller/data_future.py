@@ -1,4 +1,5 @@
-"""Batches that workers have not given yet, in the form of verl 0.5; a call that does not block gives a GroupFuture."""
+"""Batches that workers have not given yet, in the form of verl 0.5; a call that does not block
+gives a GroupFuture."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ from verl.utils.imports import require
 
 @dataclass(eq=False)
 class DataProtoFuture:
-    """A DataProto some time: `collect_fn` joins what `futures` give, `dispatch_fn` takes a part of that.
+    """A DataProto some time: `collect_fn` joins what `futures` give, `dispatch_fn` takes a part of
+    that.
 
-    As the argument of a call on a group it is read where the method materialises futures. `futures` are Ray's object
-    references, and what other calls gave without blocking.
+    As the argument of a call on a group it is read where the method materialises futures. `futures`
+    are Ray's object references, and what other calls gave without blocking.
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
@@ -30,15 +32,22 @@ class DataProtoFuture:
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
         """`chunks` futures of the parts that `DataProto.chunk` will cut."""
         return [
-            DataProtoFuture(self.collect_fn, self.futures, functools.partial(self._part, chunks, number))
+            DataProtoFuture(
+                self.collect_fn, self.futures, functools.partial(self._part, chunks, number)
+            )
             for number in range(chunks)
         ]
 
     def get(self) -> DataProto:
         """Wait for the batch. ValueError where a future gives anything but a DataProto."""
         pieces = [_value(future) for future in self.futures]
-        if strange := {type(piece).__name__ for piece in pieces if not isinstance(piece, DataProto)}:
-            raise ValueError(f"The futures of a DataProtoFuture must give a DataProto each, got {sorted(strange)}.")
+        if strange := {
+            type(piece).__name__ for piece in pieces if not isinstance(piece, DataProto)
+        }:
+            raise ValueError(
+                "The futures of a DataProtoFuture must give a DataProto each, got "
+                f"{sorted(strange)}."
+            )
         batch = self.collect_fn(pieces)
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 

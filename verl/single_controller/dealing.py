@@ -1,4 +1,5 @@
-"""Which rows of a batch go to which rank: as many tokens to each, decided from the lengths alone."""
+"""Which rows of a batch go to which rank: as many tokens to each, decided from the lengths
+alone."""
 
 import heapq
 import itertools
@@ -17,7 +18,8 @@ Rows = list[list[int]]  # of each share, in the order in which it gets them
 
 @dataclass(frozen=True)
 class Dealt:
-    """A batch with the rows of each share, where the caller knows better than the dispatch mode how to deal them.
+    """A batch with the rows of each share, where the caller knows better than the dispatch mode how
+    to deal them.
 
     Every row must stand in exactly one share.
     """
@@ -27,14 +29,19 @@ class Dealt:
 
     def __post_init__(self) -> None:
         if sorted(itertools.chain(*self.rows)) != list(range(len(self.batch))):
-            raise ValueError(f"Each of the {len(self.batch)} rows must be dealt exactly once, got {self.rows}.")
+            raise ValueError(
+                f"Each of the {len(self.batch)} rows must be dealt exactly once, got {self.rows}."
+            )
 
 
-def balanced(lengths: Sequence[int], num_shares: int, groups: Sequence[object] | None = None) -> Rows:
-    """Shares of nearly equal tokens, of any number of rows (Karmarkar and Karp 1982); rows of a share ascend.
+def balanced(
+    lengths: Sequence[int], num_shares: int, groups: Sequence[object] | None = None
+) -> Rows:
+    """Shares of nearly equal tokens, of any number of rows (Karmarkar and Karp 1982); rows of a
+    share ascend.
 
-    Rows of one of `groups` stay together where there are several groups to a share, so that what they have in common
-    is computed once. No share is empty while there are as many rows as shares.
+    Rows of one of `groups` stay together where there are several groups to a share, so that what
+    they have in common is computed once. No share is empty while there are as many rows as shares.
     """
     units: Rows = [[row] for row in range(len(lengths))]
     if groups is not None:
@@ -43,17 +50,24 @@ def balanced(lengths: Sequence[int], num_shares: int, groups: Sequence[object] |
             together.setdefault(group, []).append(row)
         if len(together) >= 2 * num_shares:
             units = list(together.values())
-    # At least one each: a part without weight would be merged away, and its rank would wait for the others.
+    # At least one each: a part without weight would be merged away, and its rank would wait for the
+    # others.
     tokens = [max(sum(lengths[row] for row in unit), 1) for unit in units]
-    return [sorted(row for unit in part for row in units[unit]) for part in largest_differencing(tokens, num_shares)]
+    return [
+        sorted(row for unit in part for row in units[unit])
+        for part in largest_differencing(tokens, num_shares)
+    ]
 
 
 def largest_differencing(weights: Sequence[int], num_parts: int) -> Rows:
-    """Positive `weights` in `num_parts` parts of nearly equal sums: the two partitions that differ most within are
-    merged, largest part with smallest, until one is left. O(n log n) merges of `num_parts` parts."""
-    count = itertools.count()  # breaks ties, so that parts are never compared and every run deals alike
+    """Positive `weights` in `num_parts` parts of nearly equal sums: the two partitions that differ
+    most within are merged, largest part with smallest, until one is left. O(n log n) merges of
+    `num_parts` parts."""
+    # breaks ties, so that parts are never compared and every run deals alike
+    count = itertools.count()
     heap = [
-        (-weight, next(count), [(weight, [item])] + [(0, [])] * (num_parts - 1)) for item, weight in enumerate(weights)
+        (-weight, next(count), [(weight, [item])] + [(0, [])] * (num_parts - 1))
+        for item, weight in enumerate(weights)
     ]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -66,17 +80,24 @@ def largest_differencing(weights: Sequence[int], num_parts: int) -> Rows:
 
 
 def in_windows(lengths: Sequence[int], num_shares: int, unit_rows: int = 1) -> Rows:
-    """One unit of each window of `num_shares` units to each share, the longest to the share that has the fewest tokens.
+    """One unit of each window of `num_shares` units to each share, the longest to the share that
+    has the fewest tokens.
 
-    A mini-batch of whole windows is then the same set of rows whether one rank slices it or each slices its share.
+    A mini-batch of whole windows is then the same set of rows whether one rank slices it or each
+    slices its share.
     `unit_rows`: how many rows in sequence stay together, all samples of a prompt, say.
     """
     shares: Rows = [[] for _ in range(num_shares)]
     tokens = [0] * num_shares
-    units = [list(range(len(lengths)))[start : start + unit_rows] for start in range(0, len(lengths), unit_rows)]
+    units = [
+        list(range(len(lengths)))[start : start + unit_rows]
+        for start in range(0, len(lengths), unit_rows)
+    ]
     sizes = [sum(lengths[row] for row in unit) for unit in units]
     for start in range(0, len(units), num_shares):
-        window = sorted(range(start, min(start + num_shares, len(units))), key=lambda unit: (-sizes[unit], unit))
+        window = sorted(
+            range(start, min(start + num_shares, len(units))), key=lambda unit: (-sizes[unit], unit)
+        )
         emptiest = sorted(range(num_shares), key=lambda share: (tokens[share], share))
         for unit, share in zip(window, emptiest):
             shares[share] += units[unit]
@@ -97,8 +118,11 @@ def token_counts(batch: DataProto) -> list[int] | None:
 
 
 def with_masked_rows(batch: DataProto, count: int) -> DataProto:
-    """`count` rows more, copies of the first ones whose `response_mask` is 0: they count in no loss and no metric."""
+    """`count` rows more, copies of the first ones whose `response_mask` is 0: they count in no loss
+    and no metric."""
     rows = len(batch)
     padded = batch.select_idxs(np.arange(rows + count) % rows)
-    padded.batch[MASK] = torch.cat([padded.batch[MASK][:rows], torch.zeros_like(padded.batch[MASK][rows:])])
+    padded.batch[MASK] = torch.cat(
+        [padded.batch[MASK][:rows], torch.zeros_like(padded.batch[MASK][rows:])]
+    )
     return padded

@@ -1,7 +1,8 @@
 """How one call on a group becomes one call on each rank, and how the answers come together.
 
-A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` gives each share its arguments,
-`collect(outputs, undo)` joins what they returned. The table is open: `register_dispatch_mode` adds a pair.
+A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` gives each share its
+arguments, `collect(outputs, undo)` joins what they returned. The table is open:
+`register_dispatch_mode` adds a pair.
 """
 
 import functools
@@ -38,7 +39,8 @@ Collect = Callable[[list[Any], Any], Any]
 
 
 class Dispatch:
-    """The modes known from the start; `register_dispatch_mode("my_mode", ...)` adds `Dispatch.MY_MODE`."""
+    """The modes known from the start; `register_dispatch_mode("my_mode", ...)` adds
+    `Dispatch.MY_MODE`."""
 
     RANK_ZERO = "rank_zero"
     ONE_TO_ALL = "one_to_all"
@@ -69,11 +71,13 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A split/collect pair. `split` gives one (args, kwargs) per share, and what `collect` needs to undo it.
+    """A split/collect pair. `split` gives one (args, kwargs) per share, and what `collect` needs to
+    undo it.
 
-    `shares`: the ranks that have the same number of them (`Worker.shares`) get the same share, and the first of them
-    answers for all. None: every rank is a share of its own.
-    `takes_any_deal`: whether batches may be dealt in any way, also as the answers of an earlier call already are.
+    `shares`: the ranks that have the same number of them (`Worker.shares`) get the same share, and
+    the first of them answers for all. None: every rank is a share of its own.
+    `takes_any_deal`: whether batches may be dealt in any way, also as the answers of an earlier
+        call already are.
     """
 
     split: Split
@@ -82,27 +86,36 @@ class DispatchMode:
     takes_any_deal: bool = False
 
 
-def each_argument(change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def each_argument(
+    change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments:
     """What `change` makes of every argument."""
     return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
 
-def same_for_all(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
+def same_for_all(
+    num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Arguments], None]:
     return [(args, kwargs)] * num_shares, None
 
 
-def one_entry_each(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], None]:
+def one_entry_each(
+    num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Arguments], None]:
     """Every argument is a list with one entry per rank."""
     for value in (*args, *kwargs.values()):
         if not isinstance(value, Sequence) or len(value) != num_shares:
             fact = len(value) if isinstance(value, Sequence) else type(value).__name__
             raise ValueError(f"Expected one entry per rank ({num_shares}), got {fact}.")
-    return [each_argument(operator.itemgetter(rank), args, kwargs) for rank in range(num_shares)], None
+    return [
+        each_argument(operator.itemgetter(rank), args, kwargs) for rank in range(num_shares)
+    ], None
 
 
 @dataclass(frozen=True)
 class Order:
-    """Where the rows of a batch went. Rows from `rows_of_caller` on were added so that every share has some."""
+    """Where the rows of a batch went. Rows from `rows_of_caller` on were added so that every share
+    has some."""
 
     shares: Rows
     rows_of_caller: int
@@ -136,9 +149,14 @@ def _split_batches(
     if len(sizes := {len(_undealt(value)) for value in given}) > 1:
         raise ValueError(f"All batches of one call must have as many rows, got {sorted(sizes)}.")
     orders = [value.rows for value in given if isinstance(value, Dealt)]
-    batches = {id(value): _undealt(value) if orders else pad(_undealt(value), num_shares) for value in given}
+    batches = {
+        id(value): _undealt(value) if orders else pad(_undealt(value), num_shares)
+        for value in given
+    }
     if orders and (len(orders[0]) != num_shares or any(order != orders[0] for order in orders)):
-        raise ValueError(f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}.")
+        raise ValueError(
+            f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}."
+        )
     rows = orders[0] if orders else deal(batches[id(given[0])], num_shares)
     chunks = {key: [_rows(batch, share) for share in rows] for key, batch in batches.items()}
     return shares_of_each(args, kwargs, chunks), Order(rows, sizes.pop())
@@ -147,13 +165,17 @@ def _split_batches(
 def shares_of_each(
     args: tuple[Any, ...], kwargs: dict[str, Any], split: Mapping[int, Sequence[Any]]
 ) -> list[Arguments]:
-    """The arguments of every share; `split` has the shares of some values by their `id`, the others go to all."""
+    """The arguments of every share; `split` has the shares of some values by their `id`, the others
+    go to all."""
     num_shares = len(next(iter(split.values())))
 
     def of_share(share: int, value: Any) -> Any:
         return split[id(value)][share] if id(value) in split else value
 
-    return [each_argument(functools.partial(of_share, share), args, kwargs) for share in range(num_shares)]
+    return [
+        each_argument(functools.partial(of_share, share), args, kwargs)
+        for share in range(num_shares)
+    ]
 
 
 def _undealt(value: Any) -> Any:
@@ -169,18 +191,23 @@ def _rows(batch: DataProto, rows: list[int]) -> DataProto:
 
 def _repeated(batch: DataProto, num_shares: int) -> DataProto:
     """At least one row for each share: a rank without any would miss in the others' collectives."""
-    return batch if len(batch) >= num_shares else batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
+    return (
+        batch
+        if len(batch) >= num_shares
+        else batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
+    )
 
 
 def _masked(batch: DataProto, num_shares: int) -> DataProto:
-    """As many rows for each share. What is added must not count, so a batch without a mask is dealt unevenly."""
+    """As many rows for each share. What is added must not count, so a batch without a mask is dealt
+    unevenly."""
     missing = -_at_least_one(batch) % num_shares
     if batch.batch is not None and MASK in batch.batch.keys():
         return with_masked_rows(batch, missing) if missing else batch
     if len(batch) < num_shares:
         raise ValueError(
-            f"A batch without '{MASK}' needs at least one row for each of {num_shares} shares, got {len(batch)}: "
-            "copies of rows would count."
+            f"A batch without '{MASK}' needs at least one row for each of {num_shares} shares, got "
+            f"{len(batch)}: copies of rows would count."
         )
     return batch
 
@@ -192,7 +219,8 @@ def _at_least_one(batch: DataProto) -> int:
 
 
 def _join_protos(outputs: list[Any], order: Order | None) -> Any:
-    """One batch of all answers in the caller's order; a row may have several answers (n samples of a prompt)."""
+    """One batch of all answers in the caller's order; a row may have several answers (n samples of
+    a prompt)."""
     if order is None:
         return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
     joined = DataProto.concat(outputs)
@@ -202,8 +230,9 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
     answers = len(joined) // len(rows)
     if [len(output) for output in outputs] != [len(share) * answers for share in order.shares]:
         raise ValueError(
-            "Answers come back in the order of the rows, so there must be equally many to each; got "
-            f"{[len(output) for output in outputs]} to {[len(share) for share in order.shares]} rows."
+            "Answers come back in the order of the rows, so there must be equally many to each; "
+            f"got {[len(output) for output in outputs]} to "
+            f"{[len(share) for share in order.shares]} rows."
         )
     place = np.argsort(rows)[: order.rows_of_caller]
     return joined.select_idxs((place[:, None] * answers + np.arange(answers)).reshape(-1))
@@ -226,9 +255,13 @@ _MODES: dict[str, DispatchMode] = {
     Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
     Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, shares=DATA),
     Dispatch.DP_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, DATA, takes_any_deal=True),
-    Dispatch.ROLLOUT_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, ROLLOUT, takes_any_deal=True),
+    Dispatch.ROLLOUT_COMPUTE_PROTO: DispatchMode(
+        _split_protos, _join_protos, ROLLOUT, takes_any_deal=True
+    ),
     # The function is the first argument and no batch, so that it goes to all.
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(_split_protos, _join_protos, DATA, takes_any_deal=True),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
+        _split_protos, _join_protos, DATA, takes_any_deal=True
+    ),
     # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
     Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, shares=DATA),
 }
@@ -237,7 +270,10 @@ _MODES: dict[str, DispatchMode] = {
 def add_dispatch_mode(name: str, mode: DispatchMode) -> None:
     """Add a split/collect pair under a new name, also as `Dispatch.NAME`."""
     if name in _MODES:
-        raise ConfigError(f"Dispatch mode '{name}' exists already; give yours another name, or update_dispatch_mode.")
+        raise ConfigError(
+            f"Dispatch mode '{name}' exists already; give yours another name, or "
+            "update_dispatch_mode."
+        )
     _MODES[name] = mode
     setattr(Dispatch, name.upper(), name)
 
@@ -247,26 +283,33 @@ def register_dispatch_mode(
 ) -> None:
     """Add a pair written as verl's are, under a new name; also as `Dispatch.NAME`.
 
-    `dispatch_fn(worker_group, *args, **kwargs)` gives (args, kwargs), each value a list of one entry a rank;
-    `collect_fn(worker_group, outputs)` gives the answer. Of the group they see `world_size`.
+    `dispatch_fn(worker_group, *args, **kwargs)` gives (args, kwargs), each value a list of one
+    entry a rank; `collect_fn(worker_group, outputs)` gives the answer. Of the group they see
+    `world_size`.
     """
     add_dispatch_mode(dispatch_mode_name, _of_functions(dispatch_fn, collect_fn))
 
 
-def update_dispatch_mode(dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> None:
+def update_dispatch_mode(
+    dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> None:
     """Replace the pair of a known mode, in groups that are made from now on."""
     known = find_dispatch_mode(dispatch_mode)
     _MODES[dispatch_mode] = _of_functions(dispatch_fn, collect_fn, known.shares)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., Any]]:
-    """The pair of a mode in verl's form: {"dispatch_fn": ..., "collect_fn": ...}; see `register_dispatch_mode`.
+    """The pair of a mode in verl's form: {"dispatch_fn": ..., "collect_fn": ...}; see
+    `register_dispatch_mode`.
 
-    Both must be given the same group: the order of the rows, which collecting undoes, is noted on it.
+    Both must be given the same group: the order of the rows, which collecting undoes, is noted on
+    it.
     """
     mode = find_dispatch_mode(dispatch_mode)
 
-    def dispatch_fn(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dispatch_fn(
+        worker_group: Any, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         per_rank, worker_group.undo_of_dispatch = mode.split(worker_group.world_size, args, kwargs)
         columns = tuple([args[i] for args, _ in per_rank] for i in range(len(args)))
         return columns, {name: [kwargs[name] for _, kwargs in per_rank] for name in kwargs}
@@ -280,7 +323,9 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., An
 def _of_functions(
     dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], shares: str | None = None
 ) -> DispatchMode:
-    def split(num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments], Any]:
+    def split(
+        num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Arguments], Any]:
         group = SimpleNamespace(world_size=num_shares)
         columns, named = dispatch_fn(group, *args, **kwargs)
         if not columns and not named:

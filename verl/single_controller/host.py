@@ -1,4 +1,5 @@
-"""One rank's process, whatever backend started it: the roles that live there, and how their methods are run."""
+"""One rank's process, whatever backend started it: the roles that live there, and how their methods
+are run."""
 
 import traceback
 from collections.abc import Callable
@@ -20,14 +21,16 @@ _on_told: ContextVar[OnTold] = ContextVar("on_told", default=None)
 
 
 def tell(value: Any) -> None:
-    """Hand a value from within a method to the caller's `on_told`, before the method is done; nothing without one."""
+    """Hand a value from within a method to the caller's `on_told`, before the method is done;
+    nothing without one."""
     if (on_told := _on_told.get()) is not None:
         on_told(value)
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that was raised on a rank, as text; `error` itself only if it survives pickling."""
+    """An exception that was raised on a rank, as text; `error` itself only if it survives
+    pickling."""
 
     summary: str
     traceback: str
@@ -41,12 +44,20 @@ class Raised:
 
 
 class Host:
-    """The workers of one rank, by role. Several roles of one process share its memory and its device."""
+    """The workers of one rank, by role. Several roles of one process share its memory and its
+    device."""
 
     def __init__(self) -> None:
         self.roles: dict[str, Worker] = {}
 
-    def run(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_told: OnTold = None) -> Any:
+    def run(
+        self,
+        role: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_told: OnTold = None,
+    ) -> Any:
         """Call a method; or build the worker, which gives its (shares, data_size)."""
         breadcrumb(f"{role}.{method} starts")
         end = "raised"
@@ -64,7 +75,12 @@ class Host:
 
 
 def call_method(
-    worker: Worker, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_told: OnTold
+    worker: Worker,
+    role: str,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_told: OnTold,
 ) -> Any:
     """Call a method of a worker, as a span of the timeline; or give the spans."""
     if method == RECENT_SPANS:

@@ -1,4 +1,5 @@
-"""Connections of a driver with its ranks: how both find each other, and the driver's wait for answers."""
+"""Connections of a driver with its ranks: how both find each other, and the driver's wait for
+answers."""
 
 import contextlib
 import functools
@@ -61,7 +62,8 @@ class Entrance(NamedTuple):
 
 
 class Door:
-    """The driver's side of an entrance: a local socket in a folder of its own and, for other machines, a port."""
+    """The driver's side of an entrance: a local socket in a folder of its own and, for other
+    machines, a port."""
 
     def __init__(self, size: int, other_machines: bool) -> None:
         self.folder = tempfile.mkdtemp(prefix="verl-")
@@ -104,7 +106,8 @@ def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
             return {}
         link = Link(connection)
         rank, machine, pid = link.receive().value()
-    except (OSError, EOFError):  # somebody else's knock, or a rank that has died already and will be missed
+    # somebody else's knock, or a rank that has died already and will be missed
+    except (OSError, EOFError):
         connection.close()
         return {}
     _limit_stalls(connection, _STALL_S)
@@ -119,8 +122,11 @@ def _limit_stalls(connection: socket.socket, seconds: int) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def connect(entrance: Entrance, rank: int, timeout_s: float, pickler: type[pickle.Pickler] = Pickler) -> Link:
-    """A rank's side, by the local socket where that is here. Raises OSError where the driver cannot be reached."""
+def connect(
+    entrance: Entrance, rank: int, timeout_s: float, pickler: type[pickle.Pickler] = Pickler
+) -> Link:
+    """A rank's side, by the local socket where that is here. Raises OSError where the driver cannot
+    be reached."""
     try:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout_s)
@@ -152,8 +158,8 @@ def answer(link: Link, host: Host, message: Incoming) -> None:
 class Links:
     """The driver's ends, by rank.
 
-    A thread of its own receives, so that answers and deaths are noticed whatever the driver is at. A reply becomes a
-    Lost, a Raised, or a function that gives the answer.
+    A thread of its own receives, so that answers and deaths are noticed whatever the driver is at.
+    A reply becomes a Lost, a Raised, or a function that gives the answer.
     """
 
     def __init__(self, peers: dict[int, Peer], pickler: type[pickle.Pickler] = Pickler) -> None:
@@ -162,17 +168,26 @@ class Links:
         self.news = threading.Event()  # a rank is lost that was not told to leave
         # (rank, number of the message): its answer, and who hears what is told before
         self.pending: dict[tuple[int, int], tuple[Future, OnTold]] = {}
-        self._lock = threading.RLock()  # a signal handler may send while the thread it interrupts does
+        # a signal handler may send while the thread it interrupts does
+        self._lock = threading.RLock()
         self._numbers = iter(range(1, sys.maxsize))
         threading.Thread(target=self._receive, name="verl-watch", daemon=True).start()
 
-    def call(self, role: str, method: str, arguments: Mapping[int, Arguments], on_told: OnTold) -> dict[int, Future]:
+    def call(
+        self, role: str, method: str, arguments: Mapping[int, Arguments], on_told: OnTold
+    ) -> dict[int, Future]:
         """Start a method on some ranks."""
         # All are pickled before one is sent: what cannot be is told before any rank starts.
         shares = {id(share): share for share in arguments.values()}
         is_heard = on_told is not None
-        messages = {key: Outgoing((role, method, is_heard, *share), self._pickler) for key, share in shares.items()}
-        return {rank: self.send(rank, Kind.CALL, messages[id(share)], on_told) for rank, share in arguments.items()}
+        messages = {
+            key: Outgoing((role, method, is_heard, *share), self._pickler)
+            for key, share in shares.items()
+        }
+        return {
+            rank: self.send(rank, Kind.CALL, messages[id(share)], on_told)
+            for rank, share in arguments.items()
+        }
 
     def send(self, rank: int, kind: Kind, message: Outgoing, on_told: OnTold = None) -> Future:
         """A message that is answered."""
@@ -188,7 +203,9 @@ class Links:
             self._lose(rank, f"it takes no messages ({error})")
         return future
 
-    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
+    def wait(
+        self, replies: Mapping[int, Future], timeout_s: float
+    ) -> dict[int, Raised | Lost | None]:
         """As `Ranks.wait`."""
         ends_at = time.monotonic() + timeout_s
         waiting = set(replies.values())
@@ -198,7 +215,8 @@ class Links:
             if left <= 0 or self.lost or any(not callable(future.result()) for future in done):
                 break
         ended = {rank: future.result() for rank, future in replies.items() if future.done()}
-        # A rank that is dead is news also to a call that it has no part in: the group is not whole any more.
+        # A rank that is dead is news also to a call that it has no part in: the group is not whole
+        # any more.
         lost = self.lost if waiting else {}
         return {rank: None if callable(end) else end for rank, end in ended.items()} | lost
 
@@ -218,7 +236,9 @@ class Links:
     def _take(self, rank: int, message: Incoming) -> None:
         key = rank, message.number
         with self._lock:
-            future, on_told = (self.pending.get if message.kind is Kind.TOLD else self.pending.pop)(key, (None, None))
+            future, on_told = (self.pending.get if message.kind is Kind.TOLD else self.pending.pop)(
+                key, (None, None)
+            )
         if message.kind is Kind.TOLD:
             if on_told is not None:
                 on_told(message.value())

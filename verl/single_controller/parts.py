@@ -1,4 +1,5 @@
-"""Some of torchrun's ranks as a world of their own, so that roles on other ranks work at the same time."""
+"""Some of torchrun's ranks as a world of their own, so that roles on other ranks work at the same
+time."""
 
 import os
 import socket
@@ -21,13 +22,16 @@ class Seat(Worker):
         """Under which the first rank of a world can be reached, with a port that is free now."""
         master = os.environ["MASTER_ADDR"]
         family, kind, protocol, _, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as towards:  # no packet is sent, a route is looked up
+        # no packet is sent, a route is looked up
+        with socket.socket(family, kind, protocol) as towards:
             towards.connect(where)
             own = towards.getsockname()[0]
         with socket.socket(family) as free:
             free.bind(("", 0))
             # The name that all machines know this one by, where it is the first.
-            return master if os.environ.get("GROUP_RANK", "0") == "0" else own, free.getsockname()[1]
+            return master if os.environ.get("GROUP_RANK", "0") == "0" else own, free.getsockname()[
+                1
+            ]
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def join(self, world: dict[str, str]) -> None:
@@ -36,16 +40,23 @@ class Seat(Worker):
 
 
 class SpmdPart:
-    """Some ranks of a launch; implements `ResourcePool`. Its roles share the processes of these ranks."""
+    """Some ranks of a launch; implements `ResourcePool`. Its roles share the processes of these
+    ranks."""
 
     def __init__(self, pool: "SpmdPool", members: Sequence[int]) -> None:
         self.pool, self.members = pool, list(members)
         self.world_size = len(self.members)
 
     def start(
-        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *args: Any,
+        deadline_s: float = DEADLINE_S,
+        **kwargs: Any,
     ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on every one of these ranks at once; gives the group of them."""
+        """Build `worker_class(*args, **kwargs)` on every one of these ranks at once; gives the
+        group of them."""
         return self.pool.start_on(self.members, role, worker_class, args, kwargs, deadline_s)
 
     def shutdown(self) -> None:
@@ -54,8 +65,8 @@ class SpmdPart:
 
 
 def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdPart]:
-    """Disjoint parts of a launch. RANK counts within the part from then on, WORLD_SIZE is its size, and its first rank
-    is the one where the others meet; LOCAL_RANK, the device, stays."""
+    """Disjoint parts of a launch. RANK counts within the part from then on, WORLD_SIZE is its size,
+    and its first rank is the one where the others meet; LOCAL_RANK, the device, stays."""
     ranks = [rank for part in parts for rank in part]
     assert len(set(ranks)) == len(ranks), parts
     seats = start_role(pool.ranks, "seat", Seat, (), {}, DEADLINE_S)

@@ -11,10 +11,11 @@ from verl.single_controller.host import Raised
 
 
 class RankThread:
-    """Runs jobs one by one, whichever way they come: the current CUDA device and grad mode, say, belong to a thread.
+    """Runs jobs one by one, whichever way they come: the current CUDA device and grad mode, say,
+    belong to a thread.
 
-    For rank 0 of torchrun, so that the driver can wait for it with a deadline as for others; for an actor of Ray, which
-    gets calls in two ways.
+    For rank 0 of torchrun, so that the driver can wait for it with a deadline as for others; for an
+    actor of Ray, which gets calls in two ways.
     """
 
     def __init__(self, name: str) -> None:

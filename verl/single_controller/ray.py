@@ -1,4 +1,5 @@
-"""Backend `ray`: pools of processes on one machine or many, and groups of workers in them. `pip install ray`."""
+"""Backend `ray`: pools of processes on one machine or many, and groups of workers in them. `pip
+install ray`."""
 
 import os
 import socket
@@ -20,12 +21,15 @@ from verl.utils.logging import logger
 from verl.utils.sigterm import sigterm_kept
 
 _ADDRESS_S = 10.0
-RUNTIME_ENV: dict[str, Any] = {"excludes": EXCLUDES, "env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
+RUNTIME_ENV: dict[str, Any] = {
+    "excludes": EXCLUDES,
+    "env_vars": {"TOKENIZERS_PARALLELISM": "false"},
+}
 
 
 def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """`RUNTIME_ENV` and the `forwarded` variables, extended by a user's, a mapping or the path of a YAML file:
-    excludes are joined, variables merged, everything else is the user's."""
+    """`RUNTIME_ENV` and the `forwarded` variables, extended by a user's, a mapping or the path of a
+    YAML file: excludes are joined, variables merged, everything else is the user's."""
     where = f"ray_init.runtime_env={given}" if isinstance(given, str) else "ray_init.runtime_env"
     content = _read_yaml(given) if isinstance(given, str) else given
     if not isinstance(content, Mapping | None):
@@ -36,9 +40,15 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
     rest = dict(content or {})
     excludes, variables = rest.pop("excludes", None) or [], rest.pop("env_vars", None) or {}
     if isinstance(excludes, str) or not isinstance(excludes, Sequence):
-        raise ConfigError(f"{where}: excludes must be a list of patterns, [data/] say, got {excludes!r}.")
-    if not isinstance(variables, Mapping) or not all(isinstance(value, str) for value in variables.values()):
-        raise ConfigError(f"{where}: env_vars must map names to texts, {{NAME: '7'}} say, got {variables!r}.")
+        raise ConfigError(
+            f"{where}: excludes must be a list of patterns, [data/] say, got {excludes!r}."
+        )
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(value, str) for value in variables.values()
+    ):
+        raise ConfigError(
+            f"{where}: env_vars must map names to texts, {{NAME: '7'}} say, got {variables!r}."
+        )
     return {
         **rest,
         "excludes": [*RUNTIME_ENV["excludes"], *excludes],
@@ -50,11 +60,14 @@ def _read_yaml(path: str) -> Any:
     try:
         return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"ray_init.runtime_env={path} is not a YAML file that can be read: {error}") from error
+        raise ConfigError(
+            f"ray_init.runtime_env={path} is not a YAML file that can be read: {error}"
+        ) from error
 
 
 def _check_address(address: str | None) -> None:
-    """Raise ConfigError for HOST:PORT where nobody listens: Ray's own client tries for more than five minutes."""
+    """Raise ConfigError for HOST:PORT where nobody listens: Ray's own client tries for more than
+    five minutes."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return  # auto, local
@@ -62,23 +75,26 @@ def _check_address(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ADDRESS_S).close()
     except OSError as error:
         raise ConfigError(
-            f"No Ray cluster answers at ray_init.address={address}: {error}. Start one there with `ray start --head`, "
-            "or leave the address unset for one of the run's own."
+            f"No Ray cluster answers at ray_init.address={address}: {error}. Start one there with "
+            "`ray start --head`, or leave the address unset for one of the run's own."
         ) from error
 
 
 def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: Any) -> None:
-    """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by Client, stays as is.
+    """Initialise Ray with the arguments of `ray.init`; one that is already initialised, also by
+    Client, stays as is.
 
-    Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`, where Ray takes any
-    other argument for wrong, where its own folder has too long a path, and, with the largest files, where it refuses to
-    upload the folders of `runtime_env`. Any other error is Ray's own.
+    Raises ConfigError where no cluster answers at `address`, where it cannot be told `num_cpus`,
+    where Ray takes any other argument for wrong, where its own folder has too long a path, and,
+    with the largest files, where it refuses to upload the folders of `runtime_env`. Any other error
+    is Ray's own.
     """
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")
         return
     _check_address(ray_init.get("address"))
-    # In a job that was submitted with a runtime_env of its own, Ray would refuse whatever both of them set.
+    # In a job that was submitted with a runtime_env of its own, Ray would refuse whatever both of
+    # them set.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     runtime_env = merged_runtime_env(runtime_env)
     try:
@@ -88,8 +104,9 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
         ray.shutdown()  # else the next try would find it initialised
         if isinstance(error, ValueError) and "num_cpus" in ray_init and "num_cpus" in str(error):
             raise ConfigError(
-                f"ray_init.num_cpus={ray_init['num_cpus']} is for a Ray that is started here, but there is one "
-                "already, which has its number. Leave it unset, or set ray_init.address=local for one of the run's own."
+                f"ray_init.num_cpus={ray_init['num_cpus']} is for a Ray that is started here, but "
+                "there is one already, which has its number. Leave it unset, or set "
+                "ray_init.address=local for one of the run's own."
             ) from error
         if "AF_UNIX path length" in str(error):
             raise ConfigError(
@@ -99,21 +116,25 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
         if refused is not None:
             raise refused from error
         if isinstance(error, (ValueError, TypeError, ConnectionError)):
-            address, told = ray_init.get("address") or os.environ.get("RAY_ADDRESS"), " ".join(str(error).split())
+            address, told = (
+                ray_init.get("address") or os.environ.get("RAY_ADDRESS"),
+                " ".join(str(error).split()),
+            )
             raise ConfigError(
-                f"Ray cannot be started or joined, with ray_init.address={address}: {told.removesuffix('.')}. "
-                "An address is HOST:6379, ray://HOST:10001, auto (a cluster that runs on this machine), or local for "
-                "one of the run's own."
+                f"Ray cannot be started or joined, with ray_init.address={address}: "
+                f"{told.removesuffix('.')}. An address is HOST:6379, ray://HOST:10001, auto (a "
+                "cluster that runs on this machine), or local for one of the run's own."
             ) from error
         raise
 
 
 class RayResourcePool:
-    """Room for one process per GPU (or CPU), reserved on the nodes of a Ray cluster; implements `ResourcePool`.
+    """Room for one process per GPU (or CPU), reserved on the nodes of a Ray cluster; implements
+    `ResourcePool`.
 
     Args:
-        process_on_nodes: how many processes on each node, [8, 8] for two nodes of eight GPUs. The processes of one
-            entry are on one node.
+        process_on_nodes: how many processes on each node, [8, 8] for two nodes of eight GPUs. The
+            processes of one entry are on one node.
         use_gpu: whether each process has a GPU; several sets of processes of one pool share it.
         name_prefix: of the placement groups and actors, to find them in Ray's dashboard.
         max_colocate_count: how many sets of processes fit into the pool, see `RayWorkerGroup`.
@@ -131,8 +152,9 @@ class RayResourcePool:
         self.process_on_nodes = list(process_on_nodes or [])
         if not self.process_on_nodes or min(self.process_on_nodes) < 1 or max_colocate_count < 1:
             raise ConfigError(
-                "process_on_nodes counts the processes of each node and max_colocate_count is at least 1, got "
-                f"{process_on_nodes} and {max_colocate_count}. For two nodes of eight GPUs give [8, 8]."
+                "process_on_nodes counts the processes of each node and max_colocate_count is at "
+                f"least 1, got {process_on_nodes} and {max_colocate_count}. For two nodes of eight "
+                "GPUs give [8, 8]."
             )
         self.world_size = sum(self.process_on_nodes)
         self.use_gpu, self.max_colocate_count, self.detached = use_gpu, max_colocate_count, detached
@@ -142,15 +164,22 @@ class RayResourcePool:
         self._all_ranks: list[RayRanks] = []
 
     def start(
-        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *args: Any,
+        deadline_s: float = DEADLINE_S,
+        **kwargs: Any,
     ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on every rank at once; roles started here share their processes."""
+        """Build `worker_class(*args, **kwargs)` on every rank at once; roles started here share
+        their processes."""
         if self._shared is None:
             self._shared = self.new_processes()
         return start_role(self._shared, role, worker_class, args, kwargs, deadline_s)
 
     def new_processes(self, timeout_s: float = 300.0) -> RayRanks:
-        """One more process for each rank. Raises ConfigError where the cluster has no room in time."""
+        """One more process for each rank. Raises ConfigError where the cluster has no room in
+        time."""
         if not self._groups:
             self._groups = self._reserve(timeout_s)
         part = 1 / self.max_colocate_count
@@ -178,16 +207,22 @@ class RayResourcePool:
         if not all(group.wait(timeout_s) for group in groups):
             for group in groups:
                 remove_placement_group(group)
-            nodes = [{kind: node["Resources"].get(kind, 0) for kind in bundle} for node in ray.nodes() if node["Alive"]]
+            nodes = [
+                {kind: node["Resources"].get(kind, 0) for kind in bundle}
+                for node in ray.nodes()
+                if node["Alive"]
+            ]
             raise ConfigError(
-                f"Ray found no room for {self.process_on_nodes} processes with {bundle} each within {timeout_s:g} s: "
-                f"its nodes have {nodes}, of which {ray.available_resources()} is free. Lower trainer.n_gpus_per_node "
-                "or trainer.nnodes, or start more nodes (`ray start --address=...`)."
+                f"Ray found no room for {self.process_on_nodes} processes with {bundle} each "
+                f"within {timeout_s:g} s: its nodes have {nodes}, of which "
+                f"{ray.available_resources()} is free. Lower trainer.n_gpus_per_node or "
+                "trainer.nnodes, or start more nodes (`ray start --address=...`)."
             )
         return groups
 
     def shutdown(self) -> None:
-        """End all processes of the pool, once they are done with what they were asked, and free its room."""
+        """End all processes of the pool, once they are done with what they were asked, and free its
+        room."""
         for ranks in self._all_ranks:
             ranks.end()
         for group in self._groups:
@@ -210,14 +245,16 @@ class ColocatedClasses:
 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> ColocatedClasses:
-    """What `RayWorkerGroup` makes one set of processes of; `spawn` then gives the group of each role."""
+    """What `RayWorkerGroup` makes one set of processes of; `spawn` then gives the group of each
+    role."""
     return ColocatedClasses(class_dict)
 
 
 class RayWorkerGroup(WorkerGroup):
     """Workers in a set of processes of their own; a pool has room for `max_colocate_count` sets.
 
-    Of colocated classes, `spawn` gives the groups. `pool.start(role, cls, ...)` does the same with less ado.
+    Of colocated classes, `spawn` gives the groups. `pool.start(role, cls, ...)` does the same with
+    less ado.
     """
 
     def __init__(
@@ -246,7 +283,9 @@ class RayWorkerGroup(WorkerGroup):
         """The groups of these roles."""
         unknown = sorted(set(prefix_set) - set(self._groups))
         if unknown:
-            raise ConfigError(f"No roles {unknown} in this group; there are {sorted(self._groups)}.")
+            raise ConfigError(
+                f"No roles {unknown} in this group; there are {sorted(self._groups)}."
+            )
         return {role: self._groups[role] for role in prefix_set}
 
 

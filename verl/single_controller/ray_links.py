@@ -26,8 +26,8 @@ class Link(NamedTuple):
 
 
 def _end_class() -> type:
-    """Of an actor on a node. Being made here it travels by value: a node is measured also where it has no verl yet, and
-    none waits for torch."""
+    """Of an actor on a node. Being made here it travels by value: a node is measured also where it
+    has no verl yet, and none waits for torch."""
 
     class End:
         def receive(self, payload: Any) -> int:
@@ -37,7 +37,9 @@ def _end_class() -> type:
             """(seconds there and back, bytes a second) to the actor `other`."""
             trips = [self.time(other, b"") for _ in range(rounds)]
             # A new object each time: the other node keeps what it has seen.
-            transfers = [self.time(other, ray.put(np.zeros(num_bytes, np.uint8))) for _ in range(_TRANSFERS)]
+            transfers = [
+                self.time(other, ray.put(np.zeros(num_bytes, np.uint8))) for _ in range(_TRANSFERS)
+            ]
             return statistics.median(trips), num_bytes / min(transfers)
 
         def time(self, other: Any, payload: Any) -> float:
@@ -49,14 +51,20 @@ def _end_class() -> type:
 
 
 def measure_links(num_bytes: int, rounds: int, deadline_s: float, **ray_init: Any) -> list[Link]:
-    """Every ordered pair of alive nodes, one after the other so that they do not disturb each other; of a single node
-    the way between two of its processes. A Ray that was not initialised before is shut down afterwards."""
+    """Every ordered pair of alive nodes, one after the other so that they do not disturb each
+    other; of a single node the way between two of its processes. A Ray that was not initialised
+    before is shut down afterwards."""
     was_initialised = ray.is_initialized()
     connect(**ray_init)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        ends = [(_name(node), _start(node["NodeID"])) for node in (nodes if len(nodes) > 1 else nodes * 2)]
-        links = [_link(*pair, num_bytes, rounds, deadline_s) for pair in itertools.permutations(ends, 2)]
+        ends = [
+            (_name(node), _start(node["NodeID"]))
+            for node in (nodes if len(nodes) > 1 else nodes * 2)
+        ]
+        links = [
+            _link(*pair, num_bytes, rounds, deadline_s) for pair in itertools.permutations(ends, 2)
+        ]
         for _, actor in ends:
             ray.kill(actor)
         return links
@@ -75,7 +83,9 @@ def _start(node_id: str) -> Any:
     return remote(_end_class()).remote()
 
 
-def _link(source: tuple[str, Any], target: tuple[str, Any], num_bytes: int, rounds: int, deadline_s: float) -> Link:
+def _link(
+    source: tuple[str, Any], target: tuple[str, Any], num_bytes: int, rounds: int, deadline_s: float
+) -> Link:
     asked = source[1].measure.remote(target[1], num_bytes, rounds)
     try:
         return Link(source[0], target[0], *ray.get(asked, timeout=deadline_s))

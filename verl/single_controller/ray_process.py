@@ -31,7 +31,8 @@ from verl.utils.logging import say_once
 _REACH_S = 5.0  # for an actor to reach the driver, which it does in milliseconds or never
 _CONNECT_S = 10.0  # for all of them
 
-Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]  # role, method, arguments, whether `tell` is heard
+# role, method, arguments, whether `tell` is heard
+Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]
 
 
 class Place(NamedTuple):
@@ -51,15 +52,21 @@ class HandedOn(NamedTuple):
 
 
 class ByValue(Pickler, cloudpickle.CloudPickler):
-    """Functions and classes of the driver's program, or made in a function, go as code, as on Ray's own ways."""
+    """Functions and classes of the driver's program, or made in a function, go as code, as on Ray's
+    own ways."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = Pickler.reducer_override(self, obj)
-        return cloudpickle.CloudPickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
+        return (
+            cloudpickle.CloudPickler.reducer_override(self, obj)
+            if reduced is NotImplemented
+            else reduced
+        )
 
 
 class RankProcess:
-    """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers meanwhile."""
+    """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers
+    meanwhile."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
         self.rank, self.folder, self.told = rank, Path(folder), deque[Any]()
@@ -87,16 +94,20 @@ class RankProcess:
         return None
 
     def _receive(self, link: Link) -> None:
-        with contextlib.suppress(OSError, EOFError):  # the driver has ended; Ray ends whom it did not detach
+        # the driver has ended; Ray ends whom it did not detach
+        with contextlib.suppress(OSError, EOFError):
             while True:
                 self.calls.submit(functools.partial(answer, link, self.host, link.receive()))
 
     @ray.method(num_returns=2)
     def run(self, call: Call | bytes) -> tuple[Any, None]:
-        """What a method gave, or a Raised; and nothing, which tells without the answer's memory that it is there."""
+        """What a method gave, or a Raised; and nothing, which tells without the answer's memory
+        that it is there."""
         self.told.clear()
         try:
-            role, method, args, kwargs, is_heard = cloudpickle.loads(call) if isinstance(call, bytes) else call
+            role, method, args, kwargs, is_heard = (
+                cloudpickle.loads(call) if isinstance(call, bytes) else call
+            )
             args, kwargs = each_argument(_opened, args, kwargs)
             on_told = self.told.append if is_heard else None
             job = functools.partial(self.host.run, role, method, args, kwargs, on_told)
@@ -124,12 +135,15 @@ class RankProcess:
 
 
 def _opened(value: Any) -> Any:
-    """What an argument stands for. Raises WorkerError where the call that should have given it raised."""
+    """What an argument stands for. Raises WorkerError where the call that should have given it
+    raised."""
     if not isinstance(value, HandedOn):
         return value
     given = ray.get(value.answer)
     if isinstance(given, Raised):
-        raise WorkerError(f"An argument was to come from a call that raised: {given.summary}\n{given.traceback}")
+        raise WorkerError(
+            f"An argument was to come from a call that raised: {given.summary}\n{given.traceback}"
+        )
     return given
 
 
@@ -182,5 +196,9 @@ def _reason(asked: Any) -> str:
 
 def _no_links(reason: str) -> None:
     say_once(
-        f"Calls without rows go through Ray as well, some milliseconds each instead of one: {reason}.", logging.WARNING
+        (
+            "Calls without rows go through Ray as well, some milliseconds each instead of one: "
+            f"{reason}."
+        ),
+        logging.WARNING,
     )

@@ -1,4 +1,5 @@
-"""Ranks that are Ray actors: one process each, in which the workers of all roles of the rank live."""
+"""Ranks that are Ray actors: one process each, in which the workers of all roles of the rank
+live."""
 
 import os
 import shutil
@@ -16,7 +17,10 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from verl.protocol import DataProto
 from verl.single_controller.breadcrumbs import read_breadcrumbs
@@ -25,7 +29,14 @@ from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.single_controller.links import Links
-from verl.single_controller.ray_process import Call, HandedOn, Place, RankProcess, kill_rank, open_links
+from verl.single_controller.ray_process import (
+    Call,
+    HandedOn,
+    Place,
+    RankProcess,
+    kill_rank,
+    open_links,
+)
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
 
@@ -57,10 +68,13 @@ class Reply:
 
     def hear(self) -> None:
         """Take what has been told since the last time, if that has come, and ask for more."""
-        if self.on_told is None or (self._asked is not None and not ray.wait([self._asked], timeout=0)[0]):
+        if self.on_told is None or (
+            self._asked is not None and not ray.wait([self._asked], timeout=0)[0]
+        ):
             return
         answer = [] if self._asked is None else _answer(self._asked)
-        for value in answer if isinstance(answer, list) else ():  # else it is lost, which `wait` will tell
+        # else it is lost, which `wait` will tell
+        for value in answer if isinstance(answer, list) else ():
             self.on_told(value)
         self._asked = self.actor.take_told.remote()
 
@@ -86,13 +100,15 @@ class RayRanks:
     ) -> None:
         self.folder = Path(tempfile.gettempdir()) / f"verl-{uuid.uuid4().hex}"
         if not detached:
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also of a run that ends by itself
+            # also of a run that ends by itself
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         bundles = [(group, number) for group in groups for number in range(group.bundle_count)]
         self.size = len(bundles)
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
-        self._unfinished: dict[int, Any] = {}  # rank: arrives at the end of its latest call through Ray
+        # rank: arrives at the end of its latest call through Ray
+        self._unfinished: dict[int, Any] = {}
         self._reasons: dict[int, Lost] = {}  # of deaths that a connection has told
         make: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"watch": 1})  # pyright: ignore
         lifetime = {"lifetime": "detached"} if detached else {}
@@ -100,7 +116,9 @@ class RayRanks:
             make(RankProcess)
             .options(
                 name=f"{name_prefix}{self.folder.name}-{rank}",
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number
+                ),
                 **lifetime,
             )
             .remote(rank, self.size, str(self.folder))
@@ -118,41 +136,58 @@ class RayRanks:
             environment["MASTER_ADDR"] = self.places[0].address
             environment["MASTER_PORT"] = str(self.places[0].free_port)
         self.links = open_links(self.actors)
-        # Also for a Ray that somebody else has initialised; what a node or a runtime_env sets is not touched.
-        self._all_started("set_environment", [(environment, forwarded()) for environment in environments])
+        # Also for a Ray that somebody else has initialised; what a node or a runtime_env sets is
+        # not touched.
+        self._all_started(
+            "set_environment", [(environment, forwarded()) for environment in environments]
+        )
 
     def _all_started(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        references = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments)]
+        references = [
+            getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments)
+        ]
         try:
             return ray.get(references, timeout=_START_S)
         except RayError as error:
             self.abort("its processes did not start.")
             raise WorkerLostError(
-                f"{self.size} processes of Ray did not start within {_START_S:g} s, or died: {error}"
+                f"{self.size} processes of Ray did not start within {_START_S:g} s, or died: "
+                f"{error}"
             ) from error
 
     # ---------------------------------------------------------------- the calls of `Ranks`
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
+        self,
+        role: str,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        blocking: bool = True,
+        on_told: OnTold = None,
     ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
         links = self._links_for(arguments) if blocking else None
         if links is not None:
             return links.call(role, method, arguments, on_told)
-        calls: dict[int, Any] = {id(share): (role, method, *share, on_told is not None) for share in arguments.values()}
+        calls: dict[int, Any] = {
+            id(share): (role, method, *share, on_told is not None) for share in arguments.values()
+        }
         if len(calls) < len(arguments):
             calls = {key: _shared(call) for key, call in calls.items()}
-        replies = {rank: Reply(self.actors[rank], calls[id(share)], on_told) for rank, share in arguments.items()}
+        replies = {
+            rank: Reply(self.actors[rank], calls[id(share)], on_told)
+            for rank, share in arguments.items()
+        }
         self._unfinished |= {rank: reply.ended for rank, reply in replies.items()}
         return replies
 
     def _links_for(self, arguments: Mapping[int, Arguments]) -> Links | None:
-        """The ranks' own connections, where a call may go by them, which takes a third of Ray's time.
+        """The ranks' own connections, where a call may go by them, which takes a third of Ray's
+        time.
 
-        Rows are stored by Ray once for all who take them. A call must not overtake one that is still with Ray. Where a
-        connection is lost, Ray knows why.
+        Rows are stored by Ray once for all who take them. A call must not overtake one that is
+        still with Ray. Where a connection is lost, Ray knows why.
         """
         if self.links is None or self.links.lost:
             return None
@@ -185,19 +220,32 @@ class RayRanks:
                 break
         return ended
 
-    def _all_at_once(self, waiting: dict[int, Reply], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        """How calls ended where all do soon and no actor dies: one request to Ray instead of three."""
+    def _all_at_once(
+        self, waiting: dict[int, Reply], timeout_s: float
+    ) -> dict[int, Raised | Lost | None]:
+        """How calls ended where all do soon and no actor dies: one request to Ray instead of
+        three."""
         try:
-            answers = ray.get([reply.reference for reply in waiting.values()], timeout=min(timeout_s, _POLL_S))
+            answers = ray.get(
+                [reply.reference for reply in waiting.values()], timeout=min(timeout_s, _POLL_S)
+            )
         except (GetTimeoutError, RayError):
             return {}
-        return {rank: waiting.pop(rank).take(answer) for rank, answer in zip(list(waiting), answers)}
+        return {
+            rank: waiting.pop(rank).take(answer) for rank, answer in zip(list(waiting), answers)
+        }
 
     def _explained(self, ended: dict[int, Raised | Lost | None]) -> dict[int, Raised | Lost | None]:
         """A connection tells that a rank is lost, and at once; Ray tells why."""
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
-        asked = {rank: self.actors[rank].place.remote() for rank in lost.keys() - self._reasons.keys()}
-        done = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)[0] if asked else []
+        asked = {
+            rank: self.actors[rank].place.remote() for rank in lost.keys() - self._reasons.keys()
+        }
+        done = (
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)[0]
+            if asked
+            else []
+        )
         for rank, reference in asked.items():
             told = _answer(reference) if reference in done else None
             alive = Lost(f"its connection with the driver broke: {lost[rank].reason}")
@@ -209,7 +257,11 @@ class RayRanks:
 
     def hand_on(self, replies: Sequence[Reply], receiver: Ranks) -> list[HandedOn] | None:
         """References, also of answers that are not there yet: the receiving rank waits for them."""
-        return [HandedOn(reply.reference) for reply in replies] if isinstance(receiver, RayRanks) else None
+        return (
+            [HandedOn(reply.reference) for reply in replies]
+            if isinstance(receiver, RayRanks)
+            else None
+        )
 
     def describe(self, rank: int) -> str:
         place = self.places[rank]
@@ -240,19 +292,24 @@ class RayRanks:
             ray.kill(actor)
 
     def _kill(self, stopped: set[int]) -> None:
-        """End processes that do not hear what Ray tells them: somebody on their machine must send the signal. A task,
-        for which Ray starts a process, does what a neighbour has not done in time, and ends the neighbour as well."""
+        """End processes that do not hear what Ray tells them: somebody on their machine must send
+        the signal. A task, for which Ray starts a process, does what a neighbour has not done in
+        time, and ends the neighbour as well."""
         others = {rank: other for rank in stopped if (other := self._neighbour(rank)) is not None}
         asked = {
-            rank: self.actors[other].kill_neighbour.remote(self.places[rank].pid) for rank, other in others.items()
+            rank: self.actors[other].kill_neighbour.remote(self.places[rank].pid)
+            for rank, other in others.items()
         }
         killed = _answered(asked, ANSWER_S).keys()
         left = stopped - killed | {others[rank] for rank in asked.keys() - killed}
-        asked = {rank: _on_node(self.places[rank].node_id, kill_rank, self.places[rank].pid) for rank in left}
+        asked = {
+            rank: _on_node(self.places[rank].node_id, kill_rank, self.places[rank].pid)
+            for rank in left
+        }
         for rank in sorted(left - _answered(asked, _READ_S).keys()):
             logger.warning(
-                "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it still runs, it "
-                "keeps its memory: kill -9 %d there.",
+                "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it "
+                "still runs, it keeps its memory: kill -9 %d there.",
                 *(rank, self.describe(rank), _READ_S, self.places[rank].pid),
             )
 
@@ -260,7 +317,9 @@ class RayRanks:
         """Another rank of its machine, which answered a moment ago."""
         node = self.places[rank].node_id
         others = (other for other, place in enumerate(self.places) if place.node_id == node)
-        return next((other for other in others if other != rank and other not in self._silent), None)
+        return next(
+            (other for other in others if other != rank and other not in self._silent), None
+        )
 
     def end(self) -> None:
         """Let every rank finish what it was asked, then end; those that do not are killed."""
@@ -268,7 +327,9 @@ class RayRanks:
             self._ended = "the pool was shut down."
             for actor in self.actors:
                 actor.finish.remote()
-            leaving = {actor.__ray_terminate__.remote(): rank for rank, actor in enumerate(self.actors)}
+            leaving = {
+                actor.__ray_terminate__.remote(): rank for rank, actor in enumerate(self.actors)
+            }
             _, late = ray.wait(list(leaving), num_returns=len(leaving), timeout=_LEAVE_S)
             if late:
                 self._silent = {leaving[reference] for reference in late}
@@ -279,7 +340,8 @@ class RayRanks:
 def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
     """The reference of what a function gives on a node."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    # As code: a process that looked the function up by name would import torch first, which takes seconds.
+    # As code: a process that looked the function up by name would import torch first, which takes
+    # seconds.
     by_value = types.FunctionType(function.__code__, function.__globals__, function.__name__)
     by_value.__module__ = "__main__"
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)  # pyright: ignore
@@ -301,12 +363,14 @@ def _answer(reference: Any) -> Any:
     except RayTaskError as error:  # an argument or the answer could not be pickled
         return Raised(str(error.cause), str(error), None)
     except RayError as error:
-        return Lost(" ".join(str(error).split("Some common causes")[0].split()))  # Ray's guesses are a page long
+        # Ray's guesses are a page long
+        return Lost(" ".join(str(error).split("Some common causes")[0].split()))
 
 
 def _shared(call: Call) -> Any:
-    """A call that several ranks get. Its rows are stored once; without any it is pickled once, for Ray would do so for
-    every rank, an eighth of the time of a small call. References must be pickled by Ray, which counts them."""
+    """A call that several ranks get. Its rows are stored once; without any it is pickled once, for
+    Ray would do so for every rank, an eighth of the time of a small call. References must be
+    pickled by Ray, which counts them."""
     _, _, args, kwargs, _ = call
     if _holds(_ROWS, args, kwargs):
         return ray.put(call)

@@ -1,6 +1,7 @@
 """Backend `spmd`: this process alone, or all ranks that torchrun started, of which rank 0 drives.
 
-`join()` gives the driver its pool; on every other rank it serves the driver's calls and never returns.
+`join()` gives the driver its pool; on every other rank it serves the driver's calls and never
+returns.
 """
 
 import atexit
@@ -38,12 +39,18 @@ _NEWS_S = 2.0  # after torchrun said to end: in which a death that made it do so
 
 
 class ResourcePool(Protocol):
-    """Processes that workers can be started in. Roles that are started in one pool share its processes."""
+    """Processes that workers can be started in. Roles that are started in one pool share its
+    processes."""
 
     world_size: int
 
     def start(
-        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *args: Any,
+        deadline_s: float = DEADLINE_S,
+        **kwargs: Any,
     ) -> WorkerGroup:
         """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
         ...
@@ -62,7 +69,12 @@ class LocalPool:
         self._background = Background()
 
     def start(
-        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *args: Any,
+        deadline_s: float = DEADLINE_S,
+        **kwargs: Any,
     ) -> WorkerGroup:
         return WorkerGroup(worker_class(*args, **kwargs), role, self._background)
 
@@ -78,8 +90,9 @@ class LocalPool:
 def join(connect_timeout_s: float = 300.0) -> "LocalPool | SpmdPool":
     """The pool of all processes that were launched together, on the one that drives (RANK 0).
 
-    On every other rank this call serves until the driver has finished, and then ends the process (SystemExit).
-    Raises ConfigError where torchrun's variables are incomplete, WorkerLostError where ranks do not come.
+    On every other rank this call serves until the driver has finished, and then ends the process
+    (SystemExit). Raises ConfigError where torchrun's variables are incomplete, WorkerLostError
+    where ranks do not come.
     """
     rank, world_size = launched_rank()
     if world_size == 1:
@@ -102,7 +115,12 @@ class SpmdPool:
             handle_sigterm(self._told_to_end)
 
     def start(
-        self, role: str, worker_class: type[Worker], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self,
+        role: str,
+        worker_class: type[Worker],
+        *args: Any,
+        deadline_s: float = DEADLINE_S,
+        **kwargs: Any,
     ) -> WorkerGroup:
         """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
         return self.start_on(range(self.world_size), role, worker_class, args, kwargs, deadline_s)
@@ -122,15 +140,22 @@ class SpmdPool:
         return group
 
     def split(self, parts: Sequence[Sequence[int]]) -> "list[SpmdPool] | list[SpmdPart]":
-        """Pools of disjoint parts of the ranks, each a world of its own; before anything is started here."""
-        return [self] if [*map(list, parts)] == [[*range(self.world_size)]] else split_launch(self, parts)
+        """Pools of disjoint parts of the ranks, each a world of its own; before anything is started
+        here."""
+        return (
+            [self]
+            if [*map(list, parts)] == [[*range(self.world_size)]]
+            else split_launch(self, parts)
+        )
 
     def shutdown(self) -> None:
-        """End the other ranks, once they are done with what they were asked; those that do not end are killed."""
+        """End the other ranks, once they are done with what they were asked; those that do not end
+        are killed."""
         self.ranks.end()
 
     def _end_first(self) -> None:
-        """Among the exit handlers: process groups that workers made end together, so the others must be told before."""
+        """Among the exit handlers: process groups that workers made end together, so the others
+        must be told before."""
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
@@ -138,14 +163,16 @@ class SpmdPool:
         if os.getpid() != self._pid:  # a child that was forked and inherited the handler
             return
         self.ranks.end()
-        # A thread that is in a collective which nobody else will reach would keep the other exit handlers waiting.
+        # A thread that is in a collective which nobody else will reach would keep the other exit
+        # handlers waiting.
         if not self.ranks.local.idle.wait(ANSWER_S if self.ranks.is_whole() else 0.0):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def _told_to_end(self, signum: int, frame: types.FrameType | None) -> None:
-        """torchrun ends all ranks as soon as it sees one dead: often before the driver has said which, and why."""
+        """torchrun ends all ranks as soon as it sees one dead: often before the driver has said
+        which, and why."""
         if self.ranks.failing.is_set():
             return
         if self.ranks.links.news.wait(_NEWS_S):
@@ -176,7 +203,12 @@ class SpmdRanks:
     # ---------------------------------------------------------------- the calls of `Ranks`
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
+        self,
+        role: str,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        blocking: bool = True,
+        on_told: OnTold = None,
     ) -> dict[int, Future]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
@@ -184,10 +216,14 @@ class SpmdRanks:
         replies = self.links.call(role, method, others, on_told)
         if 0 in arguments:
             args, kwargs = each_argument(_opened, *arguments[0])
-            replies[0] = self.local.submit(functools.partial(self.host.run, role, method, args, kwargs, on_told))
+            replies[0] = self.local.submit(
+                functools.partial(self.host.run, role, method, args, kwargs, on_told)
+            )
         return dict(sorted(replies.items()))
 
-    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
+    def wait(
+        self, replies: Mapping[int, Future], timeout_s: float
+    ) -> dict[int, Raised | Lost | None]:
         self.waiting = True
         try:
             return self.links.wait(replies, timeout_s)
@@ -202,20 +238,30 @@ class SpmdRanks:
         if receiver is not self:
             return None
         answers = [reply.result() for reply in replies]
-        return [answer.__self__ if isinstance(answer, types.MethodType) else answer() for answer in answers]
+        return [
+            answer.__self__ if isinstance(answer, types.MethodType) else answer()
+            for answer in answers
+        ]
 
     def describe(self, rank: int) -> str:
-        return self.peers[rank].place if rank in self.peers else f"{socket.gethostname()}, pid {os.getpid()}, driver"
+        return (
+            self.peers[rank].place
+            if rank in self.peers
+            else f"{socket.gethostname()}, pid {os.getpid()}, driver"
+        )
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
         self.failing.set()
-        asked = {rank: self.links.send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers}
+        asked = {
+            rank: self.links.send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers
+        }
         wait(asked.values(), timeout_s)
         stacks = {0: format_stacks()}
         for rank, future in asked.items():
             if future.done() and not isinstance(future.result(), Lost):
                 ((stacks[rank], notes),) = self.values([future])
-                self._notes |= notes  # of all ranks of that machine, also of those that do not answer
+                # of all ranks of that machine, also of those that do not answer
+                self._notes |= notes
         self._silent = set(self.peers) - set(stacks)
         return stacks
 
@@ -235,10 +281,15 @@ class SpmdRanks:
     # ---------------------------------------------------------------- the end
 
     def end(self) -> None:
-        """Tell every rank to leave, wait until they have, kill those of this machine that do not."""
+        """Tell every rank to leave, wait until they have, kill those of this machine that do
+        not."""
         if self._ended is None:
             self._ended = "the pool was shut down."
-            leaving = [self.links.send(rank, Kind.END, Outgoing(None)) for rank in self.peers if rank not in self.lost]
+            leaving = [
+                self.links.send(rank, Kind.END, Outgoing(None))
+                for rank in self.peers
+                if rank not in self.lost
+            ]
             for peer in self.peers.values():
                 peer.leaving = True
             if wait(leaving, _LEAVE_S).not_done:
@@ -251,7 +302,10 @@ class SpmdRanks:
 
     def raise_lost(self) -> None:
         """The error of ranks that died while the driver was not waiting for them."""
-        told = [f"rank {rank} ({self.describe(rank)}) died: {lost.reason}" for rank, lost in self.lost.items()]
+        told = [
+            f"rank {rank} ({self.describe(rank)}) died: {lost.reason}"
+            for rank, lost in self.lost.items()
+        ]
         self.stacks(ANSWER_S)
         notes = self.breadcrumbs()
         told += [f"Last breadcrumb of rank {rank}: {notes.get(rank, 'none')}" for rank in self.lost]
@@ -264,7 +318,9 @@ class SpmdRanks:
             time.sleep(0.01)
         for rank, peer in self.peers.items():
             if rank not in self.lost and peer.on_this_machine:
-                logger.warning("Rank %d (%s) does not end by itself and is killed.", rank, peer.place)
+                logger.warning(
+                    "Rank %d (%s) does not end by itself and is killed.", rank, peer.place
+                )
                 os.kill(peer.pid, signal.SIGKILL)
 
 

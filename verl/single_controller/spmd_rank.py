@@ -1,4 +1,5 @@
-"""A rank's side of backend `spmd`: how processes of torchrun find each other, and the loop of those that serve."""
+"""A rank's side of backend `spmd`: how processes of torchrun find each other, and the loop of those
+that serve."""
 
 import os
 import queue
@@ -21,19 +22,22 @@ from verl.single_controller.wire import Kind, Link
 from verl.utils.errors import ConfigError, WorkerLostError
 from verl.utils.sigterm import handle_sigterm
 
-_TERM_GRACE_S = 5.0  # after SIGTERM: for the driver to ask where this rank is, which it would not know otherwise
+# after SIGTERM: for the driver to ask where this rank is, which it would not know otherwise
+_TERM_GRACE_S = 5.0
 
 
 def launched_rank() -> tuple[int, int]:
-    """(rank, world size) that the environment tells; (0, 1) of a process that was started by hand."""
+    """(rank, world size) that the environment tells; (0, 1) of a process that was started by
+    hand."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return 0, 1
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE={world_size} says that several ranks were launched, but {' and '.join(missing)} of the "
-            "environment are not set. Launch with torchrun, which sets them, or unset WORLD_SIZE for one process."
+            f"WORLD_SIZE={world_size} says that several ranks were launched, but "
+            f"{' and '.join(missing)} of the environment are not set. Launch with torchrun, which "
+            "sets them, or unset WORLD_SIZE for one process."
         )
     return int(os.environ["RANK"]), world_size
 
@@ -49,7 +53,9 @@ def _store(timeout_s: float) -> PrefixStore:
 def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Path]:
     """Wait for all other ranks; gives them, and the folder that notes are kept in."""
     store = _store(timeout_s)
-    door = Door(world_size, other_machines=os.environ.get("LOCAL_WORLD_SIZE", "") != str(world_size))
+    door = Door(
+        world_size, other_machines=os.environ.get("LOCAL_WORLD_SIZE", "") != str(world_size)
+    )
     store.set("token", door.token)
     store.set("folder", door.folder)
     store.set("port", str(door.port))
@@ -60,7 +66,9 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
         if time.monotonic() > ends_at:
             shutil.rmtree(door.folder)
             missing = sorted(set(range(1, world_size)) - set(peers))
-            raise WorkerLostError(f"Ranks {missing} of {world_size} did not come within {timeout_s:g} s.")
+            raise WorkerLostError(
+                f"Ranks {missing} of {world_size} did not come within {timeout_s:g} s."
+            )
     door.close()
     return peers, Path(door.folder)
 
@@ -78,7 +86,9 @@ def serve(rank: int, connect_timeout_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the driver decides
     handle_sigterm(_leave_later)
     calls: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_watch, args=(link, calls, folder), name="verl-watch", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(link, calls, folder), name="verl-watch", daemon=True
+    ).start()
     host = Host()
     while True:
         message = calls.get()
@@ -92,7 +102,8 @@ def serve(rank: int, connect_timeout_s: float) -> None:
 
 
 def _watch(link: Link, calls: queue.SimpleQueue, folder: Path) -> None:
-    """Receives, and answers where the main thread is, whatever that is at. Ends the process with the driver."""
+    """Receives, and answers where the main thread is, whatever that is at. Ends the process with
+    the driver."""
     while True:
         try:
             message = link.receive()
@@ -111,7 +122,8 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path) -> None:
 
 
 def _leave_later(signum: int, frame: Any) -> None:
-    """torchrun ends all ranks when one dies; the driver, which tells why, asks this one first and ends it itself."""
+    """torchrun ends all ranks when one dies; the driver, which tells why, asks this one first and
+    ends it itself."""
     leave = threading.Timer(_TERM_GRACE_S, os._exit, (128 + signum,))
     leave.daemon = True
     leave.start()

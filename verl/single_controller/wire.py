@@ -1,9 +1,11 @@
-"""Messages between a driver and its ranks: what is large goes through memory that both map, never through the socket.
+"""Messages between a driver and its ranks: what is large goes through memory that both map, never
+through the socket.
 
-A value is pickled once, its tensors and arrays as buffers beside the pickle. Between processes of one machine they lie
-in an anonymous file (memfd) whose descriptor travels: nothing has a name that could leak, and `/dev/shm` may be small.
-Between machines, where the system has no memfd, and where they are larger than a file may be (`ulimit -f`), they
-follow on the socket. Whoever has received a value owns it: memory is mapped copy-on-write.
+A value is pickled once, its tensors and arrays as buffers beside the pickle. Between processes of
+one machine they lie in an anonymous file (memfd) whose descriptor travels: nothing has a name that
+could leak, and `/dev/shm` may be small. Between machines, where the system has no memfd, and where
+they are larger than a file may be (`ulimit -f`), they follow on the socket. Whoever has received a
+value owns it: memory is mapped copy-on-write.
 """
 
 import io
@@ -25,7 +27,8 @@ from verl.utils.limits import largest_file
 from verl.utils.pickling import pack_tensor, unpack_tensor
 
 _HEADER = struct.Struct("<BQIB")  # kind, number, parts, whether they lie in memory
-_INLINE_BYTES = 32 * 1024  # less than what a socket takes at once; mapping memory costs more than copying so little
+# less than what a socket takes at once; mapping memory costs more than copying so little
+_INLINE_BYTES = 32 * 1024
 _ALIGNMENT = 64  # of every buffer, as torch's own allocator aligns
 
 
@@ -45,13 +48,18 @@ class Kind(IntEnum):
 
 
 class Pickler(pickle.Pickler):
-    """Tensors outside a DataProto as buffers too, and a received message as the value in it, which is not unpickled."""
+    """Tensors outside a DataProto as buffers too, and a received message as the value in it, which
+    is not unpickled."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Incoming:
             return _value_in, tuple(map(pickle.PickleBuffer, obj.parts))
         packed = pack_tensor(obj) if type(obj) is torch.Tensor and not obj.requires_grad else obj
-        return NotImplemented if packed is obj or isinstance(packed, torch.Tensor) else (unpack_tensor, (packed,))
+        return (
+            NotImplemented
+            if packed is obj or isinstance(packed, torch.Tensor)
+            else (unpack_tensor, (packed,))
+        )
 
 
 class Outgoing:
@@ -95,10 +103,12 @@ class Link:
         self.socket, self._pickler = connection, pickler
         self.same_machine = connection.family == getattr(socket, "AF_UNIX", None)
         self._shares_memory = self.same_machine and hasattr(os, "memfd_create")
-        self._sending = threading.RLock()  # a signal handler may send while the thread it interrupts does
+        # a signal handler may send while the thread it interrupts does
+        self._sending = threading.RLock()
         if not self.same_machine:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A machine that is gone closes no connection: asked after half a minute of silence, given up after one.
+            # A machine that is gone closes no connection: asked after half a minute of silence,
+            # given up after one.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
                 if hasattr(socket, name):  # macOS lacks some
@@ -118,13 +128,18 @@ class Link:
                 socket.send_fds(self.socket, [head[:1]], [message.in_memory()])
                 self.socket.sendall(head[1:])
             else:
-                padded = [piece for part in message.parts for piece in (part, bytes(-len(part) % _ALIGNMENT))]
+                padded = [
+                    piece
+                    for part in message.parts
+                    for piece in (part, bytes(-len(part) % _ALIGNMENT))
+                ]
                 pieces = [head, *padded[:-1]]
                 for piece in [b"".join(pieces)] if _end(message.sizes) <= _INLINE_BYTES else pieces:
                     self.socket.sendall(piece)
 
     def receive(self) -> Incoming:
-        """The next message. Raises OSError or EOFError when there is nobody at the other end any more."""
+        """The next message. Raises OSError or EOFError when there is nobody at the other end any
+        more."""
         descriptors: list[int] = []
         if self.same_machine:
             first, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
@@ -132,7 +147,9 @@ class Link:
             first = self.socket.recv(1)
         if not first:
             raise EOFError("the connection was closed")
-        kind, number, num_parts, in_memory = _HEADER.unpack(first + bytes(self._exactly(_HEADER.size - 1)))
+        kind, number, num_parts, in_memory = _HEADER.unpack(
+            first + bytes(self._exactly(_HEADER.size - 1))
+        )
         sizes = struct.unpack(f"<{num_parts}Q", self._exactly(8 * num_parts))
         if in_memory:
             (descriptor,) = descriptors
@@ -148,7 +165,8 @@ class Link:
         self.socket.close()
 
     def _exactly(self, size: int) -> memoryview:
-        data, received = torch.empty(size, dtype=torch.uint8).numpy().data, 0  # aligned, and not zeroed
+        # aligned, and not zeroed
+        data, received = torch.empty(size, dtype=torch.uint8).numpy().data, 0
         while received < size:
             count = self.socket.recv_into(data[received:])
             if not count:

@@ -9,8 +9,8 @@ DATA, ROLLOUT = "data", "rollout"
 class Worker:
     """Base of all roles. A worker never knows whether Ray, torchrun or one process carries it.
 
-    It may add columns to the batches it is given, but not write into their tensors: rank 0 may share them with the
-    driver.
+    It may add columns to the batches it is given, but not write into their tensors: rank 0 may
+    share them with the driver.
     """
 
     @property
@@ -23,8 +23,8 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch this rank works on; asked once, after `__init__`. Ranks that split the tokens of the
-        same rows (sequence parallel) have the same."""
+        """Which share of a batch this rank works on; asked once, after `__init__`. Ranks that split
+        the tokens of the same rows (sequence parallel) have the same."""
         return self.rank
 
     @property
@@ -34,7 +34,8 @@ class Worker:
 
     @property
     def rollout_rank(self) -> int:
-        """`data_rank` where responses are generated: ranks that share an engine (tensor parallel) have the same."""
+        """`data_rank` where responses are generated: ranks that share an engine (tensor parallel)
+        have the same."""
         return self.data_rank
 
     def shares(self) -> dict[str, int]:

@@ -34,7 +34,8 @@ _DEADLINE, _BLOCKING, _ON_TOLD = "deadline_s", "blocking", "on_told"
 
 
 class Background:
-    """A thread of this process, in which calls run one by one that the driver does not wait for at once."""
+    """A thread of this process, in which calls run one by one that the driver does not wait for at
+    once."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -43,7 +44,9 @@ class Background:
     def start(self, call: Callable[..., Any], *args: Any) -> Future:
         if self._executor is None:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            self._executor = ThreadPoolExecutor(1, "verl-background", functools.partial(_use_device, device))
+            self._executor = ThreadPoolExecutor(
+                1, "verl-background", functools.partial(_use_device, device)
+            )
         self._latest = self._executor.submit(call, *args)
         return self._latest
 
@@ -61,8 +64,8 @@ def _use_device(number: int | None) -> None:
 
 
 class InProcess:
-    """Ranks that are workers of this process; their errors come as they are. A call that blocks runs in the caller's
-    thread, after all that did not and that share its `background`."""
+    """Ranks that are workers of this process; their errors come as they are. A call that blocks
+    runs in the caller's thread, after all that did not and that share its `background`."""
 
     hands_on_unfinished = True
 
@@ -72,7 +75,12 @@ class InProcess:
         self._background = background or Background()
 
     def submit(
-        self, role: str, method: str, arguments: Mapping[int, Arguments], blocking: bool = True, on_told: OnTold = None
+        self,
+        role: str,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        blocking: bool = True,
+        on_told: OnTold = None,
     ) -> dict[int, Future]:
         if not blocking:
             return {
@@ -89,8 +97,11 @@ class InProcess:
         args, kwargs = arguments
         return call_method(self.workers[rank], role, method, args, kwargs, on_told)
 
-    def wait(self, replies: Mapping[int, Future], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        """However long it takes: nobody could end what runs in this process. Without time, what has ended."""
+    def wait(
+        self, replies: Mapping[int, Future], timeout_s: float
+    ) -> dict[int, Raised | Lost | None]:
+        """However long it takes: nobody could end what runs in this process. Without time, what has
+        ended."""
         if timeout_s:
             wait(replies.values())
         return {rank: None for rank, reply in replies.items() if reply.done()}
@@ -115,22 +126,28 @@ class InProcess:
 
 
 class WorkerGroup:
-    """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on the group.
+    """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on
+    the group.
 
-    A call takes the method's arguments, split as its dispatch mode says, and some of its own. `deadline_s`: the seconds
-    after which it is a DeadlineError that tells where every rank is, instead of a silent wait; if not given, those that
-    the group was started with. `blocking`: whether it waits for the answer, or gives a future with `result()`; if not
-    given, as the method was registered. `on_told`: called with what the method says by `tell` while it runs, in any
-    thread, also in two at once, so it must be quick and not raise. From a call that goes through Ray, with rows or not
-    blocking, it comes tenths of a second later, and what is told last may not come.
-    `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool makes groups of several
-    ranks.
+    A call takes the method's arguments, split as its dispatch mode says, and some of its own.
+    `deadline_s`: the seconds after which it is a DeadlineError that tells where every rank is,
+    instead of a silent wait; if not given, those that the group was started with. `blocking`:
+    whether it waits for the answer, or gives a future with `result()`; if not given, as the method
+    was registered. `on_told`: called with what the method says by `tell` while it runs, in any
+    thread, also in two at once, so it must be quick and not raise. From a call that goes through
+    Ray, with rows or not blocking, it comes tenths of a second later, and what is told last may not
+    come. `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource
+    pool makes groups of several ranks.
     """
 
-    def __init__(self, worker: Worker, role: str | None = None, background: Background | None = None) -> None:
+    def __init__(
+        self, worker: Worker, role: str | None = None, background: Background | None = None
+    ) -> None:
         self.worker = worker
         ranks = InProcess([worker], background)
-        self._bind(type(worker), ranks, role or type(worker).__name__, {DATA: [0], ROLLOUT: [0]}, [0])
+        self._bind(
+            type(worker), ranks, role or type(worker).__name__, {DATA: [0], ROLLOUT: [0]}, [0]
+        )
 
     @classmethod
     def over(
@@ -141,10 +158,12 @@ class WorkerGroup:
         shares: Mapping[str, Sequence[int]],
         members: Sequence[int] | None = None,
     ) -> Any:
-        """The group of the workers of `role`, which live on the ranks `members` (None: all); `shares` are those of each
-        (`Worker.shares`)."""
+        """The group of the workers of `role`, which live on the ranks `members` (None: all);
+        `shares` are those of each (`Worker.shares`)."""
         group = cls.__new__(cls)
-        group._bind(worker_class, ranks, role, shares, range(ranks.size) if members is None else members)
+        group._bind(
+            worker_class, ranks, role, shares, range(ranks.size) if members is None else members
+        )
         return group
 
     def _bind(
@@ -160,7 +179,11 @@ class WorkerGroup:
         self._ranks, self.shares, self._members = ranks, shares, members
         self.deadline_s = DEADLINE_S
         for name, plan in registered_methods(worker_class).items():
-            setattr(self, name, bound(functools.partial(self._call, name, plan), plan, getattr(worker_class, name)))
+            setattr(
+                self,
+                name,
+                bound(functools.partial(self._call, name, plan), plan, getattr(worker_class, name)),
+            )
 
     @property
     def num_shares(self) -> int:
@@ -198,10 +221,16 @@ class WorkerGroup:
         return future.result() if blocking else future
 
     def _split(
-        self, mode: DispatchMode, plan: CallPlan, num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        mode: DispatchMode,
+        plan: CallPlan,
+        num_shares: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[list[Arguments], Any]:
-        """`mode.split`. Where all batches are answers of calls that were dealt alike, each share goes as it is from the
-        rank that has it to those that take it; otherwise futures are read, joined and dealt again."""
+        """`mode.split`. Where all batches are answers of calls that were dealt alike, each share
+        goes as it is from the rank that has it to those that take it; otherwise futures are read,
+        joined and dealt again."""
         values = (*args, *kwargs.values())
         futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
         read_here = any(isinstance(value, DataProto | Dealt | DataProtoFuture) for value in values)
@@ -210,21 +239,31 @@ class WorkerGroup:
         if futures and mode.takes_any_deal and not read_here:
             found = {key: future.handed_on(self._ranks) for key, future in futures.items()}
             handed_on = {
-                key: dealt for key, dealt in found.items() if dealt is not None and len(dealt[0]) == num_shares
+                key: dealt
+                for key, dealt in found.items()
+                if dealt is not None and len(dealt[0]) == num_shares
             }
             orders = [order for _, order in handed_on.values()]
             if len(handed_on) == len(futures) and all(order == orders[0] for order in orders):
-                return shares_of_each(args, kwargs, {key: shares for key, (shares, _) in handed_on.items()}), orders[0]
+                return shares_of_each(
+                    args, kwargs, {key: shares for key, (shares, _) in handed_on.items()}
+                ), orders[0]
         return mode.split(num_shares, *each_argument(_resolved, args, kwargs))
 
     def recent_spans(self, since_wall_ns: int) -> list[Recorded]:
-        """What ran in the process of every rank since then, for a timeline; see `verl.utils.timeline`."""
-        replies = self._ranks.submit(self.role, RECENT_SPANS, dict.fromkeys(self._members, ((since_wall_ns,), {})))
+        """What ran in the process of every rank since then, for a timeline; see
+        `verl.utils.timeline`."""
+        replies = self._ranks.submit(
+            self.role, RECENT_SPANS, dict.fromkeys(self._members, ((since_wall_ns,), {}))
+        )
         label = f"{self.role}: {RECENT_SPANS}"
-        return GroupFuture(self._ranks, label, replies, self._members, list, self.deadline_s).result()
+        return GroupFuture(
+            self._ranks, label, replies, self._members, list, self.deadline_s
+        ).result()
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that no bound method has: name the nearest fact instead of a bare AttributeError.
+        # Reached only for names that no bound method has: name the nearest fact instead of a bare
+        # AttributeError.
         worker_class = self.__dict__.get("worker_class", type(self))
         raise AttributeError(
             f"{worker_class.__name__} has no registered method '{name}'. "
@@ -233,24 +272,32 @@ class WorkerGroup:
 
 
 def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[..., Any]:
-    """A function with the signature of `method`, less `self`, with the group's own, and its docstring."""
+    """A function with the signature of `method`, less `self`, with the group's own, and its
+    docstring."""
     find_dispatch_mode(plan.dispatch_mode)  # an unknown mode is told when the group is made
     signature = inspect.signature(method)
     defaults = {_DEADLINE: None, _BLOCKING: plan.blocking, _ON_TOLD: None}
     kinds = {_DEADLINE: float | None, _BLOCKING: bool, _ON_TOLD: OnTold}
     for name in defaults.keys() & signature.parameters.keys():
         raise ConfigError(
-            f"{method.__qualname__} has a parameter '{name}', which a call on a group takes for itself. Rename it."
+            f"{method.__qualname__} has a parameter '{name}', which a call on a group takes for "
+            "itself. Rename it."
         )
 
     @functools.wraps(method)
     def call_ranks(*args: Any, **kwargs: Any) -> Any:
-        return call(args, kwargs, **{name: kwargs.pop(name, default) for name, default in defaults.items()})
+        return call(
+            args, kwargs, **{name: kwargs.pop(name, default) for name, default in defaults.items()}
+        )
 
     parameters = [*signature.parameters.values()][1:]
-    place = len(parameters) - any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    place = len(parameters) - any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+    )
     parameters[place:place] = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name]
+        )
         for name, default in defaults.items()
     ]
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
@@ -270,8 +317,8 @@ def start_role(
     deadline_s: float,
     members: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """Build a worker with the same arguments on every rank at once (`members`: some), and give the group of them, whose
-    calls have the deadline of this one unless they name their own."""
+    """Build a worker with the same arguments on every rank at once (`members`: some), and give the
+    group of them, whose calls have the deadline of this one unless they name their own."""
     building = (worker_class, *args), kwargs
     members = range(ranks.size) if members is None else members
     replies = ranks.submit(role, BUILD, dict.fromkeys(members, building))

@@ -24,13 +24,15 @@ class TrackerSettings:
     folder: Path  # where local trackers write
     config: Mapping[str, Any]  # the whole configuration, stored beside the run
     total_steps: int | None = None  # for the console's "[Step 1/10]"; None: unknown
-    log_interval: int = 1  # the console prints every so many steps; the other trackers get all of them
+    # the console prints every so many steps; the other trackers get all of them
+    log_interval: int = 1
 
 
 class TrackerBackend:
     """Base of all trackers; what one cannot do it leaves out.
 
-    Metrics come as plain Python ints and floats, not all of them finite: a tracker shows NaN as its tool does.
+    Metrics come as plain Python ints and floats, not all of them finite: a tracker shows NaN as its
+    tool does.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -50,15 +52,18 @@ class TrackerBackend:
         """The last call: everything recorded is written."""
 
 
-tracker_backends: Registry[Callable[[TrackerSettings], TrackerBackend]] = Registry("tracker (trainer.logger)")
+tracker_backends: Registry[Callable[[TrackerSettings], TrackerBackend]] = Registry(
+    "tracker (trainer.logger)"
+)
 
 
 @tracker_backends.register("file")
 class FileBackend(TrackerBackend):
-    """JSON lines in `{folder}/metrics.jsonl`, {"step": 3, "actor/lr": 1e-06, ...}, and samples in `generations/`.
+    """JSON lines in `{folder}/metrics.jsonl`, {"step": 3, "actor/lr": 1e-06, ...}, and samples in
+    `generations/`.
 
-    Valid JSON: a NaN or an infinity is null. Each line is handed to the system at once, so that a killed process loses
-    none; a line cut off by the machine's own end is removed at the next start.
+    Valid JSON: a NaN or an infinity is null. Each line is handed to the system at once, so that a
+    killed process loses none; a line cut off by the machine's own end is removed at the next start.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -77,7 +82,8 @@ class FileBackend(TrackerBackend):
         write_samples(self.settings.folder / "generations", step, rows)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of later steps; at step 0 all, for a run that starts afresh logs step 0 again."""
+        """Drop the lines of later steps; at step 0 all, for a run that starts afresh logs step 0
+        again."""
         self._file.close()
         drop_lines_after(self.path, step if step > 0 else -1)
         self._file = self.path.open("a", encoding="utf-8")
@@ -93,7 +99,9 @@ class TensorboardBackend(TrackerBackend):
     def __init__(self, settings: TrackerSettings) -> None:
         super().__init__(settings)
         require("tensorboard", "trainer.logger=tensorboard", "pip install tensorboard")
-        self._module = require("torch.utils.tensorboard", "trainer.logger=tensorboard", "pip install tensorboard")
+        self._module = require(
+            "torch.utils.tensorboard", "trainer.logger=tensorboard", "pip install tensorboard"
+        )
         self._writer = self._open(None)
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -115,15 +123,17 @@ class TensorboardBackend(TrackerBackend):
         self._writer.close()
 
     def _open(self, purge_step: int | None) -> Any:
-        return self._module.SummaryWriter(str(self.settings.folder / "tensorboard"), purge_step=purge_step)
+        return self._module.SummaryWriter(
+            str(self.settings.folder / "tensorboard"), purge_step=purge_step
+        )
 
 
 @tracker_backends.register("wandb")
 class WandbBackend(TrackerBackend):
     """Weights & Biases, online or with WANDB_MODE=offline.
 
-    The run's id is kept in `{folder}/wandb_run_id`, so that a resumed training continues the same run; the server
-    ignores what it is told a second time about a step.
+    The run's id is kept in `{folder}/wandb_run_id`, so that a resumed training continues the same
+    run; the server ignores what it is told a second time about a step.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -164,7 +174,10 @@ class WandbBackend(TrackerBackend):
                 resume="allow" if run_id else None,
             )
         except self._wandb.Error as error:
-            way_out = "Log in (wandb login), write to the disk with WANDB_MODE=offline, or leave wandb out"
+            way_out = (
+                "Log in (wandb login), write to the disk with WANDB_MODE=offline, or leave wandb "
+                "out"
+            )
             raise ConfigError(f"trainer.logger=wandb cannot be used: {error} {way_out}.") from error
         self._id_file.write_text(run.id)
         return run
@@ -183,7 +196,9 @@ class MlflowBackend(TrackerBackend):
 
     def log(self, metrics: Metrics, step: int) -> None:
         # MLflow allows no "@" in names: mean@8 becomes mean_at_8.
-        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        self._mlflow.log_metrics(
+            {name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step
+        )
 
     def log_generations(self, rows: Rows, step: int) -> None:
         self._mlflow.log_dict({"rows": plain(rows)}, f"generations/{step}.json")
@@ -210,7 +225,10 @@ class SwanlabBackend(TrackerBackend):
         self._swanlab.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        texts = [self._swanlab.Text("\n".join(f"{name}: {value}" for name, value in row.items())) for row in rows]
+        texts = [
+            self._swanlab.Text("\n".join(f"{name}: {value}" for name, value in row.items()))
+            for row in rows
+        ]
         if texts:
             self._swanlab.log({"val/generations": texts}, step=step)
 

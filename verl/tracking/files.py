@@ -8,18 +8,24 @@ from verl.utils.logging import logger
 
 
 def repair_last_line(path: Path) -> None:
-    """Cut off a last line without its end, which a crash left behind; the next line would be glued to it."""
+    """Cut off a last line without its end, which a crash left behind; the next line would be glued
+    to it."""
     if not path.exists():
         return
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         whole = content[: content.rfind(b"\n") + 1]
-        logger.warning("%s ended in the midst of a line (%d bytes); they are cut off.", path, len(content) - len(whole))
+        logger.warning(
+            "%s ended in the midst of a line (%d bytes); they are cut off.",
+            path,
+            len(content) - len(whole),
+        )
         os.truncate(path, len(whole))
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines whose "step" is at most `step`, byte for byte; a line that is no JSON goes, with a warning."""
+    """Keep the lines whose "step" is at most `step`, byte for byte; a line that is no JSON goes,
+    with a warning."""
     if not path.exists():
         return
     kept: list[bytes] = []

@@ -11,9 +11,11 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's own types. NaN and infinities, which JSON has not, become null; unknown objects their str().
+    """`value` in JSON's own types. NaN and infinities, which JSON has not, become null; unknown
+    objects their str().
 
-    Tensors and arrays become (nested) lists; those of one element without dimensions become numbers.
+    Tensors and arrays become (nested) lists; those of one element without dimensions become
+    numbers.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -36,15 +38,16 @@ def to_json_line(row: Mapping[str, Any]) -> str:
 def write_samples(folder: Path | str, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write `rows` to `folder/<step>.jsonl` and return that path.
 
-    The file appears whole or not at all, and replaces the one of an earlier attempt at the same step. Each line gets
-    "step" in front, unless the row has one.
+    The file appears whole or not at all, and replaces the one of an earlier attempt at the same
+    step. Each line gets "step" in front, unless the row has one.
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
     temporary = folder / f".{step}.jsonl.tmp-{os.getpid()}"
     try:
-        # Lone surrogates come from tokens that are half a character; JSON carries them as escapes only.
+        # Lone surrogates come from tokens that are half a character; JSON carries them as escapes
+        # only.
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(to_json_line({"step": step, **row}) for row in rows)
         os.replace(temporary, path)

@@ -24,7 +24,8 @@ class Tracker:
         self.backends: list[TrackerBackend] = [factory(settings) for factory in factories]
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record the metrics of a step: real numbers, also of numpy or of tensors without dimensions.
+        """Record the metrics of a step: real numbers, also of numpy or of tensors without
+        dimensions.
 
         NaN and infinities are handed on as they are; the "file" tracker writes null for them.
 
@@ -41,7 +42,8 @@ class Tracker:
             backend.log_generations(rows, step)
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded of steps after `step`, from which the run goes on; 0 is a start afresh."""
+        """Forget what was recorded of steps after `step`, from which the run goes on; 0 is a start
+        afresh."""
         for backend in self.backends:
             backend.rewind(step)
 
@@ -55,5 +57,7 @@ def _number(name: str, value: Any) -> int | float:
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"Metric '{name}' must be a number, got {value!r:.100} of type {type(value).__name__}.")
+        raise TypeError(
+            f"Metric '{name}' must be a number, got {value!r:.100} of type {type(value).__name__}."
+        )
     return int(value) if isinstance(value, numbers.Integral) else float(value)

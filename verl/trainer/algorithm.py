@@ -25,21 +25,26 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
     by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
     lines = [
-        f"Advantage A = {name}: {formula.format(gamma=algorithm.gamma, lam=algorithm.lam, by_std=by_std)}",
+        (
+            f"Advantage A = {name}: "
+            f"{formula.format(gamma=algorithm.gamma, lam=algorithm.lam, by_std=by_std)}"
+        ),
         f"Loss of a token, r = pi / pi_old = {loss_in_words(config.actor_rollout_ref.actor)}",
     ]
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None:
-        lines.append(f"The policy loss is weighted by pi_old / rollout by {correction.rollout_is}, bounded above by "
-                     f"{correction.rollout_is_threshold:g} ({correction.rollout_is_mode}).")  # fmt: skip
+        lines.append(
+            f"The policy loss is weighted by pi_old / rollout by {correction.rollout_is}, bounded "
+            f"above by {correction.rollout_is_threshold:g} ({correction.rollout_is_mode})."
+        )
     return lines
 
 
 def penalised_scores(
     batch: DataProto, config: TrainConfig, controller: FixedKLController | AdaptiveKLController
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(B, R) scores less the KL penalty, if `algorithm.use_kl_in_reward` asks for one, and its metrics. The controller
-    sees the KL of the batch."""
+    """(B, R) scores less the KL penalty, if `algorithm.use_kl_in_reward` asks for one, and its
+    metrics. The controller sees the KL of the batch."""
     columns, algorithm = batch.batch, config.algorithm
     scores, mask = columns["token_level_scores"], columns["response_mask"]
     if not algorithm.use_kl_in_reward:
@@ -63,8 +68,12 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        components=_reward_components(batch, algorithm.gdpo_reward_keys) if algorithm.gdpo_reward_keys else None,
-        component_weights=torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None,
+        components=_reward_components(batch, algorithm.gdpo_reward_keys)
+        if algorithm.gdpo_reward_keys
+        else None,
+        component_weights=torch.tensor(algorithm.gdpo_reward_weights)
+        if algorithm.gdpo_reward_weights
+        else None,
         columns=dict(columns.items()),
         config=algorithm,
     )
@@ -75,30 +84,43 @@ def estimated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns), (B, R) each, by the estimator that `algorithm.adv_estimator` names.
 
-    Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for finite rewards.
+    Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for
+    finite rewards.
     """
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
     with part.told():
         answer = estimator(inputs)
-    shapes = [getattr(column, "shape", None) for column in answer] if isinstance(answer, (tuple, list)) else []
+    shapes = (
+        [getattr(column, "shape", None) for column in answer]
+        if isinstance(answer, (tuple, list))
+        else []
+    )
     if shapes != [rewards.shape, rewards.shape]:
-        expected = f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response tokens)"
+        expected = (
+            f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response "
+            "tokens)"
+        )
         raise part.must_return(expected, answer)
     advantages, returns = map(torch.as_tensor, answer)
     own = inputs.response_mask.bool()
-    wrong = (~(advantages.isfinite() & returns.isfinite()) & own).any(-1).nonzero().flatten().tolist()
+    wrong = (
+        (~(advantages.isfinite() & returns.isfinite()) & own).any(-1).nonzero().flatten().tolist()
+    )
     # A critic that diverged is for the engine, which skips the update.
-    if wrong and all(column is None or column[own].isfinite().all() for column in (rewards, inputs.values)):
+    if wrong and all(
+        column is None or column[own].isfinite().all() for column in (rewards, inputs.values)
+    ):
         raise AlgorithmError(
-            f"{part} gave NaN or infinity for finite rewards in {len(wrong)} of {len(own)} rows, the first of which is "
-            f"row {wrong[0]}. Add a small number to what it divides by, say."
+            f"{part} gave NaN or infinity for finite rewards in {len(wrong)} of {len(own)} rows, "
+            f"the first of which is row {wrong[0]}. Add a small number to what it divides by, say."
         )
     return advantages, returns
 
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
-    """(B, K): numeric fields of the reward, `score` among them; 0 for samples whose reward was dropped."""
+    """(B, K): numeric fields of the reward, `score` among them; 0 for samples whose reward was
+    dropped."""
     counted = batch.batch["response_mask"].bool().any(-1).tolist()
     components = []
     for name in names:
@@ -110,15 +132,20 @@ def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
             if counted[row] and not isinstance(value, (int, float)):
                 told = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
                 raise RewardError(
-                    f"algorithm.gdpo_reward_keys: every sample's reward needs a number as field '{name}', got "
-                    f'{value!r} for row {row}. Return it beside "score"; fields told in this step: {told}.'
+                    "algorithm.gdpo_reward_keys: every sample's reward needs a number as field "
+                    f"'{name}', got "
+                    f'{value!r} for row {row}. Return it beside "score"; fields told in this step: '
+                    f"{told}."
                 )
-        components.append(torch.tensor([float(value) if keep else 0.0 for value, keep in zip(numbers, counted)]))
+        components.append(
+            torch.tensor([float(value) if keep else 0.0 for value, keep in zip(numbers, counted)])
+        )
     return torch.stack(components, dim=-1)
 
 
 def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProto:
-    """The samples that critic and actor learn from: all, or under PF-PPO as many drawn by their score."""
+    """The samples that critic and actor learn from: all, or under PF-PPO as many drawn by their
+    score."""
     if not config.algorithm.use_pf_ppo:
         return batch
     scores = batch.batch["token_level_scores"].sum(-1)
@@ -138,8 +165,9 @@ def is_corrected(config: TrainConfig) -> bool:
 
 
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
-    """The batch as the actor learns it, with `rollout_is_weights` and without the response tokens that are rejected,
-    and the metrics of that; the batch itself where no correction is asked for."""
+    """The batch as the actor learns it, with `rollout_is_weights` and without the response tokens
+    that are rejected, and the metrics of that; the batch itself where no correction is asked
+    for."""
     options = config.algorithm.rollout_correction
     if not is_corrected(config):
         return batch, {}
@@ -172,5 +200,9 @@ def entropy_controller(config: TrainConfig) -> FixedEntropyController | Adaptive
     if options.type == "fixed":
         return FixedEntropyController(start)
     if options.type == "adaptive":
-        return AdaptiveEntropyController(start, target_entropy=options.target_entropy, delta=options.delta)
-    raise ConfigError(f"algorithm.entropy_ctrl.type must be fixed or adaptive, got '{options.type}'.")
+        return AdaptiveEntropyController(
+            start, target_entropy=options.target_entropy, delta=options.delta
+        )
+    raise ConfigError(
+        f"algorithm.entropy_ctrl.type must be fixed or adaptive, got '{options.type}'."
+    )

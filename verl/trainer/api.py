@@ -25,7 +25,8 @@ from verl.workers.reward_inputs import compute_reward
 
 
 def train(config: Any = None, **keywords: Any) -> "RLTrainer":
-    """Train as `config` and the keywords of `RLTrainer` say; gives the trainer, whose `metrics` are the last step's."""
+    """Train as `config` and the keywords of `RLTrainer` say; gives the trainer, whose `metrics` are
+    the last step's."""
     trainer = RLTrainer(config, **keywords)
     trainer.train()
     return trainer
@@ -34,17 +35,19 @@ def train(config: Any = None, **keywords: Any) -> "RLTrainer":
 class RLTrainer:
     """Trains a causal LM on prompts and a reward, and answers with it and scores before or after.
 
-    What can be told without models is told at once: of keys, engine, data and reward. Models are loaded at the first
-    call that needs one. Under torchrun rank 0 alone comes back from here, see `PPOTrainer`.
+    What can be told without models is told at once: of keys, engine, data and reward. Models are
+    loaded at the first call that needs one. Under torchrun rank 0 alone comes back from here, see
+    `PPOTrainer`.
 
     Args:
         config: a TrainConfig, keys of the tree (nested or dotted), or the path of a YAML file.
-        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the config names.
-        keywords: replace what `config` says: actor_placement, critic_placement, reference_placement and
-            reward_model_placement (lists of ranks); actor_config, rollout_config, critic_config and ray_config
-            (mappings); backend, max_new_tokens, gradient_clip_val and lr; enable_hybrid_engine; the arguments of
-            `train`; sections of the tree (`data={...}`) and keys of it (`**{"trainer.max_steps": 2}`). A `config` may
-            hold these too.
+        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the
+            config names.
+        keywords: replace what `config` says: actor_placement, critic_placement, reference_placement
+            and reward_model_placement (lists of ranks); actor_config, rollout_config, critic_config
+            and ray_config (mappings); backend, max_new_tokens, gradient_clip_val and lr;
+            enable_hybrid_engine; the arguments of `train`; sections of the tree (`data={...}`) and
+            keys of it (`**{"trainer.max_steps": 2}`). A `config` may hold these too.
     """
 
     def __init__(
@@ -95,11 +98,13 @@ class RLTrainer:
 
     @property
     def critic(self) -> "LiveRole":
-        """The critic, whose `model` is the module that is trained. ConfigError where this run has none."""
+        """The critic, whose `model` is the module that is trained. ConfigError where this run has
+        none."""
         if not self.config.needs_critic:
             raise ConfigError(
-                f"This run has no critic, for algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs none."
-                " Set algorithm.adv_estimator=gae."
+                "This run has no critic, for "
+                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs none. Set "
+                "algorithm.adv_estimator=gae."
             )
         self._load_models()
         return LiveRole("critic", self.ppo.critic_wg, ranks_of_roles(self.config)["critic"])
@@ -113,23 +118,29 @@ class RLTrainer:
         gradient_accumulation_steps: int | None = None,
         amp: bool | None = None,
     ) -> dict[str, float]:
-        """Train to the last step, from the newest checkpoint on where there is one; gives the last step's metrics.
+        """Train to the last step, from the newest checkpoint on where there is one; gives the last
+        step's metrics.
 
         Args:
             micro_batch_size: responses a forward-backward pass and rank.
-            gradient_accumulation_steps: passes an update and rank. Their product, over all ranks, is the responses of
-                an update, of whole prompts: `ppo_mini_batch_size` (prompts) times `rollout.n`.
-            amp: True computes in bfloat16 over float32 parameters (the default on CUDA), False in float32.
+            gradient_accumulation_steps: passes an update and rank. Their product, over all ranks,
+                is the responses of an update, of whole prompts: `ppo_mini_batch_size` (prompts)
+                times `rollout.n`.
+            amp: True computes in bfloat16 over float32 parameters (the default on CUDA), False in
+                float32.
         """
         if self.has_trained:
             raise ConfigError(
-                f"train() has run already, to step {self.ppo.global_step} of {self.ppo.total_steps}. Make a new "
-                "RLTrainer: with a larger trainer.total_training_steps it goes on from the newest checkpoint."
+                f"train() has run already, to step {self.ppo.global_step} of "
+                f"{self.ppo.total_steps}. Make a new RLTrainer: with a larger "
+                "trainer.total_training_steps it goes on from the newest checkpoint."
             )
         if self.missing:
             raise DataError(self.missing[0])
         self._set_options(
-            micro_batch_size=micro_batch_size, gradient_accumulation_steps=gradient_accumulation_steps, amp=amp
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            amp=amp,
         )
         self._load_models()
         self.has_trained = True
@@ -137,23 +148,32 @@ class RLTrainer:
         return self.metrics
 
     def rollout(
-        self, prompts: Any, *, n: int = 1, greedy: bool = False, seed: int | None = None, as_batch: bool = False
+        self,
+        prompts: Any,
+        *,
+        n: int = 1,
+        greedy: bool = False,
+        seed: int | None = None,
+        as_batch: bool = False,
     ) -> Any:
         """Responses to B prompts by the weights of now, drawn as `rollout_config` says.
 
         Args:
-            prompts: texts, each a message of the user; chats, lists of {"role", "content"}; or a DataProto with the
-                column `raw_prompt_ids`. One longer than `data.max_prompt_length` is treated as `data.truncation` says.
+            prompts: texts, each a message of the user; chats, lists of {"role", "content"}; or a
+                DataProto with the column `raw_prompt_ids`. One longer than `data.max_prompt_length`
+                is treated as `data.truncation` says.
             n: responses a prompt.
             greedy: take the likeliest token always.
-            seed: of the noise; the same gives the same responses. None: one that training never uses.
+            seed: of the noise; the same gives the same responses. None: one that training never
+                uses.
             as_batch: give a DataProto of B * n rows, as training has it after its rollout.
 
         Returns:
             B texts without special tokens; for n > 1 B lists of n texts.
 
         Raises:
-            DataError: there is no prompt, or one that is none or too long; the message has its number.
+            DataError: there is no prompt, or one that is none or too long; the message has its
+                number.
             RolloutError: the engine did not answer every prompt.
         """
         if not isinstance(n, Integral) or n < 1:
@@ -162,11 +182,15 @@ class RLTrainer:
         self._load_models()
         params = setup.sampling_params(self.rollout_config)
         params = replace(params, temperature=0.0) if greedy else params
-        seed = self.rollout_config.seed + 2 if seed is None else seed  # training has the first, validation the second
+        # training has the first, validation the second
+        seed = self.rollout_config.seed + 2 if seed is None else seed
         batch = self.ppo._generate(batch, n, params, seed, step=0)
         if as_batch:
             return batch
-        ids = [row[mask].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool())]
+        ids = [
+            row[mask].tolist()
+            for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool())
+        ]
         texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return texts if n == 1 else [texts[start : start + n] for start in range(0, len(texts), n)]
 
@@ -179,19 +203,27 @@ class RLTrainer:
         ground_truth: Any = None,
         extra_info: Any = None,
     ) -> torch.Tensor:
-        """(B,) fp32 scores of B responses, each finite: the reward model's, else the reward function's.
+        """(B,) fp32 scores of B responses, each finite: the reward model's, else the reward
+        function's.
 
         Args:
             responses: with a reward model texts, or token ids of its own tokenizer, see
-                `verl.workers.reward_inputs.compute_reward`; else texts; or a batch of `rollout(..., as_batch=True)`.
+                `verl.workers.reward_inputs.compute_reward`; else texts; or a batch of `rollout(...,
+                as_batch=True)`.
             prompts: B texts or chats.
-            data_source, ground_truth, extra_info: for the reward function, one of all responses or a list of B.
+            data_source, ground_truth, extra_info: for the reward function, one of all responses or
+                a list of B.
 
         Raises:
-            RewardError: a response is empty or too long, or has no finite score; the message has its number.
+            RewardError: a response is empty or too long, or has no finite score; the message has
+                its number.
             ConfigError: nothing here can score these responses.
         """
-        columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info}
+        columns = {
+            "data_source": data_source,
+            "ground_truth": ground_truth,
+            "extra_info": extra_info,
+        }
         by_model, in_batch = self.config.reward_model.enable, isinstance(responses, DataProto)
         given = [name for name, value in columns.items() if value is not None]
         if given and (by_model or in_batch):
@@ -212,10 +244,12 @@ class RLTrainer:
             return compute_reward(self._reward_model, responses, prompts)
         if self.has_own_reward:
             raise ConfigError(
-                "reward_fn reads batches of tokens, so compute_reward cannot call it on texts. Give it a batch: "
-                "compute_reward(trainer.rollout(prompts, as_batch=True))."
+                "reward_fn reads batches of tokens, so compute_reward cannot call it on texts. "
+                "Give it a batch: compute_reward(trainer.rollout(prompts, as_batch=True))."
             )
-        return self._reward_function.score(_listed("compute_reward", "responses", responses), prompts, columns)
+        return self._reward_function.score(
+            _listed("compute_reward", "responses", responses), prompts, columns
+        )
 
     # ---------------------------------------------------------------- parts
 
@@ -237,11 +271,15 @@ class RLTrainer:
         if changed is self.config:
             return
         if self.has_models:
-            keys = [key for key in keys_of(TrainConfig) if value_at(changed, key) != value_at(self.config, key)]
+            keys = [
+                key
+                for key in keys_of(TrainConfig)
+                if value_at(changed, key) != value_at(self.config, key)
+            ]
             if dtypes := [key for key in keys if key.endswith("dtype")]:
                 raise ConfigError(
-                    f"amp={options['amp']} changes {dtypes[0]}, but the models are loaded already. Give it to "
-                    f"RLTrainer(amp={options['amp']}), or train before anything else."
+                    f"amp={options['amp']} changes {dtypes[0]}, but the models are loaded already. "
+                    f"Give it to RLTrainer(amp={options['amp']}), or train before anything else."
                 )
         assign(self.config, changed)
         if self.has_models:
@@ -254,12 +292,18 @@ class RLTrainer:
         if isinstance(prompts, DataProto) and len(prompts):
             if "raw_prompt_ids" not in prompts.non_tensor_batch:
                 raise DataError(
-                    "A batch for rollout needs the object column raw_prompt_ids (lists of token ids), got "
-                    f"{list(prompts.non_tensor_batch)}. Give the prompts as texts or chats."
+                    "A batch for rollout needs the object column raw_prompt_ids (lists of token "
+                    f"ids), got {list(prompts.non_tensor_batch)}. Give the prompts as texts or "
+                    "chats."
                 )
             batch = prompts.select()
-            ids = [self._fitted(number, ids) for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"])]
-            batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(non_tensors={"": ids}).non_tensor_batch[""]
+            ids = [
+                self._fitted(number, ids)
+                for number, ids in enumerate(batch.non_tensor_batch["raw_prompt_ids"])
+            ]
+            batch.non_tensor_batch["raw_prompt_ids"] = DataProto.from_dict(
+                non_tensors={"": ids}
+            ).non_tensor_batch[""]
             return batch
         rows = []
         for number, prompt in enumerate(_listed("rollout", "prompts (texts or chats)", prompts)):
@@ -268,15 +312,21 @@ class RLTrainer:
                 ids = apply_chat_template(self.tokenizer, messages)
             except DataError as error:
                 raise DataError(f"Prompt {number} {error}.") from error
-            rows.append({"raw_prompt_ids": self._fitted(number, ids), "raw_prompt": messages, "index": number})
+            rows.append(
+                {
+                    "raw_prompt_ids": self._fitted(number, ids),
+                    "raw_prompt": messages,
+                    "index": number,
+                }
+            )
         return collate(rows)
 
     def _fitted(self, number: int, ids: list[int]) -> list[int]:
         limit, truncation = self.config.data.max_prompt_length, self.config.data.truncation
         if truncation == "error" and len(ids) > limit:
             raise DataError(
-                f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. Raise it, or set "
-                "data.truncation=left, right or middle to have it cut."
+                f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
+                "Raise it, or set data.truncation=left, right or middle to have it cut."
             )
         return truncate(ids, limit, truncation)
 
@@ -294,16 +344,22 @@ class LiveRole:
         """The module itself. WorkerError where it is not in this process alone."""
         if "worker" not in vars(self.group):
             raise WorkerError(
-                f"The {self.name} is no module of this process: its weights lie on the ranks {self.ranks}. Train in "
-                "one process to have it at hand, or read it from a checkpoint (trainer.save_freq; `python -m "
-                "verl.model_merger merge` makes a folder of transformers)."
+                f"The {self.name} is no module of this process: its weights lie on the ranks "
+                f"{self.ranks}. Train in one process to have it at hand, or read it from a "
+                "checkpoint (trainer.save_freq; `python -m verl.model_merger merge` makes a folder "
+                "of transformers)."
             )
         return self.group.worker.engine.hf_model
 
 
 def _listed(call: str, what: str, given: Any) -> list[Any]:
-    """The entries of a list or another iterable. DataError where there is none, or one text or mapping by itself."""
-    entries = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto)) else []
+    """The entries of a list or another iterable. DataError where there is none, or one text or
+    mapping by itself."""
+    entries = (
+        list(given)
+        if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto))
+        else []
+    )
     if not entries:
         raise DataError(f"{call} needs a list of {what}, at least one, got {given!r:.80}.")
     return entries

@@ -1,7 +1,7 @@
 """DAPO's dynamic sampling, Yu et al. 2025 (arXiv:2503.14476), section 3.2.
 
-The rest of DAPO is configuration: clip-higher is `actor.clip_ratio_high`, the token mean `actor.loss_agg_mode`, and the
-soft punishment of overlong responses a part of the reward.
+The rest of DAPO is configuration: clip-higher is `actor.clip_ratio_high`, the token mean
+`actor.loss_agg_mode`, and the soft punishment of overlong responses a part of the reward.
 """
 
 from collections import Counter
@@ -21,12 +21,14 @@ class DAPOTrainer(PPOTrainer):
     """Draws prompts until `data.train_batch_size` of them have responses that differ in
     `algorithm.filter_groups.metric`: the others have no advantage and thin the batch out.
 
-    Every round takes the next batch of the loader, whose cursor is all that a resumed run needs: nothing is kept from
-    one step for the next. A run by epochs has as many steps as if no prompt were left out, and reads further epochs.
+    Every round takes the next batch of the loader, whose cursor is all that a resumed run needs:
+    nothing is kept from one step for the next. A run by epochs has as many steps as if no prompt
+    were left out, and reads further epochs.
     """
 
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """See `PPOTrainer.collect`, of the prompts whose responses differ, in the order in which they were drawn."""
+        """See `PPOTrainer.collect`, of the prompts whose responses differ, in the order in which
+        they were drawn."""
         options, wanted = self.config.algorithm.filter_groups, len(prompts)
         kept: list[DataProto] = []
         alike: list[DataProto] = []
@@ -55,20 +57,21 @@ class DAPOTrainer(PPOTrainer):
     def _tell_exhausted(self, num_kept: int, wanted: int) -> None:
         options = self.config.algorithm.filter_groups
         fact = (
-            f"Step {self.global_step}: {options.max_num_gen_batches} batches of prompts gave {num_kept} whose "
-            f"responses differ in '{options.metric}'; {wanted} are wanted"
+            f"Step {self.global_step}: {options.max_num_gen_batches} batches of prompts gave "
+            f"{num_kept} whose responses differ in '{options.metric}'; {wanted} are wanted"
         )
         if options.on_exhausted == "error":
             raise DataError(
                 f"{fact}. The task may be too hard or too easy, or solved. Raise "
-                "algorithm.filter_groups.max_num_gen_batches (0: no bound) or rollout.n, lower data.train_batch_size, "
-                "or set algorithm.filter_groups.on_exhausted=fill."
+                "algorithm.filter_groups.max_num_gen_batches (0: no bound) or rollout.n, lower "
+                "data.train_batch_size, or set algorithm.filter_groups.on_exhausted=fill."
             )
         logger.warning("%s. The batch is filled with prompts whose responses are alike.", fact)
 
 
 def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
-    """(B,) bool: rows whose prompt has two samples of unlike `metric`; those whose reward was dropped do not count."""
+    """(B,) bool: rows whose prompt has two samples of unlike `metric`; those whose reward was
+    dropped do not count."""
     if metric in ("score", "seq_reward"):
         values = batch.batch["token_level_scores"].sum(-1).tolist()
     elif metric in batch.non_tensor_batch:
@@ -76,22 +79,28 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
     else:
         told = ", ".join(["score", *batch.meta_info.get("reward_fields", ())])
         raise ConfigError(
-            f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which tells: {told}. Return it "
+            f"algorithm.filter_groups.metric='{metric}' is no field of the reward, which tells: "
+            f"{told}. Return it "
             'beside "score", or set algorithm.filter_groups.metric=score.'
         )
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
     for group, value in zip(groups, values):
-        value = value.tolist() if hasattr(value, "tolist") else value  # tensors differ even where they are equal
+        # tensors differ even where they are equal
+        value = value.tolist() if hasattr(value, "tolist") else value
         try:
             values_of.setdefault(group, set()).add(value)
         except TypeError as error:  # has no hash
             raise ConfigError(
-                f"algorithm.filter_groups.metric='{metric}' must be a field of one number or text a response, got "
-                f"{value!r:.80} of type {type(value).__name__}. Name another field, or set "
-                "algorithm.filter_groups.metric=score."
+                f"algorithm.filter_groups.metric='{metric}' must be a field of one number or text "
+                f"a response, got {value!r:.80} of type {type(value).__name__}. Name another "
+                "field, or set algorithm.filter_groups.metric=score."
             ) from error
-    uids_that_differ = {uid for uid, group in zip(batch.non_tensor_batch["uid"], groups) if len(values_of[group]) > 1}
+    uids_that_differ = {
+        uid
+        for uid, group in zip(batch.non_tensor_batch["uid"], groups)
+        if len(values_of[group]) > 1
+    }
     return np.array([uid in uids_that_differ for uid in batch.non_tensor_batch["uid"]], dtype=bool)
 
 
@@ -102,7 +111,9 @@ def num_prompts(batch: DataProto) -> int:
 def first_prompts(batch: DataProto, wanted: int) -> DataProto:
     """All rows of the first `wanted` prompts."""
     chosen = set(list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))[:wanted])
-    return batch.select_idxs(np.array([uid in chosen for uid in batch.non_tensor_batch["uid"]], dtype=bool))
+    return batch.select_idxs(
+        np.array([uid in chosen for uid in batch.non_tensor_batch["uid"]], dtype=bool)
+    )
 
 
 def joined(parts: list[DataProto]) -> DataProto:
@@ -111,7 +122,9 @@ def joined(parts: list[DataProto]) -> DataProto:
     for part in parts:
         for name in names:
             part.non_tensor_batch.setdefault(name, np.full(len(part), None, dtype=object))
-    fields = dict.fromkeys(name for part in parts for name in part.meta_info.get("reward_fields", ()))
+    fields = dict.fromkeys(
+        name for part in parts for name in part.meta_info.get("reward_fields", ())
+    )
     whole = DataProto.concat(parts)
     whole.meta_info["reward_fields"] = list(fields)
     return whole

@@ -42,7 +42,8 @@ class ScoredPrompt:
 
 
 class TextTokenizer:
-    """A vocabulary of whole texts: managers get texts as what they get in training, token ids that they decode."""
+    """A vocabulary of whole texts: managers get texts as what they get in training, token ids that
+    they decode."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -61,7 +62,8 @@ class TextTokenizer:
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, Any]:
-    """The whole job: scores every response, prints the table, writes the JSON; gives what is in it."""
+    """The whole job: scores every response, prints the table, writes the JSON; gives what is in
+    it."""
     prompts = read_prompts(config.data)
     check_k(config.metrics.k, prompts)
     if config.data.output_path is not None:
@@ -71,7 +73,9 @@ def evaluate(config: EvaluationConfig) -> dict[str, Any]:
     print(table(report), flush=True)
     if config.data.output_path is not None:
         text = json.dumps(report, indent=1) + "\n"
-        write_whole(Path(config.data.output_path), lambda path: path.write_text(text, encoding="utf-8"))
+        write_whole(
+            Path(config.data.output_path), lambda path: path.write_text(text, encoding="utf-8")
+        )
     return report
 
 
@@ -85,10 +89,14 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             row = rows.row(number)
             responses = row[data.response_key]
             responses = [responses] if isinstance(responses, str) else responses
-            if not isinstance(responses, list) or not responses or not all(isinstance(r, str) for r in responses):
+            if (
+                not isinstance(responses, list)
+                or not responses
+                or not all(isinstance(r, str) for r in responses)
+            ):
                 raise DataError(
-                    f"{file}, row {number}, column '{data.response_key}': must be a list of texts, at least one, got "
-                    f"{str(responses)[:80]!r}."
+                    f"{file}, row {number}, column '{data.response_key}': must be a list of texts, "
+                    f"at least one, got {str(responses)[:80]!r}."
                 )
             source = row.get(data.data_source_key)
             columns = {
@@ -97,7 +105,9 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
                 "extra_info": row.get(data.extra_info_key),
             }
             name = "unknown" if source is None else str(source)
-            prompts.append(ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns))
+            prompts.append(
+                ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns)
+            )
     return prompts
 
 
@@ -106,13 +116,14 @@ def check_k(k: Sequence[int], prompts: Sequence[ScoredPrompt]) -> None:
     most = max(len(prompt.responses) for prompt in prompts)
     if max(k, default=1) > most:
         raise ConfigError(
-            f"metrics.k={list(k)} asks for more responses than any prompt has, which is {most}. Leave out what is "
-            "larger, or generate more: data.n_samples of main_generation."
+            f"metrics.k={list(k)} asks for more responses than any prompt has, which is {most}. "
+            "Leave out what is larger, or generate more: data.n_samples of main_generation."
         )
 
 
 def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, int]:
-    """Let the reward manager of training score every response; gives how many rewards failed, by kind."""
+    """Let the reward manager of training score every response; gives how many rewards failed, by
+    kind."""
     train = SHARED.as_train_config(config)
     train.data.reward_fn_key = "data_source"
     tokenizer = TextTokenizer()
@@ -127,7 +138,9 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
             batch = _batch(chunk, tokenizer)
             result = manager.score(manager.read(batch), batch)
         except RewardError as error:
-            raise RewardError(f"Of responses {start} to {start + len(chunk) - 1}: {error}") from error.__cause__
+            raise RewardError(
+                f"Of responses {start} to {start + len(chunk) - 1}: {error}"
+            ) from error.__cause__
         _record(chunk, result, config.metrics.pass_score)
         for name in ("errors", "timeouts", "retries"):
             failures[name] += getattr(result, f"num_{name}")
@@ -138,7 +151,10 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
             logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left)
             said = now
     if failures["dropped"] == len(rows):
-        raise RewardError("No response could be scored: the reward failed for all. The warning above names the first.")
+        raise RewardError(
+            "No response could be scored: the reward failed for all. The warning above names the "
+            "first."
+        )
     return failures
 
 
@@ -154,10 +170,12 @@ def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -
 
 
 def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score: float) -> None:
-    """A response passes by the field `acc` of its reward, else by its score. It votes for the field `pred`, else for
-    what the rule of its data source reads in it."""
+    """A response passes by the field `acc` of its reward, else by its score. It votes for the field
+    `pred`, else for what the rule of its data source reads in it."""
     dropped = set(result.dropped)
-    for number, ((prompt, response), value, extra) in enumerate(zip(rows, result.scores, result.extra)):
+    for number, ((prompt, response), value, extra) in enumerate(
+        zip(rows, result.scores, result.extra)
+    ):
         if number in dropped:
             continue
         answer = extra.get("pred")
@@ -165,12 +183,15 @@ def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score
             answer = answer_extractors.get(prompt.source)(response)
         prompt.scores.append(value)
         accuracy = extra.get("acc")
-        prompt.passed.append(float(accuracy) >= 1 if isinstance(accuracy, (Real, np.bool_)) else value >= pass_score)
+        prompt.passed.append(
+            float(accuracy) >= 1 if isinstance(accuracy, (Real, np.bool_)) else value >= pass_score
+        )
         prompt.answers.append(vote(answer))
 
 
 def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """What is written as JSON: how it was computed, and the metrics of each data source and of all prompts."""
+    """What is written as JSON: how it was computed, and the metrics of each data source and of all
+    prompts."""
     metrics = config.metrics
     by_source: dict[str, list[ScoredPrompt]] = {}
     for prompt in prompts:
@@ -179,9 +200,15 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
     scored = [prompt for members in by_source.values() for prompt in members]
     most = max(len(prompt.scores) for prompt in scored)
     if max(metrics.k, default=1) > most:  # the files had as many, see `check_k`
-        logger.warning("metrics.k above %d is left out: of no prompt were more responses scored.", most)
+        logger.warning(
+            "metrics.k above %d is left out: of no prompt were more responses scored.", most
+        )
     if most > MAX_VOTES:
-        logger.warning("maj@k is left out: it is computed for up to %d responses a prompt, got %d.", MAX_VOTES, most)
+        logger.warning(
+            "maj@k is left out: it is computed for up to %d responses a prompt, got %d.",
+            MAX_VOTES,
+            most,
+        )
     return {
         "files": config.data.path,
         "pass_score": metrics.pass_score,
@@ -191,7 +218,9 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
             "resamples": metrics.resamples,
             "seed": metrics.seed,
         },
-        "data_sources": {source: _summary(config, members) for source, members in by_source.items()},
+        "data_sources": {
+            source: _summary(config, members) for source, members in by_source.items()
+        },
         ALL: _summary(config, scored),
     }
 
@@ -199,12 +228,18 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
 def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
     """Means over prompts, each with its bounds and the number of prompts that have it."""
     most = max(len(prompt.scores) for prompt in prompts)
-    ks = sorted(set(config.metrics.k)) or sorted({*(1 << power for power in range(most.bit_length())), most})
-    voting = {prompt.source for prompt in prompts if any(answer is not None for answer in prompt.answers)}
+    ks = sorted(set(config.metrics.k)) or sorted(
+        {*(1 << power for power in range(most.bit_length())), most}
+    )
+    voting = {
+        prompt.source for prompt in prompts if any(answer is not None for answer in prompt.answers)
+    }
     columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
     for k in ks:
         columns[f"pass@{k}"] = [
-            pass_at_k(len(prompt.passed), sum(prompt.passed), k) if len(prompt.passed) >= k else np.nan
+            pass_at_k(len(prompt.passed), sum(prompt.passed), k)
+            if len(prompt.passed) >= k
+            else np.nan
             for prompt in prompts
         ]
     for k in ks if most <= MAX_VOTES else ():
@@ -218,8 +253,13 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
     columns = {name: values for name, values in columns.items() if not np.isnan(values).all()}
     values = np.array(list(columns.values())).T
     asked = config.metrics
-    low, high = bootstrap_intervals(values, confidence=asked.confidence, resamples=asked.resamples, seed=asked.seed)
-    summary: dict[str, Any] = {"prompts": len(prompts), "responses": sum(len(prompt.scores) for prompt in prompts)}
+    low, high = bootstrap_intervals(
+        values, confidence=asked.confidence, resamples=asked.resamples, seed=asked.seed
+    )
+    summary: dict[str, Any] = {
+        "prompts": len(prompts),
+        "responses": sum(len(prompt.scores) for prompt in prompts),
+    }
     for number, name in enumerate(columns):
         summary[name] = {
             "value": float(np.nanmean(values[:, number])),
@@ -240,6 +280,10 @@ def table(report: dict[str, Any]) -> str:
                 bounds = f"[{entry['low']:.4f}, {entry['high']:.4f}]"
                 lines.append((source, name, f"{entry['value']:.4f}", bounds, str(entry["prompts"])))
     widths = [max(map(len, column)) for column in zip(*lines)]
-    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    text = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )
     failures = ", ".join(f"{count} {name}" for name, count in report["failures"].items() if count)
-    return f"{text}\nIntervals: {report['intervals']['method']}." + (f" Rewards: {failures}." if failures else "")
+    return f"{text}\nIntervals: {report['intervals']['method']}." + (
+        f" Rewards: {failures}." if failures else ""
+    )

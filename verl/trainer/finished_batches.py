@@ -1,4 +1,5 @@
-"""What a killed generation run has done: every finished batch a file, joined to one when all are there."""
+"""What a killed generation run has done: every finished batch a file, joined to one when all are
+there."""
 
 import json
 import os
@@ -23,8 +24,8 @@ _IDENTITY = "identity.json"
 class FinishedBatches:
     """The folder `<output>.parts`, with the responses of each batch and the identity of the run.
 
-    Nothing is ever half there: files are written under another name, synced and renamed. While a run is at it, the
-    folder is its own.
+    Nothing is ever half there: files are written under another name, synced and renamed. While a
+    run is at it, the folder is its own.
 
     Args:
         output: the Parquet file to make.
@@ -35,7 +36,12 @@ class FinishedBatches:
     """
 
     def __init__(
-        self, output: Path, identity: Mapping[str, Any], table: pa.Table, column: str, batch_size: int
+        self,
+        output: Path,
+        identity: Mapping[str, Any],
+        table: pa.Table,
+        column: str,
+        batch_size: int,
     ) -> None:
         self.output, self.table, self.column = output, table, column
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
@@ -45,38 +51,56 @@ class FinishedBatches:
         self.batches = [range(start, min(start + batch_size, table.num_rows)) for start in starts]
 
     def discard(self) -> None:
-        """Forget what was done before, also a complete output. Raises ConfigError where another run is at it."""
+        """Forget what was done before, also a complete output. Raises ConfigError where another run
+        is at it."""
         self._take_folder()
         self._claim.give_back()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.output.unlink(missing_ok=True)
 
     def is_complete(self) -> bool:
-        """Whether the output is there. Raises ConfigError where it is another run's, or nobody knows whose."""
+        """Whether the output is there. Raises ConfigError where it is another run's, or nobody
+        knows whose."""
         if not self.output.exists():
             return False
         try:
             metadata = pq.read_schema(self.output).metadata or {}
         except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{self._occupied()}: it is not readable as Parquet ({error}). {_WAY_OUT}") from error
+            raise ConfigError(
+                f"{self._occupied()}: it is not readable as Parquet ({error}). {_WAY_OUT}"
+            ) from error
         if _METADATA not in metadata:
-            raise ConfigError(f"{self._occupied()}, and not by verl.trainer.main_generation. {_WAY_OUT}")
+            raise ConfigError(
+                f"{self._occupied()}, and not by verl.trainer.main_generation. {_WAY_OUT}"
+            )
         self._compare(json.loads(metadata[_METADATA]), self._occupied())
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run killed between its last two steps
         return True
 
     def waiting(self) -> dict[int, range]:
-        """The batches still to do: numbers and rows. Raises ConfigError where another run began them or is at them."""
+        """The batches still to do: numbers and rows. Raises ConfigError where another run began
+        them or is at them."""
         self._take_folder()
         known = self.folder / _IDENTITY
-        waiting = {number: rows for number, rows in enumerate(self.batches) if not self._place(number).exists()}
+        waiting = {
+            number: rows
+            for number, rows in enumerate(self.batches)
+            if not self._place(number).exists()
+        }
         if known.exists() and any(self.folder.glob("batch_*")):
-            self._compare(json.loads(known.read_text(encoding="utf-8")), f"{self.folder} has batches of a killed run")
+            self._compare(
+                json.loads(known.read_text(encoding="utf-8")),
+                f"{self.folder} has batches of a killed run",
+            )
         else:
             text = json.dumps(self.identity, indent=1)
             write_whole(known, lambda path: path.write_text(text, encoding="utf-8"))
         if len(waiting) < len(self.batches):
-            logger.info("Resumed: %d of %d batches are done.", len(self.batches) - len(waiting), len(self.batches))
+            logger.info(
+                "Resumed: %d of %d batches are done.",
+                len(self.batches) - len(waiting),
+                len(self.batches),
+            )
         return waiting
 
     def keep(self, number: int, responses: list[list[str]]) -> None:
@@ -106,8 +130,8 @@ class FinishedBatches:
         holder = self._claim.take()
         if holder is not None:
             raise ConfigError(
-                f"Another run ({holder}) generates data.output_path='{self.output}'. Wait for its end, or give this "
-                "one another data.output_path."
+                f"Another run ({holder}) generates data.output_path='{self.output}'. Wait for its "
+                "end, or give this one another data.output_path."
             )
 
     def _read(self, number: int) -> pa.Table:
@@ -116,8 +140,8 @@ class FinishedBatches:
             return pq.read_table(place)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"The finished batch '{place}' is damaged: {error}. Delete it and start the same command again, which "
-                "generates that batch anew."
+                f"The finished batch '{place}' is damaged: {error}. Delete it and start the same "
+                "command again, which generates that batch anew."
             ) from error
 
     def _place(self, number: int) -> Path:
@@ -127,27 +151,37 @@ class FinishedBatches:
         return f"data.output_path='{self.output}' is written already"
 
     def _compare(self, theirs: Mapping[str, Any], fact: str) -> None:
-        names = [name for name in {**theirs, **self.identity} if theirs.get(name) != self.identity.get(name)]
+        names = [
+            name
+            for name in {**theirs, **self.identity}
+            if theirs.get(name) != self.identity.get(name)
+        ]
         if names:
-            differences = "; ".join(f"{name} was {theirs.get(name)}, now {self.identity.get(name)}" for name in names)
+            differences = "; ".join(
+                f"{name} was {theirs.get(name)}, now {self.identity.get(name)}" for name in names
+            )
             raise ConfigError(f"{fact}, with another configuration: {differences}. {_WAY_OUT}")
 
 
 _WAY_OUT = (
-    "Give the same configuration again, another data.output_path, or trainer.resume_mode=disable to replace what is "
-    "there."
+    "Give the same configuration again, another data.output_path, or trainer.resume_mode=disable "
+    "to replace what is there."
 )
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of a file to write. ConfigError where it cannot be written: at the end hours may be lost."""
+    """Make the folder of a file to write. ConfigError where it cannot be written: at the end hours
+    may be lost."""
     if path.is_dir():
-        raise ConfigError(f"data.output_path must name a file, got the folder '{path}'. Name a file in it.")
+        raise ConfigError(
+            f"data.output_path must name a file, got the folder '{path}'. Name a file in it."
+        )
     try:
         make_writable(path.parent)
     except OSError as error:
         raise ConfigError(
-            f"data.output_path='{path}' cannot be written: {error.strerror}. Name a file in a folder that can be."
+            f"data.output_path='{path}' cannot be written: {error.strerror}. Name a file in a "
+            "folder that can be."
         ) from error
 
 

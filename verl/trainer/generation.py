@@ -1,4 +1,5 @@
-"""Responses to every prompt of a file, a batch at a time, so that a killed run goes on where it stopped."""
+"""Responses to every prompt of a file, a batch at a time, so that a killed run goes on where it
+stopped."""
 
 import hashlib
 import io
@@ -35,7 +36,8 @@ class Prompts(RLDataset):
     """The prompts as in training, and the rows they stand in as a table."""
 
     def table(self) -> pa.Table:
-        """All columns of the kept rows, in the types of their files. DataError for what Parquet cannot hold."""
+        """All columns of the kept rows, in the types of their files. DataError for what Parquet
+        cannot hold."""
         parts = []
         for number, (file, rows) in enumerate(zip(self.files, self._sources)):
             kept = self._kept[self._kept[:, 0] == number, 1]
@@ -46,15 +48,19 @@ class Prompts(RLDataset):
                     parts.append(pa.Table.from_pylist([rows.row(int(row)) for row in kept]))
             except pa.ArrowException as error:
                 raise DataError(
-                    f"{file}: a column cannot be written as Parquet: {error}. Give its values one type in all rows."
+                    f"{file}: a column cannot be written as Parquet: {error}. Give its values one "
+                    "type in all rows."
                 ) from error
         try:
-            table = pa.concat_tables(parts, promote_options="permissive").replace_schema_metadata(None)
-            pq.write_table(table.slice(0, 1), io.BytesIO())  # told now, not after hours of generation
+            table = pa.concat_tables(parts, promote_options="permissive").replace_schema_metadata(
+                None
+            )
+            # told now, not after hours of generation
+            pq.write_table(table.slice(0, 1), io.BytesIO())
         except pa.ArrowException as error:
             raise DataError(
-                f"{', '.join(self.files)}: the columns cannot be written as one Parquet file: {error}. Give a column "
-                "one type in all files, and no row an empty dict."
+                f"{', '.join(self.files)}: the columns cannot be written as one Parquet file: "
+                f"{error}. Give a column one type in all files, and no row an empty dict."
             ) from error
         return table
 
@@ -74,8 +80,8 @@ def generate(config: GenerationConfig) -> None:
     table = prompts.table()
     if data.response_key in table.column_names:
         raise DataError(
-            f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Name another one for the "
-            "responses with data.response_key."
+            f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Name "
+            "another one for the responses with data.response_key."
         )
     assert data.output_path is not None, "the configuration was checked"
     finished = FinishedBatches(
@@ -84,7 +90,10 @@ def generate(config: GenerationConfig) -> None:
     if config.trainer.resume_mode == "disable":
         finished.discard()
     if finished.is_complete():
-        logger.info("%s is complete: nothing to do. trainer.resume_mode=disable makes it anew.", data.output_path)
+        logger.info(
+            "%s is complete: nothing to do. trainer.resume_mode=disable makes it anew.",
+            data.output_path,
+        )
         return
     waiting = finished.waiting()
     if waiting:
@@ -113,12 +122,17 @@ def generate(config: GenerationConfig) -> None:
             finished.keep(number, list(answer.non_tensor_batch["responses"]))
             progress.tell(answer.non_tensor_batch)
     finished.join()
-    logger.info("Wrote %d prompts with %d responses each to %s.", len(prompts), data.n_samples, data.output_path)
+    logger.info(
+        "Wrote %d prompts with %d responses each to %s.",
+        len(prompts),
+        data.n_samples,
+        data.output_path,
+    )
 
 
 def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
-    """What decides the responses, by key: two runs that agree in it may finish each other's work. Files count by what
-    is in them, wherever they lie."""
+    """What decides the responses, by key: two runs that agree in it may finish each other's work.
+    Files count by what is in them, wherever they lie."""
     by_content = {
         "data.path": prompts.fingerprint,
         "model.path": weights_fingerprint(str(config.model.path)),
@@ -128,19 +142,23 @@ def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
     keys = [
         path
         for path, key in keys_of(GenerationConfig).items()
-        if key.setting.alias_of is None and key.setting.no_effect is None and not path.startswith(PLACE_AND_SPEED)
+        if key.setting.alias_of is None
+        and key.setting.no_effect is None
+        and not path.startswith(PLACE_AND_SPEED)
     ]
     return {path: value_at(config, path) for path in keys} | by_content
 
 
 def weights_fingerprint(path: str) -> str:
-    """Of a folder, a digest of names, sizes and samples of its weight files, which takes no second for any size; a hub
-    name as it is."""
+    """Of a folder, a digest of names, sizes and samples of its weight files, which takes no second
+    for any size; a hub name as it is."""
     source = resolve_path(path)
     if not Path(source).is_dir():
         return source
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(part for part in Path(source).iterdir() if part.suffix in (".safetensors", ".bin", ".json")):
+    for file in sorted(
+        part for part in Path(source).iterdir() if part.suffix in (".safetensors", ".bin", ".json")
+    ):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
@@ -170,7 +188,16 @@ class Progress:
         seconds = time.perf_counter() - self.started
         left = round(seconds / self.done * (self.num_prompts - self.done))
         logger.info(
-            "%d of %d prompts, %.0f tokens/s, %.0f tokens a response (%.1f %% cut at the limit), ETA %d:%02d:%02d",
-            self.done, self.num_prompts, self.tokens / seconds, tokens / (rows * self.n_samples),
-            100 * sum(answers["num_cut"]) / (rows * self.n_samples), left // 3600, left // 60 % 60, left % 60,
-        )  # fmt: skip
+            (
+                "%d of %d prompts, %.0f tokens/s, %.0f tokens a response (%.1f %% cut at the "
+                "limit), ETA %d:%02d:%02d"
+            ),
+            self.done,
+            self.num_prompts,
+            self.tokens / seconds,
+            tokens / (rows * self.n_samples),
+            100 * sum(answers["num_cut"]) / (rows * self.n_samples),
+            left // 3600,
+            left // 60 % 60,
+            left % 60,
+        )

@@ -1,4 +1,5 @@
-"""`python -m verl.trainer.main_eval key=value ...`: scores of the responses that main_generation wrote."""
+"""`python -m verl.trainer.main_eval key=value ...`: scores of the responses that main_generation
+wrote."""
 
 import sys
 
@@ -12,7 +13,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def job(argv: list[str]) -> None:
-    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
+    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has
+    loaded."""
     from verl.config.load import load_config
 
     config = load_config(argv, root="evaluation")

@@ -13,7 +13,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def job(argv: list[str]) -> None:
-    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
+    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has
+    loaded."""
     from verl.config.generation import SHARED
     from verl.config.load import load_config
 

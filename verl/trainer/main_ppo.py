@@ -1,4 +1,5 @@
-"""`python -m verl.trainer.main_ppo [--dry-run] key=value ...`: train with PPO, GRPO and their kin, or plan it."""
+"""`python -m verl.trainer.main_ppo [--dry-run] key=value ...`: train with PPO, GRPO and their kin,
+or plan it."""
 
 import logging
 import os
@@ -14,7 +15,8 @@ DRY_RUN = "--dry-run"
 
 
 def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None = None) -> int:
-    """Do `job` (by default `train`) and return the exit code; what a user can cause is one line, no traceback."""
+    """Do `job` (by default `train`) and return the exit code; what a user can cause is one line, no
+    traceback."""
     # What all ranks would say is said once.
     configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     limit_spinning()
@@ -25,8 +27,8 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
 
 
 def train(argv: list[str]) -> None:
-    """The whole job. Imports stand where they are needed: a typo in a key is told in half a second, not after torch has
-    loaded, and a package that is not installed by name."""
+    """The whole job. Imports stand where they are needed: a typo in a key is told in half a second,
+    not after torch has loaded, and a package that is not installed by name."""
     from verl.config.load import load_config
 
     config = load_config(argv)

@@ -1,4 +1,5 @@
-"""`python -m verl.trainer.main_sft key=value ...`: supervised fine-tuning on prompts with answers, or on dialogues."""
+"""`python -m verl.trainer.main_sft key=value ...`: supervised fine-tuning on prompts with answers,
+or on dialogues."""
 
 import sys
 
@@ -13,7 +14,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def job(argv: list[str]) -> None:
-    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has loaded."""
+    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has
+    loaded."""
     from verl.config.load import load_config
     from verl.config.sft import SHARED
 

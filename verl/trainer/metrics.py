@@ -39,7 +39,10 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         **_spread("response_length", response_length),
         **_spread("prompt_length", prompt_length),
         # A response that fills its whole width was most likely cut off.
-        "response_length/clip_ratio": (response_length == response_attention.shape[1]).float().mean().item(),
+        "response_length/clip_ratio": (response_length == response_attention.shape[1])
+        .float()
+        .mean()
+        .item(),
         "prompt_length/clip_ratio": (prompt_length == prompt_width).float().mean().item(),
     }
     if "values" in columns.keys():
@@ -65,9 +68,13 @@ _RESPONSE_PHASES = ("gen",)
 _NOT_PER_TOKEN = ("step", "testing")
 
 
-def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> dict[str, float]:
+def timing_metrics(
+    batch: DataProto, seconds: Mapping[str, float], num_devices: int
+) -> dict[str, float]:
     """Seconds per phase, milliseconds per token and tokens per second per device."""
-    num_response_tokens = int(batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum())
+    num_response_tokens = int(
+        batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum()
+    )
     num_total_tokens = int(batch.batch["attention_mask"].sum())
     metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
     for name, value in seconds.items():
@@ -81,8 +88,8 @@ def timing_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: 
 
 
 def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> None:
-    """What ran since then as a Chrome trace: the driver's phases and calls, and the methods of every rank of the worker
-    groups, each process with rows of its own."""
+    """What ran since then as a Chrome trace: the driver's phases and calls, and the methods of
+    every rank of the worker groups, each process with rows of its own."""
     ours = recorded_since(since_wall_ns)
     names = {(ours.machine, ours.pid): ["driver"]}
     found: dict[tuple[str, int], Recorded] = {(ours.machine, ours.pid): ours}
@@ -91,4 +98,7 @@ def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> Non
             key = (recorded.machine, recorded.pid)
             names.setdefault(key, []).append(f"{group.role} {rank}")
             found.setdefault(key, recorded)
-    write_trace(path, [(f"{', '.join(names[key])} (pid {key[1]})", recorded) for key, recorded in found.items()])
+    write_trace(
+        path,
+        [(f"{', '.join(names[key])} (pid {key[1]})", recorded) for key, recorded in found.items()],
+    )

@@ -1,4 +1,5 @@
-"""Which processes the workers live in: this one, the ranks of torchrun, or actors of Ray. All give the same numbers."""
+"""Which processes the workers live in: this one, the ranks of torchrun, or actors of Ray. All give
+the same numbers."""
 
 import importlib
 import os
@@ -20,15 +21,22 @@ from verl.utils.logging import logger
 
 
 class PlacedPools:
-    """Pools of disjoint ranks as one, which starts every role in its own; implements `ResourcePool`."""
+    """Pools of disjoint ranks as one, which starts every role in its own; implements
+    `ResourcePool`."""
 
     def __init__(self, pools: Mapping[str, ResourcePool]) -> None:
         self.pools = pools
-        self.world_size = sum(pool.world_size for pool in {id(pool): pool for pool in pools.values()}.values())
+        self.world_size = sum(
+            pool.world_size for pool in {id(pool): pool for pool in pools.values()}.values()
+        )
 
-    def start(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> WorkerGroup:
+    def start(
+        self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any
+    ) -> WorkerGroup:
         """`start` in the pool of the role; one that has no place is with the actor."""
-        return self.pools.get(role, self.pools["actor_rollout"]).start(role, worker_class, *args, **kwargs)
+        return self.pools.get(role, self.pools["actor_rollout"]).start(
+            role, worker_class, *args, **kwargs
+        )
 
     def shutdown(self) -> None:
         """End the processes of all pools."""
@@ -37,8 +45,9 @@ class PlacedPools:
 
 
 def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
-    """What the workers start in: ranks of torchrun where they were launched (every rank but 0 serves in here and never
-    returns), this process alone where one is asked for, and Ray for more; each role on the ranks of its placement.
+    """What the workers start in: ranks of torchrun where they were launched (every rank but 0
+    serves in here and never returns), this process alone where one is asked for, and Ray for more;
+    each role on the ranks of its placement.
 
     Raises ConfigError where the ranks launched are not those asked for.
     """
@@ -46,8 +55,9 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and ranks != launched:
         raise ConfigError(
-            f"torchrun launched {launched} ranks, but trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} ask for {ranks}. Leave n_gpus_per_node unset, or launch as many."
+            f"torchrun launched {launched} ranks, but trainer.nnodes={trainer.nnodes} and "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {ranks}. Leave "
+            "n_gpus_per_node unset, or launch as many."
         )
     placed = {role: tuple(of_role) for role, of_role in ranks_of_roles(config).items()}
     parts = list(dict.fromkeys(placed.values()))
@@ -64,7 +74,9 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
     return PlacedPools({role: pools[parts.index(part)] for role, part in placed.items()})
 
 
-def _ray_pools(config: TrainConfig, parts: Sequence[tuple[int, ...]], device: torch.device) -> list[ResourcePool]:
+def _ray_pools(
+    config: TrainConfig, parts: Sequence[tuple[int, ...]], device: torch.device
+) -> list[ResourcePool]:
     ranks = number_of_ranks(config)
     require("ray", f"Training on {ranks} ranks without torchrun", "pip install 'ray>=2.40'")
     backend: Any = importlib.import_module("verl.single_controller.ray")
@@ -76,15 +88,21 @@ def _ray_pools(config: TrainConfig, parts: Sequence[tuple[int, ...]], device: to
 
 def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
     """What the user has set of `ray_init`."""
-    asked = {name: getattr(config.ray_init, name) for name in ("address", "namespace", "num_cpus", "runtime_env")}
+    asked = {
+        name: getattr(config.ray_init, name)
+        for name in ("address", "namespace", "num_cpus", "runtime_env")
+    }
     return {name: value for name, value in asked.items() if value is not None}
 
 
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
-    """`batch`, with all samples of a prompt dealt to one rank where that leaves every rank as many rows: what the rows
-    of a prompt have in common is then computed once. Mini-batches stay those of one process."""
+    """`batch`, with all samples of a prompt dealt to one rank where that leaves every rank as many
+    rows: what the rows of a prompt have in common is then computed once. Mini-batches stay those of
+    one process."""
     shares = group.num_shares
     if shares == 1 or len(batch) % (shares * samples):
         return batch
     lengths = token_counts(batch)
-    return batch if lengths is None else Dealt(batch, in_windows(lengths, shares, unit_rows=samples))
+    return (
+        batch if lengths is None else Dealt(batch, in_windows(lengths, shares, unit_rows=samples))
+    )

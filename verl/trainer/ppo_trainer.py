@@ -38,17 +38,22 @@ from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, Rewa
 
 
 class PPOTrainer(TrainingRun[TrainConfig]):
-    """Trains a causal LM on prompts and a reward: PPO with a critic, or GRPO and its kin without one.
+    """Trains a causal LM on prompts and a reward: PPO with a critic, or GRPO and its kin without
+    one.
 
-    The step is composed of the public methods `generate`, `score`, `evaluate_policies`, `estimate_advantages`, `update`
-    and `sync_weights`; a new algorithm overrides the one that differs, or `step`, or `fit`.
+    The step is composed of the public methods `generate`, `score`, `evaluate_policies`,
+    `estimate_advantages`, `update` and `sync_weights`; a new algorithm overrides the one that
+    differs, or `step`, or `fit`.
 
     Args:
-        config: a TrainConfig; or what becomes one: keys (nested, dotted, a DictConfig) or the path of a YAML file.
-        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the config names.
+        config: a TrainConfig; or what becomes one: keys (nested, dotted, a DictConfig) or the path
+            of a YAML file.
+        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the
+            config names.
     """
 
-    # A subclass that reads `old_log_probs` before the update sets this: the pass is never skipped then.
+    # A subclass that reads `old_log_probs` before the update sets this: the pass is never skipped
+    # then.
     reads_old_log_probs = False
 
     actor_rollout_wg: Any
@@ -78,18 +83,24 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
         self.reward_fn = reward_fn or setup.build_reward(config, self.tokenizer, num_examine=0)
-        self.val_reward_fn = val_reward_fn or setup.build_reward(config, self.tokenizer, num_examine=1)
-        self.train_loader, self.val_loader = setup.build_loaders(config, self.tokenizer, train_dataset, val_dataset)
+        self.val_reward_fn = val_reward_fn or setup.build_reward(
+            config, self.tokenizer, num_examine=1
+        )
+        self.train_loader, self.val_loader = setup.build_loaders(
+            config, self.tokenizer, train_dataset, val_dataset
+        )
         if reward_fn is None:
             setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
-        self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}  # passes over a batch, by phase
+        # passes over a batch, by phase
+        self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}
 
     # ---------------------------------------------------------------- set-up
 
     def init_workers(self) -> None:
-        """Load the models: actor with its rollout engine, and critic and reference where the algorithm needs them."""
+        """Load the models: actor with its rollout engine, and critic and reference where the
+        algorithm needs them."""
         watch(self.config)  # for profile_memory()
         for line in algorithm_in_words(self.config):
             logger.info("%s", line)
@@ -109,7 +120,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 "critic",
                 CriticWorker,
                 self.config.critic,
-                max_length=self.config.data.max_prompt_length + self.config.data.max_response_length,
+                max_length=self.config.data.max_prompt_length
+                + self.config.data.max_response_length,
                 total_steps=self.total_steps,
                 device=self.device,
                 tokenizer=self.tokenizer,
@@ -118,7 +130,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         if self.config.needs_reference and roles.model.lora_rank > 0:
             self.ref_policy_wg = self.actor_rollout_wg  # its frozen weights, without the adapters
         elif self.config.needs_reference:
-            self.ref_policy_wg = self.start_role("reference", ReferenceWorker, roles, device=self.device)
+            self.ref_policy_wg = self.start_role(
+                "reference", ReferenceWorker, roles, device=self.device
+            )
         if self.config.reward_model.enable:
             self.rm_wg = self.start_role(
                 "reward_model",
@@ -131,7 +145,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     # ---------------------------------------------------------------- the run
 
     def fit(self) -> None:
-        """Train to the last step, validating and saving on the way; `trainer.val_only` validates and stops."""
+        """Train to the last step, validating and saving on the way; `trainer.val_only` validates
+        and stops."""
         if not self.config.trainer.val_only:
             return super().fit()
         try:
@@ -178,7 +193,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def scoring_ahead(
         self, reward_fn: Any, prompts: DataProto, n: int, first_row: int = 0
     ) -> AbstractContextManager[OnTold]:
-        """Score responses as they finish, where no answer can depend on that: gives what hears of them, or None."""
+        """Score responses as they finish, where no answer can depend on that: gives what hears of
+        them, or None."""
         phases = ("collect", "generate", "_generate", "score", "add_rm_scores")
         phase_replaced = not all(is_our_own(getattr(type(self), name)) for name in phases)
         if phase_replaced or not setup.scores_row_by_row(self.config.reward_model, reward_fn):
@@ -186,24 +202,38 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return reward_fn.ahead(prompts, n, first_row * n)
 
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
-        """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share its `uid`.
+        """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share
+        its `uid`.
 
-        A step that generates several times numbers its prompts on from `first_row`: the noise depends on the number.
-        `on_told` hears of every response when it is finished.
+        A step that generates several times numbers its prompts on from `first_row`: the noise
+        depends on the number. `on_told` hears of every response when it is finished.
         """
         rollout = self.config.actor_rollout_ref.rollout
         draw = setup.sampling_params(rollout)
-        batch = self._generate(prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_told=on_told)
+        batch = self._generate(
+            prompts, rollout.n, draw, rollout.seed, self.global_step, first_row, on_told=on_told
+        )
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         return batch
 
     def _generate(
-        self, prompts: DataProto, n: int, params: SamplingParams, seed: int, step: int, first_row: int = 0, **call: Any
+        self,
+        prompts: DataProto,
+        n: int,
+        params: SamplingParams,
+        seed: int,
+        step: int,
+        first_row: int = 0,
+        **call: Any,
     ) -> DataProto:
         numbers = range(first_row, first_row + len(prompts))
-        prompts.non_tensor_batch["uid"] = np.array([f"{step}-{row}" for row in numbers], dtype=object)
+        prompts.non_tensor_batch["uid"] = np.array(
+            [f"{step}-{row}" for row in numbers], dtype=object
+        )
         prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
-        generated = self.actor_rollout_wg.generate_sequences(prompts, n=n, params=params, seed=seed, step=step, **call)
+        generated = self.actor_rollout_wg.generate_sequences(
+            prompts, n=n, params=params, seed=seed, step=step, **call
+        )
         return prompts.repeat(n, interleave=True).union(generated)
 
     def score(self, batch: DataProto) -> DataProto:
@@ -214,14 +244,17 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return batch
 
     def add_rm_scores(self, batch: DataProto) -> DataProto:
-        """Adds `rm_scores`, which reward managers take for the scores, where there is a reward model."""
+        """Adds `rm_scores`, which reward managers take for the scores, where there is a reward
+        model."""
         if self.rm_wg is not None:
-            batch.batch["rm_scores"] = self.timed("rm", self.rm_wg.compute_rm_score, batch).batch["rm_scores"]
+            batch.batch["rm_scores"] = self.timed("rm", self.rm_wg.compute_rm_score, batch).batch[
+                "rm_scores"
+            ]
         return batch
 
     def evaluate_policies(self, batch: DataProto) -> DataProto:
-        """Adds old and reference log-probs and values, where something reads them; at once where their workers have
-        devices of their own."""
+        """Adds old and reference log-probs and values, where something reads them; at once where
+        their workers have devices of their own."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         begun_for, passes = self.begun
@@ -235,11 +268,17 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return batch
 
     def begin_passes(self, batch: DataProto) -> None:
-        """Start what `evaluate_policies` waits for, to run beside the reward, where no answer can depend on that."""
+        """Start what `evaluate_policies` waits for, to run beside the reward, where no answer can
+        depend on that."""
         names = ("collect", "score", "evaluate_policies")
-        phase_replaced = any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names)
-        if not phase_replaced and setup.leaves_batch_alone(self.config.reward_model, self.reward_fn):
-            self.begun = batch, self._start_passes(batch.select())  # the columns of now, whatever is added meanwhile
+        phase_replaced = any(
+            getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names
+        )
+        if not phase_replaced and setup.leaves_batch_alone(
+            self.config.reward_model, self.reward_fn
+        ):
+            # the columns of now, whatever is added meanwhile
+            self.begun = batch, self._start_passes(batch.select())
 
     def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
         passes: dict[str, Callable[..., GroupFuture]] = {}
@@ -252,15 +291,23 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return {name: start(batch, blocking=False) for name, start in passes.items()}
 
     def needs_old_log_probs(self) -> bool:
-        """False when the whole batch is one update: the old policy is then the current one, whose log-probs the update
-        computes anyway. True wherever a user's own code stands between the rollout and that update and may read them.
+        """False when the whole batch is one update: the old policy is then the current one, whose
+        log-probs the update computes anyway. True wherever a user's own code stands between the
+        rollout and that update and may read them.
         """
         actor, data = self.config.actor_rollout_ref.actor, self.config.data
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:
             return False
-        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (None, data.train_batch_size)
-        reads_before = self.reads_old_log_probs or self.config.algorithm.use_kl_in_reward or is_corrected(self.config)
+        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (
+            None,
+            data.train_batch_size,
+        )
+        reads_before = (
+            self.reads_old_log_probs
+            or self.config.algorithm.use_kl_in_reward
+            or is_corrected(self.config)
+        )
         phases = ("fit", "run_step", "step", "estimate_advantages", "update")
         users = [self.estimator, *(getattr(type(self), name) for name in phases)]
         return reads_before or not all(is_our_own(part) for part in users) or not one_update
@@ -268,14 +315,17 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
         columns = batch.batch
-        columns["token_level_rewards"], metrics = penalised_scores(batch, self.config, self.kl_controller)
+        columns["token_level_rewards"], metrics = penalised_scores(
+            batch, self.config, self.kl_controller
+        )
         self.metrics.update(metrics)
         inputs = advantage_inputs(batch, self.config)
         columns["advantages"], columns["returns"] = estimated(self.estimator, self.config, inputs)
         return batch
 
     def update(self, batch: DataProto) -> None:
-        """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the actor."""
+        """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the
+        actor."""
         samples = self.config.actor_rollout_ref.rollout.n
         batch = chosen_samples(batch, self.config, self.global_step)
         if self.critic_wg is not None:
@@ -284,7 +334,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
             rows = dealt_by_prompts(batch, self.actor_rollout_wg, samples)
-            update, entropy_coeff = self.actor_rollout_wg.update_actor, self.entropy_controller.value
+            update, entropy_coeff = (
+                self.actor_rollout_wg.update_actor,
+                self.entropy_controller.value,
+            )
             self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
@@ -301,13 +354,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     # ---------------------------------------------------------------- around the phases
 
     def validate(self) -> dict[str, float]:
-        """Scores of the whole validation set, per data source; samples go to `validation_data_dir` and the trackers."""
+        """Scores of the whole validation set, per data source; samples go to `validation_data_dir`
+        and the trackers."""
         assert self.val_loader is not None
         self.val_loader.load_state_dict(self.first_val_batch)
         rollout = self.config.actor_rollout_ref.rollout
         rows: list[dict[str, Any]] = []
         for number, prompts in enumerate(self.val_loader):
-            # A seed of its own and a step that counts batches: the same rows meet the same noise at every validation.
+            # A seed of its own and a step that counts batches: the same rows meet the same noise at
+            # every validation.
             n, draw = rollout.val_kwargs.n, setup.validation_params(rollout)
             with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
                 batch = self._generate(prompts, n, draw, rollout.seed + 1, number, on_told=on_told)
@@ -322,7 +377,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         if self.config.trainer.validation_data_dir:
             write_samples(Path(self.config.trainer.validation_data_dir), self.global_step, rows)
         if self.config.trainer.log_val_generations > 0:
-            self.tracker.log_generations(rows[: self.config.trainer.log_val_generations], self.global_step)
+            self.tracker.log_generations(
+                rows[: self.config.trainer.log_val_generations], self.global_step
+            )
         return validation_metrics(
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],
@@ -333,21 +390,29 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def write_rollouts(self, batch: DataProto) -> None:
         """The batch as readable JSON lines, where `rollout_data_dir` asks for them."""
         if self.config.trainer.rollout_data_dir:
-            extra = {name: batch.non_tensor_batch[name] for name in batch.meta_info.get("reward_fields", ())}
+            extra = {
+                name: batch.non_tensor_batch[name]
+                for name in batch.meta_info.get("reward_fields", ())
+            }
             rows = setup.sample_rows(batch, self.tokenizer, extra, self.config)
             write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
 
     def write_timeline(self) -> None:
         """The step as a Chrome trace in the folder of checkpoints."""
         folder = Path(self.config.trainer.default_local_dir) / "timeline"
-        write_timeline(folder / f"global_step_{self.global_step}.json", self.worker_groups(), self.timer.started_at_ns)
+        write_timeline(
+            folder / f"global_step_{self.global_step}.json",
+            self.worker_groups(),
+            self.timer.started_at_ns,
+        )
 
     def checkpointed_groups(self) -> dict[str, Any]:
         critic = {"critic": self.critic_wg} if self.critic_wg is not None else {}
         return {"actor": self.actor_rollout_wg, **critic}
 
     def load_checkpoint(self) -> None:
-        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path` names."""
+        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path`
+        names."""
         super().load_checkpoint()
         self.sync_weights()
 

@@ -1,4 +1,5 @@
-"""ReMax, Li et al. 2023 (arXiv:2310.10505): the baseline of a prompt is the score of its greedy response."""
+"""ReMax, Li et al. 2023 (arXiv:2310.10505): the baseline of a prompt is the score of its greedy
+response."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,7 +53,7 @@ class ReMaxTrainer(PPOTrainer):
 def _require_any(counted: torch.Tensor) -> None:
     if not counted.any():
         raise RewardError(
-            "All samples of this step were dropped: for none could both its own reward be had and that of its prompt's "
-            "greedy response. Mend the reward function (the warning above names the first failure), or set "
-            "reward_model.on_error=zero or stop."
+            "All samples of this step were dropped: for none could both its own reward be had and "
+            "that of its prompt's greedy response. Mend the reward function (the warning above "
+            "names the first failure), or set reward_model.on_error=zero or stop."
         )

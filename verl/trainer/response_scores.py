@@ -1,4 +1,5 @@
-"""Scores of responses that are no batch of training: by the reward model, or by the reward function."""
+"""Scores of responses that are no batch of training: by the reward model, or by the reward
+function."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -35,7 +36,8 @@ class RewardModelScorer:
 
 
 class FunctionScorer:
-    """The reward function of training, called on texts; what fails is an error, whatever `on_error` says."""
+    """The reward function of training, called on texts; what fails is an error, whatever `on_error`
+    says."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
         self.source_key = config.data.reward_fn_key
@@ -45,23 +47,27 @@ class FunctionScorer:
         self.manager = build_reward(strict, self.texts, num_examine=0)
 
     def score(self, responses: Sequence[Any], prompts: Any, columns: Mapping[str, Any]) -> Tensor:
-        """(B,) scores of texts. `columns` are `data_source`, `ground_truth`, `extra_info`: one for all, or a list."""
+        """(B,) scores of texts. `columns` are `data_source`, `ground_truth`, `extra_info`: one for
+        all, or a list."""
         missing = [name for name in ("data_source", "ground_truth") if columns[name] is None]
         if missing and isinstance(self.manager, RewardManager) and self.manager.by_rule:
             raise ConfigError(
-                f"compute_reward has no reward model here, and a rule needs {' and '.join(missing)}. Give "
-                "compute_reward(responses, data_source='openai/gsm8k', ground_truth=[...]), or configure another score:"
-                " reward_model.enable=True with reward_model.model.path, or custom_reward_function.path."
+                "compute_reward has no reward model here, and a rule needs "
+                f"{' and '.join(missing)}. Give compute_reward(responses, "
+                "data_source='openai/gsm8k', ground_truth=[...]), or configure another score: "
+                "reward_model.enable=True with reward_model.model.path, or "
+                "custom_reward_function.path."
             )
         for number, text in enumerate(responses):
             if not isinstance(text, str) or not text:
                 raise RewardError(
-                    f"Response {number} must be a text that is not empty, got {text!r:.80}. Token ids are for runs "
-                    "with a reward model, in its own tokens."
+                    f"Response {number} must be a text that is not empty, got {text!r:.80}. Token "
+                    "ids are for runs with a reward model, in its own tokens."
                 )
         count = len(responses)
         sources, truths, extras = (
-            _one_each(name, columns[name], count) for name in ("data_source", "ground_truth", "extra_info")
+            _one_each(name, columns[name], count)
+            for name in ("data_source", "ground_truth", "extra_info")
         )
         batch = self._batch(responses, _one_each("prompts", prompts, count))
         batch.non_tensor_batch |= DataProto.from_dict(
@@ -75,16 +81,21 @@ class FunctionScorer:
             return scores_of(self.manager, batch)
 
     def _batch(self, responses: Sequence[str], prompts: Sequence[Any]) -> DataProto:
-        """Rows of one token that is the whole text, and of empty ones up to its length in the actor's tokens."""
+        """Rows of one token that is the whole text, and of empty ones up to its length in the
+        actor's tokens."""
         asked = ["" if prompt is None else plain_text(as_messages(prompt)) for prompt in prompts]
         self.texts.texts = ["", *responses, *asked]
-        encoded = self.tokenizer(list(responses), add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = self.tokenizer(list(responses), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         lengths = torch.tensor([max(len(ids), 1) for ids in encoded])
         ids = torch.zeros(len(responses), int(lengths.max()), dtype=torch.int64)
         ids[:, 0] = torch.arange(len(responses)) + 1
         columns = {"prompts": ids[:, :1] + len(responses), "responses": ids}
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        columns["attention_mask"] = torch.cat([torch.ones_like(columns["prompts"]), mask.long()], dim=1)
+        columns["attention_mask"] = torch.cat(
+            [torch.ones_like(columns["prompts"]), mask.long()], dim=1
+        )
         return DataProto.from_dict(tensors=columns)
 
 
@@ -93,17 +104,23 @@ def scores_of(manager: Any, batch: DataProto) -> Tensor:
     result = manager(batch, return_dict=True)
     check_result(result, batch.batch["responses"])
     if dropped := list(result.get("dropped", ())):
-        raise RewardError(f"The reward of row {dropped[0]} failed, and {len(dropped)} of {len(batch)} (see the log).")
+        raise RewardError(
+            f"The reward of row {dropped[0]} failed, and {len(dropped)} of {len(batch)} (see the "
+            "log)."
+        )
     return result["reward_tensor"].sum(-1)
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
     """B entries: those of a list, array or column, or B times what is one value."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # Python's own values, as rows of a file have them
+    # Python's own values, as rows of a file have them
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection):
         return [value] * count
     entries = list(value)
     if len(entries) != count or hasattr(value, "columns"):
         found = f"a table of {len(value)} rows" if hasattr(value, "columns") else len(value)
-        raise DataError(f"compute_reward needs one entry of {name} for each of {count} responses, got {found}.")
+        raise DataError(
+            f"compute_reward needs one entry of {name} for each of {count} responses, got {found}."
+        )
     return entries

@@ -1,4 +1,5 @@
-"""What every training run does around its step: resume, validate, log, save, stop when updates are not finite."""
+"""What every training run does around its step: resume, validate, log, save, stop when updates are
+not finite."""
 
 import json
 import time
@@ -33,7 +34,8 @@ Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
 class TrainingRun(ABC, Generic[Config]):
-    """The loop around a step, which subclasses say; whatever they set up before `fit` stands in the annotations.
+    """The loop around a step, which subclasses say; whatever they set up before `fit` stands in the
+    annotations.
 
     Args:
         config: the whole configuration, already validated.
@@ -52,7 +54,9 @@ class TrainingRun(ABC, Generic[Config]):
             torch.set_num_threads(trainer.num_threads)
         self.device = visible_device(trainer.device)
         seed_everything(trainer.seed)
-        self.checkpoints = CheckpointManager(Path(trainer.default_local_dir), max_to_keep=max_to_keep)
+        self.checkpoints = CheckpointManager(
+            Path(trainer.default_local_dir), max_to_keep=max_to_keep
+        )
         self.global_step = 0
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
@@ -60,14 +64,19 @@ class TrainingRun(ABC, Generic[Config]):
 
     def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
         """The group of workers of a role, on the ranks of its placement."""
-        return self.pool.start(role, worker_class, *args, deadline_s=self.config.trainer.deadline_s, **kwargs)
+        return self.pool.start(
+            role, worker_class, *args, deadline_s=self.config.trainer.deadline_s, **kwargs
+        )
 
     def worker_groups(self) -> list[WorkerGroup]:
         """Those of all roles, each once."""
-        return list(dict.fromkeys(part for part in vars(self).values() if isinstance(part, WorkerGroup)))
+        return list(
+            dict.fromkeys(part for part in vars(self).values() if isinstance(part, WorkerGroup))
+        )
 
     def start_tracker(self) -> None:
-        """Before the models, for a missing tracker package is told in seconds, and so is a folder without a way in."""
+        """Before the models, for a missing tracker package is told in seconds, and so is a folder
+        without a way in."""
         trainer = self.config.trainer
         logger.info("Device: %s", describe_device(self.device))
         if trainer.save_freq > 0:
@@ -106,7 +115,8 @@ class TrainingRun(ABC, Generic[Config]):
     # ---------------------------------------------------------------- the run
 
     def fit(self) -> None:
-        """Train to the last step, validating and saving on the way; resumes where a killed run was saved."""
+        """Train to the last step, validating and saving on the way; resumes where a killed run was
+        saved."""
         started = time.perf_counter()
         with sigterm_as_exit():
             self._fit()
@@ -121,12 +131,18 @@ class TrainingRun(ABC, Generic[Config]):
             self.lower_budgets()
             if self.global_step >= self.total_steps:
                 logger.warning(
-                    "Nothing is left to train: step %d is done, and the run ends with step %d. Raise "
-                    "trainer.total_training_steps (or total_epochs) to go on; or start from the beginning with "
-                    "trainer.resume_mode=disable or another trainer.default_local_dir.",
-                    self.global_step, self.total_steps,
-                )  # fmt: skip
-            if self.global_step == 0 and self.config.trainer.val_before_train and self.val_loader is not None:
+                    "Nothing is left to train: step %d is done, and the run ends with step %d. "
+                    "Raise trainer.total_training_steps (or total_epochs) to go on; or start from "
+                    "the beginning with trainer.resume_mode=disable or another "
+                    "trainer.default_local_dir.",
+                    self.global_step,
+                    self.total_steps,
+                )
+            if (
+                self.global_step == 0
+                and self.config.trainer.val_before_train
+                and self.val_loader is not None
+            ):
                 self.tracker.log(self.validate(), 0)
             while self.global_step < self.total_steps:
                 for batch in self.train_loader:
@@ -139,8 +155,11 @@ class TrainingRun(ABC, Generic[Config]):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 logger.warning(
                     "Interrupted in step %d of %d. Newest checkpoint in %s: %s.",
-                    self.global_step, self.total_steps, self.checkpoints.root, self.checkpoints.newest_name() or "none",
-                )  # fmt: skip
+                    self.global_step,
+                    self.total_steps,
+                    self.checkpoints.root,
+                    self.checkpoints.newest_name() or "none",
+                )
             raise
         finally:
             self.checkpoints.release()
@@ -174,14 +193,16 @@ class TrainingRun(ABC, Generic[Config]):
 
     def guard_against_skipped_steps(self) -> None:
         """Stop after `trainer.max_nonfinite_steps` steps in a row whose update was skipped."""
-        skipped = any(value for name, value in self.metrics.items() if name.endswith("/skipped_updates"))
+        skipped = any(
+            value for name, value in self.metrics.items() if name.endswith("/skipped_updates")
+        )
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         limit = self.config.trainer.max_nonfinite_steps
         if self.skipped_in_a_row >= limit:
             raise NonFiniteError(
-                f"{limit} steps in a row had a non-finite loss or gradient and were skipped; the last is step "
-                f"{self.global_step}. Lower the learning rate, or look at the samples named above "
-                "(trainer.max_nonfinite_steps sets how many are tolerated)."
+                f"{limit} steps in a row had a non-finite loss or gradient and were skipped; the "
+                f"last is step {self.global_step}. Lower the learning rate, or look at the samples "
+                "named above (trainer.max_nonfinite_steps sets how many are tolerated)."
             )
 
     def _is_due(self, every: int) -> bool:
@@ -190,21 +211,34 @@ class TrainingRun(ABC, Generic[Config]):
     # ---------------------------------------------------------------- out of memory
 
     def note_shortage(self, error: BaseException) -> None:
-        """Several ranks cannot begin a pass again where one ran out of memory: leave the smaller size for a restart."""
+        """Several ranks cannot begin a pass again where one ran out of memory: leave the smaller
+        size for a restart."""
         shortage = error if isinstance(error, OutOfMemoryError) else error.__cause__
         if isinstance(shortage, OutOfMemoryError) and shortage.lowered:
             file = self._lowered_budgets_file
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({**self._noted_budgets(), **shortage.lowered}), encoding="utf-8")
-            logger.error("The same command again begins with %s, which %s says.", dict(shortage.lowered), file)
+            file.write_text(
+                json.dumps({**self._noted_budgets(), **shortage.lowered}), encoding="utf-8"
+            )
+            logger.error(
+                "The same command again begins with %s, which %s says.",
+                dict(shortage.lowered),
+                file,
+            )
 
     def lower_budgets(self) -> None:
-        """Begin with the sizes of passes that `note_shortage` left, unless `trainer.resume_mode=disable`."""
+        """Begin with the sizes of passes that `note_shortage` left, unless
+        `trainer.resume_mode=disable`."""
         sizes = {} if self.config.trainer.resume_mode == "disable" else self._noted_budgets()
         if sizes:
             file = self._lowered_budgets_file
             logger.warning(
-                "Passes are made with at most %s, where memory ran out before. Remove %s to forget it.", sizes, file
+                (
+                    "Passes are made with at most %s, where memory ran out before. Remove %s to "
+                    "forget it."
+                ),
+                sizes,
+                file,
             )
             for group in self.worker_groups():
                 group.lower_budgets(sizes)  # pyright: ignore[reportAttributeAccessIssue]
@@ -221,8 +255,9 @@ class TrainingRun(ABC, Generic[Config]):
             return json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(
-                f"Expected the sizes of passes in {file}, as a run that was out of memory leaves them, and it is no "
-                f"JSON ({error}). Remove it: the run begins with the configured sizes and lowers them again if need be."
+                f"Expected the sizes of passes in {file}, as a run that was out of memory leaves "
+                f"them, and it is no JSON ({error}). Remove it: the run begins with the configured "
+                "sizes and lowers them again if need be."
             ) from error
 
     # ---------------------------------------------------------------- checkpoints
@@ -233,7 +268,8 @@ class TrainingRun(ABC, Generic[Config]):
         in_background = self.config.trainer.async_save and self.global_step < self.total_steps
         groups = self.checkpointed_groups()
         writers: dict[str, Callable[[Path], Any]] = {
-            role: partial(group.save_checkpoint, in_background=in_background) for role, group in groups.items()
+            role: partial(group.save_checkpoint, in_background=in_background)
+            for role, group in groups.items()
         }
         writers["trainer"] = lambda folder: torch.save(self.state_dict(), folder / "state.pt")
 
@@ -243,14 +279,17 @@ class TrainingRun(ABC, Generic[Config]):
         self.checkpoints.save(self.global_step, writers, is_written if in_background else None)
 
     def load_checkpoint(self) -> None:
-        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path` names."""
+        """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path`
+        names."""
         trainer = self.config.trainer
         folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
         if folder is not None:
             for role, group in self.checkpointed_groups().items():
                 group.load_checkpoint(folder / role)
             self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
-            logger.info("Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps)
+            logger.info(
+                "Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The driver's own part of a checkpoint."""

@@ -1,4 +1,5 @@
-"""What n scored responses to a prompt say of k of them: pass@k, maj@k, and how sure a mean over prompts is."""
+"""What n scored responses to a prompt say of k of them: pass@k, maj@k, and how sure a mean over
+prompts is."""
 
 import functools
 import math
@@ -11,8 +12,9 @@ MAX_VOTES = 1000  # floats hold C(1000, 500), but not C(1100, 550)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that one of k responses passes, where c of n do: 1 - C(n - c, k) / C(n, k), eq. (1) of Chen et al. 2021
-    (arXiv:2107.03374), as their product that cannot overflow. Unbiased for any k up to n."""
+    """Chance that one of k responses passes, where c of n do: 1 - C(n - c, k) / C(n, k), eq. (1) of
+    Chen et al. 2021 (arXiv:2107.03374), as their product that cannot overflow. Unbiased for any k
+    up to n."""
     assert 0 <= c <= n, (n, c)
     assert 1 <= k <= n, (n, k)
     if n - c < k:
@@ -21,11 +23,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int) -> float:
-    """Mean score of the most frequent answer among k of the n responses, averaged over all C(n, k) choices of them;
-    n is at most MAX_VOTES.
+    """Mean score of the most frequent answer among k of the n responses, averaged over all C(n, k)
+    choices of them; n is at most MAX_VOTES.
 
-    None does not vote; k responses without any answer count their mean score. Of answers equally frequent each counts
-    the same. The score of an answer is the mean of its responses' scores.
+    None does not vote; k responses without any answer count their mean score. Of answers equally
+    frequent each counts the same. The score of an answer is the mean of its responses' scores.
     """
     assert 1 <= k <= len(answers) == len(scores)
     assert len(answers) <= MAX_VOTES
@@ -35,17 +37,21 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k
     silent = of_answer.pop(None, [])
     counts = Counter(len(values) for values in of_answer.values())
     chances = _winning_chances(tuple(sorted(counts.items())), len(silent))
-    expected = sum(float(chances[len(values)][k]) * float(np.mean(values)) for values in of_answer.values())
+    expected = sum(
+        float(chances[len(values)][k]) * float(np.mean(values)) for values in of_answer.values()
+    )
     nobody_votes = math.comb(len(silent), k) / math.comb(len(answers), k)
     return expected + (nobody_votes * float(np.mean(silent)) if silent else 0.0)
 
 
 @functools.lru_cache(maxsize=4096)  # prompts have the same few patterns of votes
 def _winning_chances(counts: tuple[tuple[int, int], ...], silent: int) -> dict[int, np.ndarray]:
-    """For an answer that m of n responses give, by m: (n + 1,) the chance that it wins among k of them, for every k.
+    """For an answer that m of n responses give, by m: (n + 1,) the chance that it wins among k of
+    them, for every k.
 
-    `counts`: (m, how many answers are given m times); `silent`: responses without an answer. Ways to draw responses
-    are counted, by how many are drawn and how many other answers have as many votes as the winner.
+    `counts`: (m, how many answers are given m times); `silent`: responses without an answer. Ways
+    to draw responses are counted, by how many are drawn and how many other answers have as many
+    votes as the winner.
     """
     n = silent + sum(m * number for m, number in counts)
     total = _ways(n, n)
@@ -63,8 +69,8 @@ def _winning_chances(counts: tuple[tuple[int, int], ...], silent: int) -> dict[i
 
 
 def _ways_of_others(others: Sequence[int], silent: int, votes: int, n: int) -> np.ndarray:
-    """(ties + 1, n + 1) ways to draw responses of other answers, none with more than `votes`: row t has those with t
-    answers at it, column d those of d responses."""
+    """(ties + 1, n + 1) ways to draw responses of other answers, none with more than `votes`: row t
+    has those with t answers at it, column d those of d responses."""
     ways = np.zeros((1 + sum(m >= votes for m in others), n + 1))
     ways[0] = _ways(silent, n)
     for m in others:
@@ -87,9 +93,11 @@ def _ways(of: int, n: int) -> np.ndarray:
 def bootstrap_intervals(
     values: np.ndarray, *, confidence: float, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds (M,) and (M,) of the means of the columns of (P, M) `values`, NaN where a prompt has none.
+    """Bounds (M,) and (M,) of the means of the columns of (P, M) `values`, NaN where a prompt has
+    none.
 
-    The percentile bootstrap over prompts: the prompts are what is drawn at random, with all their responses.
+    The percentile bootstrap over prompts: the prompts are what is drawn at random, with all their
+    responses.
     """
     generator = np.random.default_rng(seed)
     present = np.isfinite(values)

@@ -30,8 +30,8 @@ from verl.utils.logging import logger, say_once
 from verl.utils.user_parts import is_our_own
 
 ALL_DROPPED = (
-    "All samples of {} were dropped: no reward could be had for any. Mend the reward function (the warning above names "
-    "the first failure), or set reward_model.on_error=zero or stop."
+    "All samples of {} were dropped: no reward could be had for any. Mend the reward function (the "
+    "warning above names the first failure), or set reward_model.on_error=zero or stop."
 )
 
 
@@ -50,11 +50,14 @@ def check_names(config: TrainConfig) -> None:
     reward_managers.get(config.reward_model.reward_manager)
     rollout_engines.get(config.actor_rollout_ref.rollout.name)
     loss = policy_losses.get(actor.policy_loss.loss_mode)
-    if isinstance(loss, PaddedPolicyLoss) and config.algorithm.rollout_correction.rollout_is is not None:
+    if (
+        isinstance(loss, PaddedPolicyLoss)
+        and config.algorithm.rollout_correction.rollout_is is not None
+    ):
         raise ConfigError(
-            f"The policy loss '{actor.policy_loss.loss_mode}' of verl's padded signature cannot weigh its tokens, "
-            "which algorithm.rollout_correction.rollout_is asks for. Register it by verl.algorithms.policy_losses."
-            "policy_losses, or set rollout_is=null."
+            f"The policy loss '{actor.policy_loss.loss_mode}' of verl's padded signature cannot "
+            "weigh its tokens, which algorithm.rollout_correction.rollout_is asks for. Register it "
+            "by verl.algorithms.policy_losses.policy_losses, or set rollout_is=null."
         )
 
 
@@ -65,7 +68,9 @@ def check_step(config: TrainConfig) -> None:
         ("adv_estimator=remax", config.algorithm.adv_estimator == "remax", "remax.ReMaxTrainer"),
     ):
         if asked:
-            raise ConfigError(f"algorithm.{key} needs verl.trainer.{kind} or a subclass, got PPOTrainer.")
+            raise ConfigError(
+                f"algorithm.{key} needs verl.trainer.{kind} or a subclass, got PPOTrainer."
+            )
 
 
 def build_tokenizer(config: TrainConfig) -> Any:
@@ -81,7 +86,8 @@ def build_tokenizer(config: TrainConfig) -> Any:
 
 
 def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
-    """What decodes the actor's tokens for the reward model: `tokenizer`, the actor's, unless another is named."""
+    """What decodes the actor's tokens for the reward model: `tokenizer`, the actor's, unless
+    another is named."""
     section = config.reward_model.model
     if section.input_tokenizer in (None, config.actor_rollout_ref.model.path):
         return tokenizer
@@ -89,17 +95,25 @@ def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
 
 
 def has_rule(batch: DataProto) -> bool:
-    """Whether the rows come with what a rule scores by: a ground truth, not in the style "model"."""
+    """Whether the rows come with what a rule scores by: a ground truth, not in the style
+    "model"."""
     truths = batch.non_tensor_batch.get("reward_model", ())
-    return len(truths) > 0 and all(isinstance(truth, Mapping) and truth.get("style") != "model" for truth in truths)
+    return len(truths) > 0 and all(
+        isinstance(truth, Mapping) and truth.get("style") != "model" for truth in truths
+    )
 
 
 def build_loaders(
     config: TrainConfig, tokenizer: Any, train_dataset: Any = None, val_dataset: Any = None
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
-    """Training batches, reshuffled every epoch, and validation batches, where there is a validation set."""
+    """Training batches, reshuffled every epoch, and validation batches, where there is a validation
+    set."""
     data = config.data
-    train = train_dataset if train_dataset is not None else build_dataset(config, tokenizer, split="train")
+    train = (
+        train_dataset
+        if train_dataset is not None
+        else build_dataset(config, tokenizer, split="train")
+    )
     assert train is not None, "without training data build_dataset raises"
     val = val_dataset if val_dataset is not None else build_dataset(config, tokenizer, split="val")
     train_loader = RLDataLoader(
@@ -113,9 +127,10 @@ def build_loaders(
     if val is None:
         if config.trainer.val_only or config.trainer.test_freq > 0:
             raise ConfigError(
-                f"trainer.val_only={config.trainer.val_only} and trainer.test_freq={config.trainer.test_freq} ask for "
-                f"validation, but data.dataset_name={data.dataset_name} has no validation split. Set data.val_files, "
-                "or give a val_dataset."
+                f"trainer.val_only={config.trainer.val_only} and "
+                f"trainer.test_freq={config.trainer.test_freq} ask for validation, but "
+                f"data.dataset_name={data.dataset_name} has no validation split. Set "
+                "data.val_files, or give a val_dataset."
             )
         return train_loader, None
     val_batch_size = min(data.val_batch_size or len(val), len(val))
@@ -125,8 +140,8 @@ def build_loaders(
 
 
 def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
-    """Whether log-probs and values can be computed while the reward is: it neither writes into the batch, as a user's
-    own manager may, nor drops samples from it."""
+    """Whether log-probs and values can be computed while the reward is: it neither writes into the
+    batch, as a user's own manager may, nor drops samples from it."""
     if config.on_error in ("drop", "retry"):
         return False
     asked = config.launch_reward_fn_async
@@ -155,10 +170,13 @@ def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
 
 
 def check_reward(
-    config: TrainConfig, reward_fn: Any, train_loader: RLDataLoader, val_loader: RLDataLoader | None = None
+    config: TrainConfig,
+    reward_fn: Any,
+    train_loader: RLDataLoader,
+    val_loader: RLDataLoader | None = None,
 ) -> None:
-    """Every row has a rule, where rules score, and the reward works on a few rows of the data: told before a weight is
-    loaded. A reward model is not there yet."""
+    """Every row has a rule, where rules score, and the reward works on a few rows of the data: told
+    before a weight is loaded. A reward model is not there yet."""
     if not config.reward_model.enable:
         if isinstance(reward_fn, RewardManager) and reward_fn.by_rule:
             for loader in (train_loader, val_loader):
@@ -175,12 +193,17 @@ def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
         steps = steps_an_epoch * trainer.total_epochs
     missed = [step for step in trainer.profile_steps or () if not 1 <= step <= steps]
     if missed:
-        logger.warning("trainer.profile_steps: no timeline is written of %s, for this run ends with %d.", missed, steps)
+        logger.warning(
+            "trainer.profile_steps: no timeline is written of %s, for this run ends with %d.",
+            missed,
+            steps,
+        )
     return steps
 
 
 def checkpoints_to_keep(config: TrainConfig) -> int | None:
-    """A checkpoint without one of its parts cannot resume, so the larger of the two limits holds for both."""
+    """A checkpoint without one of its parts cannot resume, so the larger of the two limits holds
+    for both."""
     limits = (config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep)
     if not config.needs_critic:
         return limits[0]
@@ -211,17 +234,21 @@ def _params(rollout: RolloutConfig, draw: Any, min_p: float) -> SamplingParams:
 
 
 def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
-    """Write what a reward manager returned into the batch: the scores, the extra fields as object columns.
+    """Write what a reward manager returned into the batch: the scores, the extra fields as object
+    columns.
 
-    A dropped sample loses its response mask, and with it every part in the update. An extra field never replaces a
-    column that is there already, such as `uid`: it stays out.
+    A dropped sample loses its response mask, and with it every part in the update. An extra field
+    never replaces a column that is there already, such as `uid`: it stays out.
     """
     check_result(result, batch.batch["responses"])
     batch.batch["token_level_scores"] = result["reward_tensor"]
     kept = batch.meta_info["reward_fields"] = list[str]()
     for name, values in result["reward_extra_info"].items():
         if name in batch.non_tensor_batch or name in batch.batch.keys():
-            say_once(f"The reward's field '{name}' has the name of a column and is not kept.", logging.WARNING)
+            say_once(
+                f"The reward's field '{name}' has the name of a column and is not kept.",
+                logging.WARNING,
+            )
             continue
         batch.non_tensor_batch[name] = np.array([*values, None], dtype=object)[:-1]
         kept.append(name)
@@ -232,10 +259,13 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
 
 
 def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """How many rewards failed, and the mean of every extra field that is numeric, over the samples that have it."""
+    """How many rewards failed, and the mean of every extra field that is numeric, over the samples
+    that have it."""
     metrics: dict[str, float] = dict(result.get("metrics", {}))
     for name, values in result["reward_extra_info"].items():
-        if all(isinstance(value, (int, float, np.integer, np.floating, np.bool_)) for value in values):
+        if all(
+            isinstance(value, (int, float, np.integer, np.floating, np.bool_)) for value in values
+        ):
             numbers = [float(value) for value in values if not math.isnan(value)]
             if numbers:
                 metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
@@ -243,26 +273,32 @@ def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
 
 
 def vote(answer: Any) -> str | None:
-    """What an extracted answer counts as in a majority: anything may be one, also a list; None and NaN are none."""
+    """What an extracted answer counts as in a majority: anything may be one, also a list; None and
+    NaN are none."""
     is_nan = isinstance(answer, float) and math.isnan(answer)
     return None if answer is None or is_nan else str(answer)
 
 
 def group_numbers(batch: DataProto) -> torch.Tensor:
-    """(B,) int64: which prompt a row answers. A dropped row stands alone, so that it shifts nobody's baseline."""
+    """(B,) int64: which prompt a row answers. A dropped row stands alone, so that it shifts
+    nobody's baseline."""
     group = group_ids(batch.non_tensor_batch["uid"])
     dropped = ~batch.batch["response_mask"].bool().any(-1)
     return torch.where(dropped, len(group) + torch.arange(len(group)), group)
 
 
-def scored_rows(batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig) -> list[dict]:
+def scored_rows(
+    batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
+) -> list[dict]:
     """`sample_rows` of the trajectories whose reward was not dropped."""
     rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
     dropped = set(result.get("dropped", ()))
     return [row for number, row in enumerate(rows) if number not in dropped]
 
 
-def sample_rows(batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig) -> list[dict]:
+def sample_rows(
+    batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig
+) -> list[dict]:
     """One readable dict per trajectory: prompt, response, score and what the reward told."""
     columns, source_key = batch.batch, config.data.reward_fn_key
     width = columns["prompts"].shape[1]

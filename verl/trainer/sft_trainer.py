@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the loop around `SFTWorker`, with validation, checkpoints and a line a step."""
+"""Supervised fine-tuning: the loop around `SFTWorker`, with validation, checkpoints and a line a
+step."""
 
 from typing import Any
 
@@ -20,7 +21,8 @@ class SFTTrainer(TrainingRun[SFTConfig]):
 
     Args:
         config: the whole configuration, already validated.
-        tokenizer, train_dataset, val_dataset: taken instead of what the config names; items as those of `SFTDataset`.
+        tokenizer, train_dataset, val_dataset: taken instead of what the config names; items as
+            those of `SFTDataset`.
     """
 
     sft_wg: Any
@@ -34,9 +36,13 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         val_dataset: MapDataset | None = None,
     ) -> None:
         rules = zip((train_dataset, val_dataset), RULES_OF_FILES)
-        problem = next((problem for given, rule in rules if given is None for problem in rule(config)), None)
+        problem = next(
+            (problem for given, rule in rules if given is None for problem in rule(config)), None
+        )
         if problem is not None:
-            raise ConfigError(f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset.")
+            raise ConfigError(
+                f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset."
+            )
         super().__init__(config, config.trainer.max_ckpt_to_keep)
         self.train_config = train = as_train_config(config)  # for the parts that training has too
         setup.load_user_code(train)
@@ -48,12 +54,18 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         if val_dataset is None and data.val_files:
             val_dataset = SFTDataset(data.val_files, self.tokenizer, data, split="val")
         self.train_loader = RLDataLoader(
-            train_dataset, data.train_batch_size, shuffle=data.shuffle, seed=data.seed, drop_last=True
+            train_dataset,
+            data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            drop_last=True,
         )
         self.val_loader = None
         if val_dataset is not None:
             rows = data.val_batch_size or data.train_batch_size
-            self.val_loader = RLDataLoader(val_dataset, rows, shuffle=False, seed=data.seed, drop_last=False)
+            self.val_loader = RLDataLoader(
+                val_dataset, rows, shuffle=False, seed=data.seed, drop_last=False
+            )
         self.total_steps = setup.count_steps(train, len(self.train_loader))
 
     def init_workers(self) -> None:
@@ -82,7 +94,12 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         for batch in self.val_loader:
             of_batch, count = self.sft_wg.sum_loss(pad_examples(batch))
             loss, tokens = loss + of_batch, tokens + count
-        logger.info("Validation after step %d: loss %.4f (%d tokens)", self.global_step, loss / tokens, tokens)
+        logger.info(
+            "Validation after step %d: loss %.4f (%d tokens)",
+            self.global_step,
+            loss / tokens,
+            tokens,
+        )
         return {"val/loss": loss / tokens}
 
     def checkpointed_groups(self) -> dict[str, Any]:

@@ -12,15 +12,16 @@ def validation_metrics(
     scores: Sequence[float],
     answers: Sequence[Hashable | None] | None = None,
 ) -> dict[str, float]:
-    """Metrics `val-core/<source>/reward/{mean,best,maj}@n` over samples that lie in parallel sequences.
+    """Metrics `val-core/<source>/reward/{mean,best,maj}@n` over samples that lie in parallel
+    sequences.
 
     Args:
         sources: data source of each sample.
         prompts: which prompt a sample answers; samples of one prompt form the group of size n.
         scores: score of each sample.
-        answers: the extracted answer of each sample, where the reward gives one: maj@n is the mean score of the most
-            frequent answer (ties go to the first seen; None does not vote, and a prompt without any answer counts its
-            mean score). A source without answers has no maj@n.
+        answers: the extracted answer of each sample, where the reward gives one: maj@n is the mean
+            score of the most frequent answer (ties go to the first seen; None does not vote, and a
+            prompt without any answer counts its mean score). A source without answers has no maj@n.
     """
     groups: dict[str, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (source, prompt) in enumerate(zip(sources, prompts)):
@@ -30,15 +31,27 @@ def validation_metrics(
         members = list(by_prompt.values())
         n = max(len(rows) for rows in members)
         prefix = f"val-core/{source}/reward"
-        metrics[f"{prefix}/mean@{n}"] = float(np.mean([np.mean([scores[i] for i in rows]) for rows in members]))
+        metrics[f"{prefix}/mean@{n}"] = float(
+            np.mean([np.mean([scores[i] for i in rows]) for rows in members])
+        )
         if n > 1:
-            metrics[f"{prefix}/best@{n}"] = float(np.mean([max(scores[i] for i in rows) for rows in members]))
-        if n > 1 and answers is not None and any(answers[i] is not None for rows in members for i in rows):
-            metrics[f"{prefix}/maj@{n}"] = float(np.mean([_majority_score(rows, scores, answers) for rows in members]))
+            metrics[f"{prefix}/best@{n}"] = float(
+                np.mean([max(scores[i] for i in rows) for rows in members])
+            )
+        if (
+            n > 1
+            and answers is not None
+            and any(answers[i] is not None for rows in members for i in rows)
+        ):
+            metrics[f"{prefix}/maj@{n}"] = float(
+                np.mean([_majority_score(rows, scores, answers) for rows in members])
+            )
     return metrics
 
 
-def _majority_score(rows: list[int], scores: Sequence[float], answers: Sequence[Hashable | None]) -> float:
+def _majority_score(
+    rows: list[int], scores: Sequence[float], answers: Sequence[Hashable | None]
+) -> float:
     votes = Counter(answers[i] for i in rows if answers[i] is not None)
     winner = votes.most_common(1)[0][0] if votes else None
     return float(np.mean([scores[i] for i in rows if answers[i] == winner]))

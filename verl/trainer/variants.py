@@ -7,7 +7,8 @@ from verl.trainer.remax import ReMaxTrainer
 
 
 def trainer_class(config: TrainConfig) -> type[PPOTrainer]:
-    """The class whose step is the configuration's: PPOTrainer, unless one of its phases is another."""
+    """The class whose step is the configuration's: PPOTrainer, unless one of its phases is
+    another."""
     if config.algorithm.filter_groups.enable:
         return DAPOTrainer
     if config.algorithm.adv_estimator == "remax":

@@ -1,4 +1,5 @@
-"""Small tools that know nothing of the rest of the package. What looks into all of it is offered here by name alone."""
+"""Small tools that know nothing of the rest of the package. What looks into all of it is offered
+here by name alone."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -9,10 +9,17 @@ from tensordict import TensorDict
 
 
 def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The first `count` sizes, which all columns must share (0 of each without columns); else ValueError."""
+    """The first `count` sizes, which all columns must share (0 of each without columns); else
+    ValueError."""
     sizes = {key: tuple(column.shape[:count]) for key, column in columns.items()}
-    if count < 1 or len(set(sizes.values())) > 1 or any(len(size) < count for size in sizes.values()):
-        raise ValueError(f"All columns must have and share {count} (at least 1) leading sizes, got {sizes}.")
+    if (
+        count < 1
+        or len(set(sizes.values())) > 1
+        or any(len(size) < count for size in sizes.values())
+    ):
+        raise ValueError(
+            f"All columns must have and share {count} (at least 1) leading sizes, got {sizes}."
+        )
     return next(iter(sizes.values()), (0,) * count)
 
 
@@ -26,34 +33,49 @@ def object_column(values: Iterable[Any]) -> np.ndarray:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """All columns of both; ValueError where batch sizes differ or one key holds unequal values (NaN equals NaN)."""
+    """All columns of both; ValueError where batch sizes differ or one key holds unequal values (NaN
+    equals NaN)."""
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
     size, other_size = tensor_dict1.batch_size, tensor_dict2.batch_size
     if size != other_size:
-        raise ValueError(f"A union needs equal batch sizes, got {list(size)} and {list(other_size)}.")
-    columns: Any = union_dict(dict(tensor_dict1.items()), dict(tensor_dict2.items()), "tensor columns")
+        raise ValueError(
+            f"A union needs equal batch sizes, got {list(size)} and {list(other_size)}."
+        )
+    columns: Any = union_dict(
+        dict(tensor_dict1.items()), dict(tensor_dict2.items()), "tensor columns"
+    )
     return TensorDict(columns, batch_size=size, device=tensor_dict1.device)
 
 
 def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: dict[str, Any]) -> dict[str, Any]:
-    """All columns of both; ValueError where one key holds unequal values (NaN equals NaN, also deep inside)."""
+    """All columns of both; ValueError where one key holds unequal values (NaN equals NaN, also deep
+    inside)."""
     return union_dict(tensor_dict1, tensor_dict2, "object columns")
 
 
 def union_dict(one: dict[str, Any], other: dict[str, Any], kind: str) -> dict[str, Any]:
-    """All entries of both; `kind` is what the ValueError calls them where one key holds unequal values."""
+    """All entries of both; `kind` is what the ValueError calls them where one key holds unequal
+    values."""
     if clash := [key for key in one if key in other and not same_value(one[key], other[key])]:
-        raise ValueError(f"union refuses unequal values under one key: {kind} {clash}. Rename or drop one side's.")
+        raise ValueError(
+            f"union refuses unequal values under one key: {kind} {clash}. Rename or drop one "
+            "side's."
+        )
     return {**one, **{key: other[key] for key in other if key not in one}}
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are equal where NaN equals NaN; tensors and arrays must also share shape and dtype."""
+    """Whether two values are equal where NaN equals NaN; tensors and arrays must also share shape
+    and dtype."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _all_equal(one, other.to(one.device))
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and _all_equal(one, other.to(one.device))
+        )
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         if one.shape != other.shape or (one.dtype == object) != (other.dtype == object):
             return False

@@ -10,17 +10,20 @@ from verl.utils.imports import missing_package
 from verl.utils.sigterm import TERMINATED, sigterm_as_exit
 
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
-# A disk that is full or may not be written, a file that grew too large: not every library names the file in `filename`.
+# A disk that is full or may not be written, a file that grew too large: not every library names the
+# file in `filename`.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def exit_code(job: Callable[[], int | None]) -> int:
-    """What `job` gives, None being 0. What a user can cause is 1 and a line on stderr; VERL_TRACEBACK=1 raises it."""
+    """What `job` gives, None being 0. What a user can cause is 1 and a line on stderr;
+    VERL_TRACEBACK=1 raises it."""
     try:
         with sigterm_as_exit():
             return job() or 0
     except VerlError as error:
-        # What a rank raised comes with its place and traceback; where it is a user's to mend, the one line will do.
+        # What a rank raised comes with its place and traceback; where it is a user's to mend, the
+        # one line will do.
         of_rank = error.__cause__ if isinstance(error, WorkerError) else None
         return _told(_named(of_rank if isinstance(of_rank, VerlError) else error), error)
     except ModuleNotFoundError as error:
@@ -31,7 +34,9 @@ def exit_code(job: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.filename is None and error.errno not in _NOT_WRITTEN:
             raise
-        way_out = "Make room, or name another folder. VERL_TRACEBACK=1 shows what it was wanted for."
+        way_out = (
+            "Make room, or name another folder. VERL_TRACEBACK=1 shows what it was wanted for."
+        )
         return _told(f"{_named(error)}. {way_out}", error)
     except KeyboardInterrupt as error:
         return _told("Interrupted.", error, INTERRUPTED)

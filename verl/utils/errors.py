@@ -1,4 +1,5 @@
-"""Errors a user can cause, each with expectation, fact and way out. `assert` is for our own mistakes.
+"""Errors a user can cause, each with expectation, fact and way out. `assert` is for our own
+mistakes.
 
 Every class is also the builtin that a caller would catch, and pickles across process borders.
 """
@@ -60,7 +61,8 @@ class OutOfMemoryError(VerlError, MemoryError):
 
 
 class WorkerError(VerlError, RuntimeError):
-    """A method of a worker raised on one rank or on several; the message has ranks, role, method and traceback."""
+    """A method of a worker raised on one rank or on several; the message has ranks, role, method
+    and traceback."""
 
 
 class WorkerLostError(VerlError, RuntimeError):
@@ -68,7 +70,8 @@ class WorkerLostError(VerlError, RuntimeError):
 
 
 class DeadlineError(VerlError, TimeoutError):
-    """A call on a group was not done in time; the message has the ranks that were not, and what they were at."""
+    """A call on a group was not done in time; the message has the ranks that were not, and what
+    they were at."""
 
 
 class NonFiniteError(VerlError, ArithmeticError):
@@ -76,7 +79,8 @@ class NonFiniteError(VerlError, ArithmeticError):
 
 
 def sendable(error: BaseException) -> BaseException | None:
-    """The error, or None where it does not survive the way to another process, so that only its text can go."""
+    """The error, or None where it does not survive the way to another process, so that only its
+    text can go."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever a user's class holds or does
@@ -92,7 +96,8 @@ def line_in(error: BaseException, file: str | None) -> int | None:
 
 @contextmanager
 def retold(in_words_here: Callable[[str], str]) -> Iterator[None]:
-    """Our errors from within, their messages put into the words of who called: other names of keys, say."""
+    """Our errors from within, their messages put into the words of who called: other names of keys,
+    say."""
     try:
         yield
     except VerlError as error:

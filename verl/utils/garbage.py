@@ -21,9 +21,9 @@ def not_collecting() -> Iterator[None]:
 def loading_packages() -> Iterator[None]:
     """A context for the imports of an entry point, which later collections pass over.
 
-    What packages are made of stays to the end. The collector would walk through all of it again and again, while they
-    load, later and at the exit, and free nothing: a fifth of a run of one toy step. Not for a library: it passes over
-    what else is there too.
+    What packages are made of stays to the end. The collector would walk through all of it again and
+    again, while they load, later and at the exit, and free nothing: a fifth of a run of one toy
+    step. Not for a library: it passes over what else is there too.
     """
     with not_collecting():
         yield

@@ -20,7 +20,9 @@ def require(module: str, purpose: str, install: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and module.split(".")[0] != error.name.split(".")[0]:
             raise
-        raise MissingDependencyError(f"{purpose} needs the package '{module}'. Install it: {install}") from error
+        raise MissingDependencyError(
+            f"{purpose} needs the package '{module}'. Install it: {install}"
+        ) from error
 
 
 def is_installed(package: str) -> bool:
@@ -33,7 +35,8 @@ def is_installed(package: str) -> bool:
 
 
 def import_user_code(*paths_or_names: str | None) -> None:
-    """`load_module` of whatever `model.external_lib` names, whose decorators may register anything; None is nothing.
+    """`load_module` of whatever `model.external_lib` names, whose decorators may register anything;
+    None is nothing.
 
     Every process of a run says so for itself before it looks anything up by name.
     """
@@ -53,7 +56,9 @@ def load_module(path_or_name: str) -> ModuleType:
                 f"Cannot import '{path_or_name}': {error}. Give a .py file or an installed module."
             ) from error
         if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
-            raise ConfigError(f"'{path_or_name}' is a folder without code of its own. Give a .py file in it.")
+            raise ConfigError(
+                f"'{path_or_name}' is a folder without code of its own. Give a .py file in it."
+            )
         return module
     if not path.is_file():
         raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
@@ -74,18 +79,25 @@ def load_module(path_or_name: str) -> ModuleType:
                     f"'{path}', line {error.lineno}, is not Python: {error.msg}. Mend that line."
                 ) from error
             line = line_in(error, spec.origin)
-            if isinstance(error, ModuleNotFoundError) and error.name and _lies_beside(path, error.name):
+            if (
+                isinstance(error, ModuleNotFoundError)
+                and error.name
+                and _lies_beside(path, error.name)
+            ):
                 raise ConfigError(
-                    f"'{path}', line {line}, imports '{error.name}', which lies beside it, where Python does not "
-                    f"look. Make that folder known: export PYTHONPATH={path.resolve().parent}"
+                    f"'{path}', line {line}, imports '{error.name}', which lies beside it, where "
+                    "Python does not look. Make that folder known: export "
+                    f"PYTHONPATH={path.resolve().parent}"
                 ) from error
             missing = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
             if missing is not None:
-                raise MissingDependencyError(f"'{path}', line {line}: {missing[0].lower()}{missing[1:]}") from error
+                raise MissingDependencyError(
+                    f"'{path}', line {line}: {missing[0].lower()}{missing[1:]}"
+                ) from error
             if isinstance(error, Exception | SystemExit) and not isinstance(error, VerlError):
                 raise ConfigError(
-                    f"'{path}', line {line}, raised {type(error).__name__}: {error}. Mend it; VERL_TRACEBACK=1 "
-                    "shows the way there."
+                    f"'{path}', line {line}, raised {type(error).__name__}: {error}. Mend it; "
+                    "VERL_TRACEBACK=1 shows the way there."
                 ) from error
             raise
     return sys.modules[name]
@@ -102,7 +114,8 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
     if not hasattr(module, type_name):
         public = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(
-            f"'{file_path}' has no '{type_name}'. Nearest names in it: {nearest_names(type_name, public)}."
+            f"'{file_path}' has no '{type_name}'. Nearest names in it: "
+            f"{nearest_names(type_name, public)}."
         )
     return getattr(module, type_name)
 
@@ -112,9 +125,12 @@ _INSTALLED_AS = {"hydra": "hydra-core", "math_verify": "math-verify"}
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to say of an import that failed because a package is not installed (after `pip install --no-deps`, say);
-    None if the module that was not found is one of ours."""
+    """What to say of an import that failed because a package is not installed (after `pip install
+    --no-deps`, say); None if the module that was not found is one of ours."""
     name = (error.name or "").split(".")[0]
     if not name or name == "verl":
         return None
-    return f"The package '{name}' is not installed. Install it: pip install {_INSTALLED_AS.get(name, name)}"
+    return (
+        f"The package '{name}' is not installed. Install it: pip install "
+        f"{_INSTALLED_AS.get(name, name)}"
+    )

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names live in other modules: `homes` is {name: module}."""
+    """The `__getattr__` of a package whose public names live in other modules: `homes` is {name:
+    module}."""
 
     def get(name: str) -> Any:
         if name in homes:

@@ -10,7 +10,8 @@ logger = logging.getLogger("verl")
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send the package's log to stdout, one line a record. Called by entry points, never on import."""
+    """Send the package's log to stdout, one line a record. Called by entry points, never on
+    import."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))

@@ -1,5 +1,5 @@
-"""Peaks of memory by phase. torch's allocator keeps one peak, so whoever starts it again does it here, where the ones
-before are remembered."""
+"""Peaks of memory by phase. torch's allocator keeps one peak, so whoever starts it again does it
+here, where the ones before are remembered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,8 @@ class Peak(NamedTuple):
     """The most that a phase took, in bytes."""
 
     allocated: int = 0  # by torch's allocator
-    outside: int = 0  # of the device beside it when a phase ended: contexts, reserved memory, other processes
+    # of the device beside it when a phase ended: contexts, reserved memory, other processes
+    outside: int = 0
     host: int = 0  # of this process when a phase ended
 
     def most(self, other: "Peak") -> "Peak":
@@ -21,7 +22,8 @@ class Peak(NamedTuple):
 
 
 class PhasePeaks:
-    """The largest peak of every phase of this process. Phases may lie within one another; they are of one device."""
+    """The largest peak of every phase of this process. Phases may lie within one another; they are
+    of one device."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Peak] = {}

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str], count: int = 3) -> str:
-    """The known names closest to `name`, or all of them when none is close; "none" where there are none."""
+    """The known names closest to `name`, or all of them when none is close; "none" where there are
+    none."""
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     return ", ".join(close or sorted(known)) or "none"
 
@@ -24,11 +25,14 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: `@registry.register("rloo")`. Registering another object under a taken name is an error."""
+        """Decorator: `@registry.register("rloo")`. Registering another object under a taken name is
+        an error."""
 
         def add(entry: T) -> T:
             if self._entries.get(name, entry) is not entry:
-                raise ConfigError(f"{self.kind} '{name}' is already registered; give yours another name.")
+                raise ConfigError(
+                    f"{self.kind} '{name}' is already registered; give yours another name."
+                )
             self._entries[name] = entry
             return entry
 
@@ -36,7 +40,9 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         if name not in self._entries:
-            raise ConfigError(f"Unknown {self.kind} '{name}'. Nearest known: {nearest_names(name, list(self))}.")
+            raise ConfigError(
+                f"Unknown {self.kind} '{name}'. Nearest known: {nearest_names(name, list(self))}."
+            )
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -47,10 +53,12 @@ class Registry(Generic[T]):
 
 
 class RegistryDict(MutableMapping[str, Any]):
-    """A registry as a dictionary, as verl 0.5 has them: `show(name)` is what stands there, `wrap` of what is set is
-    registered."""
+    """A registry as a dictionary, as verl 0.5 has them: `show(name)` is what stands there, `wrap`
+    of what is set is registered."""
 
-    def __init__(self, registry: Registry[Any], wrap: Callable[[Any], Any], show: Callable[[str], Any]) -> None:
+    def __init__(
+        self, registry: Registry[Any], wrap: Callable[[Any], Any], show: Callable[[str], Any]
+    ) -> None:
         self._registry, self._wrap, self._show = registry, wrap, show
 
     def __getitem__(self, name: str) -> Any:
@@ -64,7 +72,9 @@ class RegistryDict(MutableMapping[str, Any]):
             self._registry.register(name)(self._wrap(entry))
 
     def __delitem__(self, name: str) -> None:
-        raise ConfigError(f"What is registered stays; '{name}' cannot be deleted. Register yours by another name.")
+        raise ConfigError(
+            f"What is registered stays; '{name}' cannot be deleted. Register yours by another name."
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._registry)

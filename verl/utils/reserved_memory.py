@@ -15,15 +15,19 @@ from verl.utils.imports import require
 class ReservedMemory:
     """A range of device addresses; the memory behind it comes with `grow` and goes with `release`.
 
-    A captured CUDA graph keeps the addresses it was captured with. Buffers that leave the device between two phases are
-    views of such a range, so that the graph is valid again as soon as the memory is back. What they held is lost.
+    A captured CUDA graph keeps the addresses it was captured with. Buffers that leave the device
+    between two phases are views of such a range, so that the graph is valid again as soon as the
+    memory is back. What they held is lost.
 
-    Between `release` and `grow` a view may be kept, reshaped and dropped, but nothing may read or write it: a kernel
-    that does is an illegal memory access, which ends the process's use of the device. The memory is outside torch's
-    allocator: its statistics do not count it, and it cannot be shared with another process by CUDA IPC.
+    Between `release` and `grow` a view may be kept, reshaped and dropped, but nothing may read or
+    write it: a kernel that does is an illegal memory access, which ends the process's use of the
+    device. The memory is outside torch's
+    allocator: its statistics do not count it, and it cannot be shared with another process by CUDA
+        IPC.
 
-    Every method may raise RolloutError with the name of the driver call that failed. Call `close` rather than leave it
-    to the garbage collector: that may run while a graph is being captured, when waiting for the device is an error.
+    Every method may raise RolloutError with the name of the driver call that failed. Call `close`
+    rather than leave it to the garbage collector: that may run while a graph is being captured,
+    when waiting for the device is an error.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -37,14 +41,21 @@ class ReservedMemory:
         self._mapping_sizes: list[int] = []
         assert device.type == "cuda"
         assert num_bytes > 0
-        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        self._driver = require("cuda.bindings.driver", "Memory at reserved addresses", "pip install cuda-bindings")
+        self.device = (
+            device
+            if device.index is not None
+            else torch.device("cuda", torch.cuda.current_device())
+        )
+        self._driver = require(
+            "cuda.bindings.driver", "Memory at reserved addresses", "pip install cuda-bindings"
+        )
         self._properties, self._access = self._describe_memory()
         self._call("cuInit", 0)
         self._driver_device = self._call("cuDeviceGet", self.device.index)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._driver_device)
         with self._primary_context():
-            # The recommended size is a multiple of the smallest one, which every size and address has to be.
+            # The recommended size is a multiple of the smallest one, which every size and address
+            # has to be.
             self.granularity: int = self._call(
                 "cuMemGetAllocationGranularity",
                 self._properties,
@@ -59,10 +70,12 @@ class ReservedMemory:
         return sum(self._mapping_sizes)
 
     def grow(self, num_bytes: int) -> None:
-        """Back the first `num_bytes` with memory, rounded up to `granularity`; more than that is kept.
+        """Back the first `num_bytes` with memory, rounded up to `granularity`; more than that is
+        kept.
 
-        What is backed already keeps its contents, new memory has any. Where the device is short of memory, torch's
-        cached blocks are freed first; RolloutError if it still is, and then nothing has changed.
+        What is backed already keeps its contents, new memory has any. Where the device is short of
+        memory, torch's cached blocks are freed first; RolloutError if it still is, and then nothing
+        has changed.
         """
         assert self._address, "grow() after close()"
         assert 0 <= num_bytes <= self.num_bytes, f"{num_bytes} bytes of a range of {self.num_bytes}"
@@ -71,7 +84,8 @@ class ReservedMemory:
             return
         handle = self._create(missing)
         if handle is None:
-            # Blocks that torch's allocator keeps for its next tensors count as used to everyone else.
+            # Blocks that torch's allocator keeps for its next tensors count as used to everyone
+            # else.
             torch.cuda.empty_cache()
             handle = self._create(missing)
         if handle is None:
@@ -79,7 +93,8 @@ class ReservedMemory:
         self._map(handle, missing)
 
     def release(self) -> None:
-        """Give all memory back to the device, once it has finished what it was asked to do; the addresses stay."""
+        """Give all memory back to the device, once it has finished what it was asked to do; the
+        addresses stay."""
         if not self._mapping_sizes:
             return
         with self._primary_context():
@@ -88,12 +103,18 @@ class ReservedMemory:
                 self._unmap_last()
 
     def tensor(
-        self, offset: int, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+        self,
+        offset: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A view of the range from byte `offset` on, which must have memory at the time of this call.
+        """A view of the range from byte `offset` on, which must have memory at the time of this
+        call.
 
-        `strides` count elements, as torch's do; None is contiguous. The view keeps the range reserved: the memory of
-        a ReservedMemory that is dropped without `close` goes with its last view.
+        `strides` count elements, as torch's do; None is contiguous. The view keeps the range
+        reserved: the memory of a ReservedMemory that is dropped without `close` goes with its last
+        view.
         """
         assert self._address, "tensor() after close()"
         assert all(size > 0 for size in shape), f"a view of no bytes: {tuple(shape)}"
@@ -104,12 +125,15 @@ class ReservedMemory:
         assert len(strides) == len(shape), f"{len(strides)} strides of {len(shape)} dimensions"
         num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
         end = offset + num_elements * dtype.itemsize
-        assert end <= self.mapped_bytes, f"bytes {offset} to {end} of {self.mapped_bytes} that have memory"
+        assert end <= self.mapped_bytes, (
+            f"bytes {offset} to {end} of {self.mapped_bytes} that have memory"
+        )
         flat = _bytes_at(self._address + offset, num_elements * dtype.itemsize, self)
         return flat.view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def close(self) -> None:
-        """Give back the memory and the addresses: every view is invalid from now on. A second call does nothing."""
+        """Give back the memory and the addresses: every view is invalid from now on. A second call
+        does nothing."""
         self.release()
         if self._address:
             with self._primary_context():
@@ -120,7 +144,8 @@ class ReservedMemory:
             self._context = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the end of the process the driver frees everything, and it may be gone already, as this module's names are.
+        # At the end of the process the driver frees everything, and it may be gone already, as this
+        # module's names are.
         if not is_finalizing():
             self.close()
 
@@ -145,7 +170,8 @@ class ReservedMemory:
             return handle
 
     def _map(self, handle: Any, num_bytes: int) -> None:
-        """Put the memory of `handle` behind the range's next `num_bytes`; it is freed if that fails."""
+        """Put the memory of `handle` behind the range's next `num_bytes`; it is freed if that
+        fails."""
         address = self._address + self.mapped_bytes
         with self._primary_context():
             try:
@@ -168,7 +194,8 @@ class ReservedMemory:
 
     @contextmanager
     def _primary_context(self) -> Iterator[None]:
-        """Make torch's context of our device current: a new thread has none, and torch may be on another device."""
+        """Make torch's context of our device current: a new thread has none, and torch may be on
+        another device."""
         self._call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -176,7 +203,8 @@ class ReservedMemory:
             self._call("cuCtxPopCurrent")
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The value that a driver function returns beside its code (a list if there are several)."""
+        """The value that a driver function returns beside its code (a list if there are
+        several)."""
         code, *values = getattr(self._driver, name)(*arguments)
         self._check(name, code)
         return values[0] if len(values) == 1 else values
@@ -189,9 +217,10 @@ class ReservedMemory:
         with self._primary_context():
             free, total = self._call("cuMemGetInfo")
         return RolloutError(
-            f"The rollout asked {self.device} for {num_bytes / GIB:.2f} GiB beside the {self.mapped_bytes / GIB:.2f} "
-            f"GiB that this buffer holds, and {free / GIB:.2f} of {total / GIB:.2f} GiB are free. "
-            "Lower actor_rollout_ref.rollout.gpu_memory_utilization, or stop what else uses the device."
+            f"The rollout asked {self.device} for {num_bytes / GIB:.2f} GiB beside the "
+            f"{self.mapped_bytes / GIB:.2f} GiB that this buffer holds, and {free / GIB:.2f} of "
+            f"{total / GIB:.2f} GiB are free. Lower "
+            "actor_rollout_ref.rollout.gpu_memory_utilization, or stop what else uses the device."
         )
 
     def _round_up(self, num_bytes: int) -> int:
@@ -199,7 +228,8 @@ class ReservedMemory:
 
 
 class _DeviceBytes:
-    """Bytes on the device as torch reads them; the tensor made of it keeps it, and so `owner`, alive."""
+    """Bytes on the device as torch reads them; the tensor made of it keeps it, and so `owner`,
+    alive."""
 
     def __init__(self, address: int, num_bytes: int, owner: ReservedMemory) -> None:
         self.owner = owner

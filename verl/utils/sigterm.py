@@ -12,17 +12,21 @@ TERMINATED = 128 + signal.SIGTERM  # the exit code of a shell's command that the
 
 
 def handle_sigterm(handler: Any) -> None:
-    """In this process, not in those that it forks: torch ends the workers of its data loaders by this signal."""
+    """In this process, not in those that it forks: torch ends the workers of its data loaders by
+    this signal."""
     signal.signal(signal.SIGTERM, handler)
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
 
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM ends what stands within as Ctrl-C does, and then raises SystemExit; unless the user has a handler."""
+    """SIGTERM ends what stands within as Ctrl-C does, and then raises SystemExit; unless the user
+    has a handler."""
     handler = signal.getsignal(signal.SIGTERM)
     # Ray's kills what the run still talks to, and ends in an abort.
-    is_free = handler is signal.SIG_DFL or (getattr(handler, "__module__", None) or "").startswith("ray.")
+    is_free = handler is signal.SIG_DFL or (getattr(handler, "__module__", None) or "").startswith(
+        "ray."
+    )
     if not is_free or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,9 +45,13 @@ def sigterm_as_exit() -> Iterator[None]:
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Within `sigterm_as_exit`: what takes the signal for itself, as Ray does at its start, has it until then only."""
+    """Within `sigterm_as_exit`: what takes the signal for itself, as Ray does at its start, has it
+    until then only."""
     handler = signal.getsignal(signal.SIGTERM)
-    if not isinstance(handler, _Interrupt) or threading.current_thread() is not threading.main_thread():
+    if (
+        not isinstance(handler, _Interrupt)
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     try:
@@ -55,7 +63,8 @@ def sigterm_kept() -> Iterator[None]:
 
 
 class _Interrupt:
-    """A handler, which remembers that it was called: of what it raises Ray makes a plain KeyboardInterrupt."""
+    """A handler, which remembers that it was called: of what it raises Ray makes a plain
+    KeyboardInterrupt."""
 
     is_told = False
 
@@ -65,5 +74,6 @@ class _Interrupt:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Not SystemExit, which a user's code may raise by itself, and which then is that code's failure. Nor its base:
-    where that has passed through exec() of a text, as in imports, Python ends with the code of Ctrl-C."""
+    """Not SystemExit, which a user's code may raise by itself, and which then is that code's
+    failure. Nor its base: where that has passed through exec() of a text, as in imports, Python
+    ends with the code of Ctrl-C."""

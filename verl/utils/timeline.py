@@ -1,4 +1,5 @@
-"""When what ran: every process keeps its latest spans, and a driver writes those of all as a Chrome trace."""
+"""When what ran: every process keeps its latest spans, and a driver writes those of all as a Chrome
+trace."""
 
 import itertools
 import json
@@ -11,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine, which share its clock
+# equal in all containers of a machine, which share its clock
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEPT = 20_000  # spans of a process: some MB, and more than a step has
 
 
@@ -53,18 +55,22 @@ def note_span(name: str, row: str, start_ns: int, *, overlaps: bool = False) -> 
 
 
 def recorded_since(wall_ns: int) -> Recorded:
-    """What this process noted of spans that ended after a time of the wall clock, the last 20,000 at most."""
+    """What this process noted of spans that ended after a time of the wall clock, the last 20,000
+    at most."""
     offset = time.time_ns() - time.monotonic_ns()
     machine = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else socket.gethostname()
     # A copy first: another thread may append meanwhile.
-    return Recorded(machine, os.getpid(), offset, [s for s in _latest.copy() if s.end_ns + offset >= wall_ns])
+    return Recorded(
+        machine, os.getpid(), offset, [s for s in _latest.copy() if s.end_ns + offset >= wall_ns]
+    )
 
 
 def write_trace(path: Path, processes: Sequence[tuple[str, Recorded]]) -> None:
-    """A file for chrome://tracing or ui.perfetto.dev: one block of rows for each named process, in the order given.
+    """A file for chrome://tracing or ui.perfetto.dev: one block of rows for each named process, in
+    the order given.
 
-    Times are the first process's: other processes of its machine have the same monotonic clock, those of other
-    machines are placed by their wall clocks.
+    Times are the first process's: other processes of its machine have the same monotonic clock,
+    those of other machines are placed by their wall clocks.
     """
     _, reference = processes[0]
     events: list[dict[str, Any]] = []

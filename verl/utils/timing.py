@@ -8,7 +8,8 @@ from verl.utils.timeline import note_span
 
 
 class PhaseTimer:
-    """Adds up seconds per phase name; a phase entered twice is summed. The timeline shows each in its row "phases".
+    """Adds up seconds per phase name; a phase entered twice is summed. The timeline shows each in
+    its row "phases".
 
     `started_at_ns` is the wall clock's time at which this was made.
     """
@@ -23,5 +24,7 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + (time.monotonic_ns() - start_ns) / 1e9
+            self.seconds[name] = (
+                self.seconds.get(name, 0.0) + (time.monotonic_ns() - start_ns) / 1e9
+            )
             note_span(name, "phases", start_ns)

@@ -31,8 +31,9 @@ class NamedPart:
 
     @contextmanager
     def told(self, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-        """What a user's function raises within is an AlgorithmError with its name, file and line. Errors on purpose,
-        those that `passes` knows, and those of our own functions stay what they are."""
+        """What a user's function raises within is an AlgorithmError with its name, file and line.
+        Errors on purpose, those that `passes` knows, and those of our own functions stay what they
+        are."""
         try:
             yield
         except Exception as error:
@@ -41,7 +42,8 @@ class NamedPart:
             line = line_in(error, self._file)
             where = "" if line is None else f" in line {line}"
             raise AlgorithmError(
-                f"{self} raised {type(error).__name__}{where}: {error}. Mend it; VERL_TRACEBACK=1 shows the way there."
+                f"{self} raised {type(error).__name__}{where}: {error}. Mend it; VERL_TRACEBACK=1 "
+                "shows the way there."
             ) from error
 
     def must_return(self, expected: str, got: Any) -> AlgorithmError:
@@ -54,4 +56,6 @@ def in_words(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}: {', '.join(map(in_words, value))}"
     shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    return (
+        type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    )

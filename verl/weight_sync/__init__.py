@@ -1,6 +1,14 @@
-"""Weights from the trainer to whoever generates: named tensors, in buckets, over the transport that fits."""
+"""Weights from the trainer to whoever generates: named tensors, in buckets, over the transport that
+fits."""
 
-from verl.weight_sync.base import NamedTensors, ProofSchedule, WeightReceiver, WeightSender, WeightTaker, receive_into
+from verl.weight_sync.base import (
+    NamedTensors,
+    ProofSchedule,
+    WeightReceiver,
+    WeightSender,
+    WeightTaker,
+    receive_into,
+)
 from verl.weight_sync.choice import Endpoint, Link, choose_transport
 from verl.weight_sync.direct import DirectSender
 from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog

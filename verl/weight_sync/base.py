@@ -26,7 +26,8 @@ class WeightTaker(Protocol):
         ...
 
     def weight_place(self, name: str) -> torch.Tensor | None:
-        """The engine's own tensor of that name, if what `update_weights` is about to be given may be written there."""
+        """The engine's own tensor of that name, if what `update_weights` is about to be given may
+        be written there."""
         ...
 
     def weight_fingerprints(self) -> Mapping[str, Fingerprint]:
@@ -35,11 +36,13 @@ class WeightTaker(Protocol):
 
 
 class WeightSender(Protocol):
-    """One end of a transport. `send` returns when every receiver has all tensors, and raises RolloutError where one has
+    """One end of a transport. `send` returns when every receiver has all tensors, and raises
+    RolloutError where one has
     not: its engine refused them, or what it has is not what `log` says was sent."""
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """`log` is filled by whoever makes the tensors (see `gathered`); without one nothing is proved."""
+        """`log` is filled by whoever makes the tensors (see `gathered`); without one nothing is
+        proved."""
         ...
 
 
@@ -60,7 +63,8 @@ class WeightReceiver(Protocol):
 
 
 class ProofSchedule:
-    """Which hand-overs are proved: the first, and every `interval`-th after it; 0: the first alone."""
+    """Which hand-overs are proved: the first, and every `interval`-th after it; 0: the first
+    alone."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -92,12 +96,18 @@ def receive_into(engine: WeightTaker, receiver: WeightReceiver) -> None:
 
 
 def check(
-    expected: Mapping[str, int] | None, engine: WeightTaker, *, world: Axis = ALONE, sharing: Axis = ALONE
+    expected: Mapping[str, int] | None,
+    engine: WeightTaker,
+    *,
+    world: Axis = ALONE,
+    sharing: Axis = ALONE,
 ) -> None:
-    """Raise RolloutError, on every rank of `world`, naming the tensors that some engine's fingerprints show to differ.
+    """Raise RolloutError, on every rank of `world`, naming the tensors that some engine's
+    fingerprints show to differ.
 
     Args:
-        expected: of the whole tensors, in the engine's dtype; None: nothing is to be proved, on any rank.
+        expected: of the whole tensors, in the engine's dtype; None: nothing is to be proved, on any
+            rank.
         world: the ranks that must all call this.
         sharing: the ranks whose engines have parts of the same tensors.
     """
@@ -105,10 +115,14 @@ def check(
         return
     sums: dict[str, int] = {}
     found = (
-        [engine.weight_fingerprints()] if sharing.size == 1 else gather_objects(engine.weight_fingerprints(), sharing)
+        [engine.weight_fingerprints()]
+        if sharing.size == 1
+        else gather_objects(engine.weight_fingerprints(), sharing)
     )
     for name, fingerprint in found[sharing.rank].items():
-        parts = [other[name].value for other in found] if fingerprint.is_part else [fingerprint.value]
+        parts = (
+            [other[name].value for other in found] if fingerprint.is_part else [fingerprint.value]
+        )
         sums[name] = _signed(sum(parts))
     differing = [name for name in {**expected, **sums} if expected.get(name) != sums.get(name)]
     faults = gather_objects(differing, world)
@@ -127,9 +141,10 @@ def _told(faults: list[list[str]], total: int) -> str:
     ]
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return (
-        f"After the hand-over {len(listed)} of {total} weights of the rollout engine are not the trainer's, by their "
-        f"fingerprints: {'; '.join(listed[:5])}{more}. What it generates would not be the policy's. Start again from "
-        "the last checkpoint; if it comes back on the same machine, have its memory and links checked."
+        f"After the hand-over {len(listed)} of {total} weights of the rollout engine are not the "
+        f"trainer's, by their fingerprints: {'; '.join(listed[:5])}{more}. What it generates would "
+        "not be the policy's. Start again from the last checkpoint; if it comes back on the same "
+        "machine, have its memory and links checked."
     )
 
 

@@ -19,14 +19,20 @@ _SLOTS = 2
 
 
 class BroadcastSender:
-    """A `WeightSender` to all other ranks of `axis`, each of which makes a `BroadcastReceiver` for every hand-over.
+    """A `WeightSender` to all other ranks of `axis`, each of which makes a `BroadcastReceiver` for
+    every hand-over.
 
     Args:
         dtype: the receivers', for what is wider.
     """
 
     def __init__(
-        self, axis: Axis, *, device: torch.device, bucket_bytes: int, dtype: torch.dtype | None = None
+        self,
+        axis: Axis,
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._axis, self._device = axis, device
         self._bucket_bytes, self._dtype = bucket_bytes, dtype
@@ -47,7 +53,10 @@ class BroadcastSender:
                 self._tell(pieces)
                 works.append(
                     dist.broadcast(
-                        bucket[: _used(pieces)], group=self._axis.group, group_src=self._axis.rank, async_op=True
+                        bucket[: _used(pieces)],
+                        group=self._axis.group,
+                        group_src=self._axis.rank,
+                        async_op=True,
                     )
                 )
             for work in works:

@@ -1,4 +1,5 @@
-"""Named tensors in flat memory of a fixed size, as they travel between processes; what is larger is cut."""
+"""Named tensors in flat memory of a fixed size, as they travel between processes; what is larger is
+cut."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -32,10 +33,12 @@ class End(NamedTuple):
 def pack(
     named_tensors: NamedTensors, buckets: Iterator[Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Tensor, list[Piece]]]:
-    """Fill one of `buckets` (flat bytes) after the other; each is given when it is full, with what is in it.
+    """Fill one of `buckets` (flat bytes) after the other; each is given when it is full, with what
+    is in it.
 
-    The next bucket is asked for when it is needed. What is wider than `dtype` is cast on the way, if it is floating
-    point. A tensor that does not fit into the rest of a bucket begins the next one; one that is larger is cut.
+    The next bucket is asked for when it is needed. What is wider than `dtype` is cast on the way,
+    if it is floating point. A tensor that does not fit into the rest of a bucket begins the next
+    one; one that is larger is cut.
     """
     bucket: Tensor | None = None
     pieces: list[Piece] = []
@@ -64,8 +67,13 @@ def pack(
 
 
 def travel_dtype(tensor: Tensor, receivers: torch.dtype | None) -> torch.dtype:
-    """The narrower of the tensor's dtype and the receiver's, which is for what is floating point."""
-    narrows = receivers is not None and tensor.is_floating_point() and receivers.itemsize < tensor.itemsize
+    """The narrower of the tensor's dtype and the receiver's, which is for what is floating
+    point."""
+    narrows = (
+        receivers is not None
+        and tensor.is_floating_point()
+        and receivers.itemsize < tensor.itemsize
+    )
     return receivers if receivers is not None and narrows else tensor.dtype
 
 
@@ -87,7 +95,8 @@ class Unpacker:
         self._cut: Tensor | None = None  # flat, while some of it is missing
 
     def unpack(self, bucket: Tensor, pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every tensor that this bucket completes: within its memory, unless it was cut."""
+        """(name, tensor) of every tensor that this bucket completes: within its memory, unless it
+        was cut."""
         for name, shape, dtype, first, count, offset in pieces:
             part = _view(bucket, offset, count, dtype)
             size = torch.Size(shape).numel()

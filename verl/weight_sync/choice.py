@@ -16,7 +16,8 @@ Transport = Literal["direct", "ipc", "broadcast", "host", "disk"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where weights lie, or shall lie. A GPU is known by its UUID: its number is another one in every process."""
+    """Where weights lie, or shall lie. A GPU is known by its UUID: its number is another one in
+    every process."""
 
     machine: str
     process: int
@@ -52,8 +53,9 @@ def device_of(uuid: str) -> torch.device:
     seen = [gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise RolloutError(
-            f"The weights lie on the GPU {uuid}, and this process sees {', '.join(seen) or 'none'}. Add it to "
-            "CUDA_VISIBLE_DEVICES (in any order), or send through host memory."
+            f"The weights lie on the GPU {uuid}, and this process sees "
+            f"{', '.join(seen) or 'none'}. Add it to CUDA_VISIBLE_DEVICES (in any order), or send "
+            "through host memory."
         )
     return torch.device("cuda", seen.index(uuid))
 
@@ -67,7 +69,8 @@ def _choose(sender: Endpoint, receiver: Endpoint, link: Link) -> tuple[Transport
         return "direct", "both are in one process"
     if sender.gpu is not None and sender.gpu == receiver.gpu:
         if link.connection:
-            return "ipc", f"two processes on one GPU, {sender.gpu}"  # of which NCCL refuses to serve two ranks
+            # of which NCCL refuses to serve two ranks
+            return "ipc", f"two processes on one GPU, {sender.gpu}"
         return "disk", "two processes on one GPU, without a connection"
     on_two_gpus = sender.gpu is not None and receiver.gpu is not None
     if link.process_group and on_two_gpus and link.peer_access:

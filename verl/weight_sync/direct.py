@@ -9,7 +9,8 @@ class DirectSender:
     """A `WeightSender` to an engine of this process. Nothing is copied on the way.
 
     Args:
-        world: the ranks that hand over together, each to its own engine: a difference on one is raised on all.
+        world: the ranks that hand over together, each to its own engine: a difference on one is
+            raised on all.
         sharing: those of them whose engines have parts of the same weights (tensor parallelism).
     """
 
@@ -19,4 +20,9 @@ class DirectSender:
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         self._engine.update_weights(named_tensors)
-        check(None if log is None else log.read(), self._engine, world=self._world, sharing=self._sharing)
+        check(
+            None if log is None else log.read(),
+            self._engine,
+            world=self._world,
+            sharing=self._sharing,
+        )

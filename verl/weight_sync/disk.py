@@ -1,4 +1,5 @@
-"""Through a folder, to engines that somebody started elsewhere: safetensors as Hugging Face lays them out."""
+"""Through a folder, to engines that somebody started elsewhere: safetensors as Hugging Face lays
+them out."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,8 @@ _KEPT = 2  # the newest, and the one that somebody may be reading
 
 
 class DiskSender:
-    """A `WeightSender` into `root/global_step_<number>/weights`, whole or not there at all, with the sums of all files
-    in `manifest.json`. It does not know who reads them.
+    """A `WeightSender` into `root/global_step_<number>/weights`, whole or not there at all, with
+    the sums of all files in `manifest.json`. It does not know who reads them.
 
     Args:
         dtype: of the files, for what is floating point and wider.
@@ -51,7 +52,8 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """A `WeightReceiver` of the newest complete folder under `root`. Raises CheckpointError where there is none."""
+    """A `WeightReceiver` of the newest complete folder under `root`. Raises CheckpointError where
+    there is none."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -61,7 +63,9 @@ class DiskReceiver:
         """See `WeightReceiver.tensors`. On the host."""
         newest = CheckpointManager(self._root).latest()
         if newest is None:
-            raise CheckpointError(f"Expected weights in {self._root}/global_step_N, found none that are complete.")
+            raise CheckpointError(
+                f"Expected weights in {self._root}/global_step_N, found none that are complete."
+            )
         folder = newest / _WEIGHTS
         proof = folder / _PROOF
         self._proof = proof if proof.exists() else None

@@ -1,9 +1,11 @@
-"""Numbers that differ where tensors do: what proves that a hand-over brought every bit to its place.
+"""Numbers that differ where tensors do: what proves that a hand-over brought every bit to its
+place.
 
-The fingerprint of a tensor with bits b_i (a signed integer for each element) is sum_i h(i) b_i mod 2^64, with an odd
-signed 32-bit hash h of the element's position in the whole tensor. As hashes are odd, one changed bit always changes
-the sum; elements that change places change it, but for a chance of about 2^-31. It is a sum: parts of a tensor are
-added up where they lie, and the sums added. Nothing but the sums leaves the device.
+The fingerprint of a tensor with bits b_i (a signed integer for each element) is sum_i h(i) b_i mod
+2^64, with an odd signed 32-bit hash h of the element's position in the whole tensor. As hashes are
+odd, one changed bit always changes the sum; elements that change places change it, but for a chance
+of about 2^-31. It is a sum: parts of a tensor are added up where they lie, and the sums added.
+Nothing but the sums leaves the device.
 """
 
 import functools
@@ -15,13 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_MULTIPLIER = -1640531535  # 2654435761, near 2^32 / golden ratio, as a signed number: neighbours get hashes far apart
+# 2654435761, near 2^32 / golden ratio, as a signed number: neighbours get hashes far apart
+_MULTIPLIER = -1640531535
 _CHUNK = 1 << 14  # elements at once on a CPU: what is made of them stays in its caches
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
-    """Where a tensor lies in the whole one: its element k is number start + k // run * stride + k % run there.
+    """Where a tensor lies in the whole one: its element k is number start + k // run * stride + k %
+    run there.
 
     `run` 0: the elements are neighbours there, too.
     """
@@ -39,13 +43,17 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprints(tensors: Sequence[Tensor], parts: Sequence[Part] | None = None) -> Tensor:
-    """(n,) int64 on the device of the tensors, which is not waited for. `parts`: by default all are whole."""
+    """(n,) int64 on the device of the tensors, which is not waited for. `parts`: by default all are
+    whole."""
     parts = parts or [Part()] * len(tensors)
     assert len(parts) == len(tensors)
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
     with torch.no_grad():
-        bits = [tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize]).reshape(-1) for tensor in tensors]
+        bits = [
+            tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize]).reshape(-1)
+            for tensor in tensors
+        ]
         if bits[0].is_cuda:
             # Triton exists beside CUDA only.
             kernel = importlib.import_module("verl.weight_sync.fingerprint_kernel")
@@ -53,11 +61,14 @@ def fingerprints(tensors: Sequence[Tensor], parts: Sequence[Part] | None = None)
         return torch.stack([_sum_of_bits(values, part) for values, part in zip(bits, parts)])
 
 
-def parts_of(cut: Callable[[Tensor], Tensor], shape: Sequence[int]) -> list[tuple[tuple[int, slice, slice], Part]]:
-    """What `cut` takes of a tensor of `shape`: places in what it gives, seen as (rest, rows, columns), and their parts.
+def parts_of(
+    cut: Callable[[Tensor], Tensor], shape: Sequence[int]
+) -> list[tuple[tuple[int, slice, slice], Part]]:
+    """What `cut` takes of a tensor of `shape`: places in what it gives, seen as (rest, rows,
+    columns), and their parts.
 
-    `cut` takes some rows or columns (the last two dimensions, which it counts from the end), the same everywhere; or it
-    gives zeros, whose sum is zero wherever they are said to lie.
+    `cut` takes some rows or columns (the last two dimensions, which it counts from the end), the
+    same everywhere; or it gives zeros, whose sum is zero wherever they are said to lie.
     """
     lead, rows, columns = math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1, shape[-1]
     taken_rows = cut(torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, columns))[:, 0]
@@ -124,4 +135,7 @@ def _runs(numbers: Tensor) -> list[tuple[int, int, int]]:
     if not numbers.any():
         return [(0, 0, len(numbers))]
     starts = [0, *((numbers[1:] != numbers[:-1] + 1).nonzero().flatten() + 1).tolist()]
-    return [(int(numbers[start]), start, end - start) for start, end in zip(starts, [*starts[1:], len(numbers)])]
+    return [
+        (int(numbers[start]), start, end - start)
+        for start, end in zip(starts, [*starts[1:], len(numbers)])
+    ]

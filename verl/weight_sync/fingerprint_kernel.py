@@ -1,4 +1,5 @@
-"""`fingerprints` on a GPU in Triton: every tensor is read once, all of them by one launch or two."""
+"""`fingerprints` on a GPU in Triton: every tensor is read once, all of them by one launch or
+two."""
 
 from collections.abc import Sequence
 
@@ -17,11 +18,13 @@ _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """See `verl.weight_sync.fingerprint.fingerprints`. `bits`: flat contiguous integers on one device."""
+    """See `verl.weight_sync.fingerprint.fingerprints`. `bits`: flat contiguous integers on one
+    device."""
     device = bits[0].device
     sums = torch.zeros(len(bits), dtype=torch.int64, device=device)
     table = [(values.data_ptr(), values.numel(), *part) for values, part in zip(bits, parts)]
-    blocks: dict[tuple[int, bool, bool], list[tuple[int, int, int]]] = {}  # of tensors: number, first block, last
+    # of tensors: number, first block, last
+    blocks: dict[tuple[int, bool, bool], list[tuple[int, int, int]]] = {}
     for number, (values, (address, size, _, run, _)) in enumerate(zip(bits, table)):
         # Where blocks are whole and the address allows it, loads are wide and not masked.
         whole, all_of_it = size // _SIZE * (address % 16 == 0), -(-size // _SIZE)
@@ -29,21 +32,32 @@ def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
             if first < end:
                 blocks.setdefault((values.itemsize, run > 0, full), []).append((number, first, end))
     lists = [_numbered(np.array(each)) for each in blocks.values()]
-    # One copy for everything. The host waits for nothing: pageable memory is read before `to` returns.
-    numbers = np.concatenate([np.array(table, dtype=np.int64).ravel(), *(each.ravel() for each in lists)])
+    # One copy for everything. The host waits for nothing: pageable memory is read before `to`
+    # returns.
+    numbers = np.concatenate(
+        [np.array(table, dtype=np.int64).ravel(), *(each.ravel() for each in lists)]
+    )
     on_device = torch.from_numpy(numbers).to(device, non_blocking=True)
     start = 5 * len(table)
     for (itemsize, strided, full), each in zip(blocks, lists):
         _sum_of_bits[(len(each),)](
-            on_device, on_device[start:], sums,
-            ELEMENT=_TYPES[itemsize], FULL=full, STRIDED=strided, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8,
-        )  # fmt: skip
+            on_device,
+            on_device[start:],
+            sums,
+            ELEMENT=_TYPES[itemsize],
+            FULL=full,
+            STRIDED=strided,
+            BLOCK=_BLOCK,
+            STEPS=_STEPS,
+            num_warps=8,
+        )
         start += each.size
     return sums
 
 
 def _numbered(blocks: np.ndarray) -> np.ndarray:
-    """(all blocks, 2): number of the tensor, and of the block in it; `blocks` (n, 3) has the first and last of each."""
+    """(all blocks, 2): number of the tensor, and of the block in it; `blocks` (n, 3) has the first
+    and last of each."""
     tensors, first, end = blocks.T
     counts = end - first
     before = np.repeat(np.cumsum(counts) - counts - first, counts)
@@ -52,12 +66,20 @@ def _numbered(blocks: np.ndarray) -> np.ndarray:
 
 @triton.jit
 def _sum_of_bits(
-    TABLE, NUMBERS, SUMS, ELEMENT: tl.constexpr, FULL: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE,
+    NUMBERS,
+    SUMS,
+    ELEMENT: tl.constexpr,
+    FULL: tl.constexpr,
+    STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
-):  # fmt: skip
-    """TABLE (n, 5): address, elements, start, run, stride. NUMBERS (programs, 2): tensor, block in it.
+):
+    """TABLE (n, 5): address, elements, start, run, stride. NUMBERS (programs, 2): tensor, block in
+    it.
 
-    FULL: the block is whole and the address a multiple of 16, so that loads are wide and not masked.
+    FULL: the block is whole and the address a multiple of 16, so that loads are wide and not
+        masked.
     """
     program = tl.program_id(0)
     tensor = tl.load(NUMBERS + 2 * program)
@@ -72,7 +94,8 @@ def _sum_of_bits(
     stride = tl.load(row + 4)
     products = tl.zeros([BLOCK], tl.int64)
     within = tl.arange(0, BLOCK)
-    # In 32 bits, whatever is lost above: instructions for an element are what the kernel waits for, not memory.
+    # In 32 bits, whatever is lost above: instructions for an element are what the kernel waits for,
+    # not memory.
     base = (start + first).to(tl.int32) * _MULTIPLIER
     source += first
     for step in range(STEPS):

@@ -1,7 +1,9 @@
-"""To another process of this machine, through memory that both map: a GPU's (CUDA IPC) or the host's.
+"""To another process of this machine, through memory that both map: a GPU's (CUDA IPC) or the
+host's.
 
-Two buckets: one is filled while the other is read. What is in them, and who is done, goes over a connection, such as
-`multiprocessing.Pipe()` or a `Listener` and a `Client` with a socket of this machine.
+Two buckets: one is filled while the other is read. What is in them, and who is done, goes over a
+connection, such as `multiprocessing.Pipe()` or a `Listener` and a `Client` with a socket of this
+machine.
 """
 
 import inspect
@@ -48,11 +50,12 @@ class _Filled:
 
 
 class SharedMemorySender:
-    """A `WeightSender` to the process at the other end of `connection`, which made a `SharedMemoryReceiver`.
+    """A `WeightSender` to the process at the other end of `connection`, which made a
+    `SharedMemoryReceiver`.
 
     Args:
-        device: where the memory is. A GPU: the receiver's own, by UUID, whatever its number there. CPU: host memory,
-            which a sender or receiver on a GPU pins.
+        device: where the memory is. A GPU: the receiver's own, by UUID, whatever its number there.
+            CPU: host memory, which a sender or receiver on a GPU pins.
         dtype: the receiver's, for what is wider.
         pin: whether the sender's tensors come from a GPU.
     """
@@ -129,8 +132,8 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """A `WeightReceiver`, the other end of a `SharedMemorySender`. `device`: that of the engine which takes the
-    tensors, which may lie in host memory."""
+    """A `WeightReceiver`, the other end of a `SharedMemorySender`. `device`: that of the engine
+    which takes the tensors, which may lie in host memory."""
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
@@ -169,7 +172,8 @@ class SharedMemoryReceiver:
 
 
 def _open_on_gpu(told: _Memory) -> Tensor:
-    """The sender's memory. Its handle has the GPU's number in the sender's process, which may be another one's here."""
+    """The sender's memory. Its handle has the GPU's number in the sender's process, which may be
+    another one's here."""
     assert told.gpu is not None
     arguments = inspect.signature(rebuild_cuda_tensor).bind(*told.handle).arguments
     device = device_of(told.gpu)
@@ -178,14 +182,16 @@ def _open_on_gpu(told: _Memory) -> Tensor:
 
 
 def _wait_of(device: torch.device, *, current: bool = False) -> Callable[[], None]:
-    """Waits until the GPU (`current`: this thread's, if `device` is none) has done what it was asked to."""
+    """Waits until the GPU (`current`: this thread's, if `device` is none) has done what it was
+    asked to."""
     if device.type == "cuda":
         return partial(torch.cuda.synchronize, device)
     return torch.cuda.synchronize if current else lambda: None
 
 
 def _new_file(num_bytes: int) -> int:
-    """A descriptor of a file without a name, in memory where the system can: /dev/shm may be small."""
+    """A descriptor of a file without a name, in memory where the system can: /dev/shm may be
+    small."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("verl_weights")
     else:

@@ -1,4 +1,5 @@
-"""Whole tensors from FSDP2's shards, a bucket at a time: one is gathered while the one before is read."""
+"""Whole tensors from FSDP2's shards, a bucket at a time: one is gathered while the one before is
+read."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,11 @@ from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.fingerprint import FingerprintLog, Part, fingerprints
 
-# At most three gathers' worth is in memory: one that comes, one that came, and the latter put in order. Together that
-# is two buckets.
+# At most three gathers' worth is in memory: one that comes, one that came, and the latter put in
+# order. Together that is two buckets.
 _SHARE = 2 / 3
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # what torch 2.13 calls it
+# what torch 2.13 calls it
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def gathered(
@@ -29,16 +31,17 @@ def gathered(
     log: FingerprintLog | None = None,
     place: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of tensors that may be sharded over several ranks, all of which must go through all of it.
+    """(name, whole tensor) of tensors that may be sharded over several ranks, all of which must go
+    through all of it.
 
-    What this rank has all of is given as it is: read, don't write. Beyond what the caller keeps, no more than two
-    buckets are in memory, or two tensors where those are larger.
+    What this rank has all of is given as it is: read, don't write. Beyond what the caller keeps, no
+    more than two buckets are in memory, or two tensors where those are larger.
 
     Args:
         dtype: of the receiver, for what is floating point: what is wider is cast before it travels.
         log: gets the fingerprints, in the receiver's dtype, taken from the shards themselves.
-        place: the receiver's own contiguous tensor of that name, if it may be written to: what is gathered comes there
-            at once, and is that tensor.
+        place: the receiver's own contiguous tensor of that name, if it may be written to: what is
+            gathered comes there at once, and is that tensor.
     """
     waiting: list[_Bucket] = []
     proofs: list[tuple[_Bucket, Tensor]] = []
@@ -60,26 +63,31 @@ def gathered(
 
 @dataclass
 class _Bucket:
-    """Tensors of one dtype that are sharded alike; or, without a mesh, that this rank has all of."""
+    """Tensors of one dtype that are sharded alike; or, without a mesh, that this rank has all
+    of."""
 
     dtype: torch.dtype  # in which they travel
     mesh: DeviceMesh | None
     axis: int  # of the mesh, along which they are sharded
     names: list[str] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
-    shards: list[Tensor] = field(default_factory=list)  # from `start` on, what this rank has of them
+    # from `start` on, what this rank has of them
+    shards: list[Tensor] = field(default_factory=list)
     num_bytes: int = 0
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to gather. The shards go to their places in what is gathered, so that nothing is held twice."""
+        """Begin to gather. The shards go to their places in what is gathered, so that nothing is
+        held twice."""
         self.shards = [_local(tensor) for tensor in self.shards]
         if self.mesh is None:
             return
         size = self.mesh.size(self.axis)
         rows = [-(-shape[0] // size) for shape in self.shapes]
         self._chunks = [count * shape[1:].numel() for count, shape in zip(rows, self.shapes)]
-        self._whole = torch.empty(size, sum(self._chunks), dtype=self.dtype, device=_device_of(self.mesh))
+        self._whole = torch.empty(
+            size, sum(self._chunks), dtype=self.dtype, device=_device_of(self.mesh)
+        )
         mine = self._whole[self.mesh.get_local_rank(self.axis)]
         # The last ranks have fewer rows, or none: the rest of their chunks is never read.
         flat = [shard.reshape(-1) for shard in self.shards]
@@ -95,7 +103,10 @@ class _Bucket:
     @torch.no_grad()
     def fingerprints(self, dtype: torch.dtype | None) -> Tensor:
         """Of what this rank has of the tensors, as the receiver will have it."""
-        cast = [shard.to(dtype) if dtype is not None and shard.is_floating_point() else shard for shard in self.shards]
+        cast = [
+            shard.to(dtype) if dtype is not None and shard.is_floating_point() else shard
+            for shard in self.shards
+        ]
         if self.mesh is None:
             return fingerprints(cast)
         rank = self.mesh.get_local_rank(self.axis)
@@ -120,9 +131,15 @@ class _Bucket:
         if len(places) == 1 and places[0] is None:
             return [whole.view(-1)[: sizes[0]].view(self.shapes[0])]
         missing = [ranks * chunk for given, chunk in zip(places, self._chunks) if given is None]
-        scratch = iter(torch.empty(sum(missing), dtype=self.dtype, device=whole.device).split_with_sizes(missing))
+        scratch = iter(
+            torch.empty(sum(missing), dtype=self.dtype, device=whole.device).split_with_sizes(
+                missing
+            )
+        )
         flat = [next(scratch) if given is None else given.view(-1) for given in places]
-        torch.split_with_sizes_copy(whole, self._chunks, dim=1, out=[tensor.view(ranks, -1) for tensor in flat])
+        torch.split_with_sizes_copy(
+            whole, self._chunks, dim=1, out=[tensor.view(ranks, -1) for tensor in flat]
+        )
         return [
             tensor[:size].view(shape) if given is None else given
             for given, tensor, size, shape in zip(places, flat, sizes, self.shapes)
@@ -131,7 +148,9 @@ class _Bucket:
 
 def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
     """Make fingerprints of this rank's shards those of the whole tensors, in place."""
-    groups = [None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis) for bucket in buckets]
+    groups = [
+        None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis) for bucket in buckets
+    ]
     for group in dict.fromkeys(groups):
         if group is not None:
             own = [value for value, other in zip(values, groups) if other is group]
@@ -140,7 +159,9 @@ def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
             torch._foreach_copy_(own, list(total.split([len(value) for value in own])))
 
 
-def _buckets(named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None) -> Iterator[_Bucket]:
+def _buckets(
+    named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None
+) -> Iterator[_Bucket]:
     bucket: _Bucket | None = None
     for name, tensor in named_tensors:
         mesh, axis = _sharding(tensor)
@@ -168,7 +189,8 @@ def _buckets(named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | 
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh | None, int]:
-    """The mesh and its axis along which `tensor` is sharded; no mesh where this rank has all of it."""
+    """The mesh and its axis along which `tensor` is sharded; no mesh where this rank has all of
+    it."""
     if not isinstance(tensor, DTensor):
         return None, 0
     axis = _sharded_axis(tensor.device_mesh, tensor.placements)
@@ -177,7 +199,11 @@ def _sharding(tensor: Tensor) -> tuple[DeviceMesh | None, int]:
 
 @functools.cache
 def _sharded_axis(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int | None:
-    axes = [axis for axis, kind in enumerate(placements) if not isinstance(kind, Replicate) and mesh.size(axis) > 1]
+    axes = [
+        axis
+        for axis, kind in enumerate(placements)
+        if not isinstance(kind, Replicate) and mesh.size(axis) > 1
+    ]
     if not axes:
         return None
     assert len(axes) == 1, f"sharded along {len(axes)} axes of {mesh}"
@@ -191,4 +217,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     # Shards on the host would be gathered by gloo, at a fraction of the speed.
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device("cpu")
+    )

@@ -1,4 +1,5 @@
-"""The actor: samples responses, tells log-probs, learns; one set of weights, one rollout engine beside it."""
+"""The actor: samples responses, tells log-probs, learns; one set of weights, one rollout engine
+beside it."""
 
 import time
 from contextlib import AbstractContextManager
@@ -31,9 +32,9 @@ from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
 
 _LESS_ROLLOUT = (
-    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens, or keep the "
-    "trainer's weights and moments on the host meanwhile: actor_rollout_ref.actor.fsdp_config.param_offload=True, "
-    "optimizer_offload=True."
+    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
+    "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
 )
 
 
@@ -47,7 +48,12 @@ class ActorRolloutWorker(TrainedWorker):
     """
 
     def __init__(
-        self, config: ActorRolloutRefConfig, *, total_steps: int, device: torch.device, tokenizer: Any
+        self,
+        config: ActorRolloutRefConfig,
+        *,
+        total_steps: int,
+        device: torch.device,
+        tokenizer: Any,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -66,7 +72,8 @@ class ActorRolloutWorker(TrainedWorker):
         model = load_causal_lm(
             **source,
             dtype=parameter_dtype(model_config, device),
-            max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
+            max_length=config.rollout.max_model_len
+            or config.rollout.prompt_length + config.rollout.response_length,
             weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)
@@ -83,7 +90,9 @@ class ActorRolloutWorker(TrainedWorker):
             checkpointing_share=model_config.gradient_checkpointing_share,
             sequence_parallel_size=actor.ulysses_sequence_parallel_size,
             activation_offload=model_config.enable_activation_offload,
-            compile_backend=compile_backend(actor.use_torch_compile, device, model.config.model_type),
+            compile_backend=compile_backend(
+                actor.use_torch_compile, device, model.config.model_type
+            ),
             fused_kernels=model_config.use_fused_kernels,
             share_prompts=actor.share_prompts,
         )
@@ -96,7 +105,9 @@ class ActorRolloutWorker(TrainedWorker):
             device=self.engine.device,
             ranks=self.rollout_mesh.tensor,
         )
-        self.weight_sender = DirectSender(self.rollout, world=self.engine.mesh.world, sharing=self.rollout_mesh.tensor)
+        self.weight_sender = DirectSender(
+            self.rollout, world=self.engine.mesh.world, sharing=self.rollout_mesh.tensor
+        )
         self.proofs = ProofSchedule(config.rollout.fingerprint_interval)
         self.rollout_is_asleep = False
         self.rollout_has_weights = False
@@ -110,20 +121,28 @@ class ActorRolloutWorker(TrainedWorker):
     def generate_sequences(
         self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int, step: int
     ) -> DataProto:
-        """n responses to each of B prompts: the columns of phase "generate", B * n rows, samples of a prompt together.
+        """n responses to each of B prompts: the columns of phase "generate", B * n rows, samples of
+        a prompt together.
 
-        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the whole batch: sample
-        ids, and with them the noise, do not depend on how the batch is dealt to the ranks.
+        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the
+        whole batch: sample ids, and with them the noise, do not depend on how the batch is dealt to
+        the ranks.
 
         Tells (sample id, token ids) of every response when it is finished.
         """
-        prompt_ids = [tuple(int(token) for token in ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        prompt_ids = [
+            tuple(int(token) for token in ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]
+        ]
         rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
         requests = [
             Request(prompt_ids=ids, sample_ids=tuple(range(row * n, (row + 1) * n)))
             for row, ids in zip(rows, prompt_ids)
         ]
-        place = {row * n + sample: number * n + sample for number, row in enumerate(rows) for sample in range(n)}
+        place = {
+            row * n + sample: number * n + sample
+            for number, row in enumerate(rows)
+            for sample in range(n)
+        }
         if not self.rollout_has_weights:
             self.sync_weights()
         self.rollout.forget_prefixes()
@@ -138,7 +157,10 @@ class ActorRolloutWorker(TrainedWorker):
             self.rollout_is_asleep, self.rollout_has_weights = True, False
         columns = assemble(
             [ids for ids in prompt_ids for _ in range(n)],
-            [replace(completion, sample_id=place[completion.sample_id]) for completion in completions],
+            [
+                replace(completion, sample_id=place[completion.sample_id])
+                for completion in completions
+            ],
             prompt_length=self.config.rollout.prompt_length,
             response_length=self.config.rollout.response_length,
             pad_token_id=self.tokenizer.pad_token_id,
@@ -158,7 +180,9 @@ class ActorRolloutWorker(TrainedWorker):
             key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
             phase="the pass for old log-probs",
         )
-        answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature, entropy=True)
+        answer = self.engine.infer(
+            batch, budget, temperature=self.config.rollout.temperature, entropy=True
+        )
         columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
         metrics: dict[str, float] = {}
         if "rollout_log_probs" in batch.batch.keys():
@@ -170,7 +194,8 @@ class ActorRolloutWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob` (B, R), as `ReferenceWorker` tells them: with LoRA the frozen weights are the reference."""
+        """`ref_log_prob` (B, R), as `ReferenceWorker` tells them: with LoRA the frozen weights are
+        the reference."""
         assert self.config.model.lora_rank > 0, "without adapters the first policy is gone"
         budget = reference_budget(self.config.ref)
         with adapters_off(self.engine.hf_model):
@@ -178,20 +203,27 @@ class ActorRolloutWorker(TrainedWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update_actor(self, batch: DataProto, entropy_coeff: float | None = None) -> dict[str, float]:
-        """Every mini-batch of every epoch: forward, backward, step. `entropy_coeff` None: the configuration's.
+    def update_actor(
+        self, batch: DataProto, entropy_coeff: float | None = None
+    ) -> dict[str, float]:
+        """Every mini-batch of every epoch: forward, backward, step. `entropy_coeff` None: the
+        configuration's.
 
-        Mini-batches are made of whole prompts, in their order; with `shuffle` of single rows in a drawn order.
+        Mini-batches are made of whole prompts, in their order; with `shuffle` of single rows in a
+        drawn order.
         """
         actor = self.config.actor
-        self.objective.entropy_coeff = actor.entropy_coeff if entropy_coeff is None else entropy_coeff
+        self.objective.entropy_coeff = (
+            actor.entropy_coeff if entropy_coeff is None else entropy_coeff
+        )
         started = time.perf_counter()
         metrics = run_updates(
             self.engine,
             batch,
             self.objective,
             name="actor",
-            mini_batch_rows=actor.ppo_mini_batch_size and actor.ppo_mini_batch_size * self.config.rollout.n,
+            mini_batch_rows=actor.ppo_mini_batch_size
+            and actor.ppo_mini_batch_size * self.config.rollout.n,
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
             loss_agg_mode=actor.loss_agg_mode,
@@ -205,7 +237,10 @@ class ActorRolloutWorker(TrainedWorker):
         )
         flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
         # Of the average rank; those along the sequence axis share the work on their rows.
-        flops = all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item() / self.engine.mesh.world.size
+        flops = (
+            all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item()
+            / self.engine.mesh.world.size
+        )
         share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
         if share is not None:
             metrics["perf/mfu/actor"] = share
@@ -229,12 +264,16 @@ class ActorRolloutWorker(TrainedWorker):
             self.rollout_has_weights = True
 
     def _statistics_of_all(self) -> dict[str, float]:
-        """The rollout's numbers over all engines: what was counted is added up, what was measured is the largest."""
+        """The rollout's numbers over all engines: what was counted is added up, what was measured
+        is the largest."""
         statistics = gather_objects(self.rollout.statistics(), self.rollout_mesh.data)
         counted = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
         return {
-            name: (sum if name.endswith(counted) else max)(each[name] for each in statistics) for name in statistics[0]
+            name: (sum if name.endswith(counted) else max)(each[name] for each in statistics)
+            for name in statistics[0]
         }
 
     def _told_as_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
-        return told_as_out_of_memory(phase, self.engine.device, _LESS_ROLLOUT, rank=self.engine.guard.rank)
+        return told_as_out_of_memory(
+            phase, self.engine.device, _LESS_ROLLOUT, rank=self.engine.guard.rank
+        )

@@ -47,7 +47,9 @@ class CriticWorker(TrainedWorker):
         # A new value head is drawn, and must be the same on every rank.
         kind = critic_class(config.model)
         # A user's class may compute with the weights when it is made.
-        empty: dict[str, Any] = {"weights": False} if kind is CriticModel and not self.reads_weights else {}
+        empty: dict[str, Any] = (
+            {"weights": False} if kind is CriticModel and not self.reads_weights else {}
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             critic = kind.from_pretrained(
@@ -80,7 +82,9 @@ class CriticWorker(TrainedWorker):
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` (B, R), each before its response token."""
         budget = TokenBudget(
-            *value_micro_batch(self.config), key="critic.forward_max_token_len_per_gpu", phase="the pass for values"
+            *value_micro_batch(self.config),
+            key="critic.forward_max_token_len_per_gpu",
+            phase="the pass for values",
         )
         return DataProto.from_dict(tensors=self.engine.infer(batch, budget))
 
@@ -93,12 +97,15 @@ class CriticWorker(TrainedWorker):
             batch,
             self.objective,
             name="critic",
-            mini_batch_rows=config.ppo_mini_batch_size and config.ppo_mini_batch_size * config.rollout_n,
+            mini_batch_rows=config.ppo_mini_batch_size
+            and config.ppo_mini_batch_size * config.rollout_n,
             epochs=config.ppo_epochs,
             shuffle=config.shuffle,
             loss_agg_mode=config.loss_agg_mode,
             budget=TokenBudget(
-                *update_micro_batch(config), key="critic.ppo_max_token_len_per_gpu", phase="the critic's update"
+                *update_micro_batch(config),
+                key="critic.ppo_max_token_len_per_gpu",
+                phase="the critic's update",
             ),
         )
 
@@ -111,8 +118,8 @@ def critic_class(config: CriticModelConfig) -> type[CriticModel]:
     kind = load_extern_type(path, name)
     if not (isinstance(kind, type) and issubclass(kind, CriticModel)):
         raise ConfigError(
-            f"critic.model.custom_cls.name={name} must be a subclass of verl.models.critic.CriticModel, but '{path}' "
-            f"has {kind!r} under that name."
+            f"critic.model.custom_cls.name={name} must be a subclass of "
+            f"verl.models.critic.CriticModel, but '{path}' has {kind!r} under that name."
         )
     return kind
 
@@ -123,8 +130,12 @@ def _value_module(critic: CriticModel, config: CriticConfig) -> PackedValueModel
     name = type(critic).__name__
     if config.ulysses_sequence_parallel_size > 1:
         raise ConfigError(
-            f"critic.ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size} shares the tokens of rows, "
-            f"but {name} computes padded, by a forward of its own. Set it to 1, or replace value_head alone."
+            f"critic.ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size} shares "
+            f"the tokens of rows, but {name} computes padded, by a forward of its own. Set it to "
+            "1, or replace value_head alone."
         )
-    say_once(f"The critic {name} has a forward of its own: it computes on padded rows, and pays for the padding.")
+    say_once(
+        f"The critic {name} has a forward of its own: it computes on padded rows, and pays for the "
+        "padding."
+    )
     return PaddedValueModel(critic)

@@ -18,8 +18,8 @@ from verl.utils.errors import RolloutError
 from verl.utils.imports import import_user_code
 
 _WAY_OUT = (
-    "Lower rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens, or split the model over more GPUs: "
-    "rollout.tensor_model_parallel_size."
+    "Lower rollout.gpu_memory_utilization, max_num_seqs or max_num_batched_tokens, or split the "
+    "model over more GPUs: rollout.tensor_model_parallel_size."
 )
 
 
@@ -31,7 +31,9 @@ class GenerationWorker(Worker):
         tokenizer: for stop strings and for the texts.
     """
 
-    def __init__(self, config: ActorRolloutRefConfig, *, device: torch.device, tokenizer: Any) -> None:
+    def __init__(
+        self, config: ActorRolloutRefConfig, *, device: torch.device, tokenizer: Any
+    ) -> None:
         self.tokenizer = tokenizer
         model_config, rollout = config.model, config.rollout
         assert model_config.path is not None, "the configuration was checked"
@@ -54,7 +56,11 @@ class GenerationWorker(Worker):
             )
             check_vocabulary(model, tokenizer)
             self.engine = create_rollout_engine(
-                rollout, model=model, tokenizer=tokenizer, device=self.device, ranks=self.rollout_mesh.tensor
+                rollout,
+                model=model,
+                tokenizer=tokenizer,
+                device=self.device,
+                ranks=self.rollout_mesh.tensor,
             )
 
     @property
@@ -63,12 +69,15 @@ class GenerationWorker(Worker):
         return self.rollout_mesh.data.rank
 
     @register(dispatch_mode=Dispatch.ROLLOUT_COMPUTE_PROTO)
-    def generate_texts(self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int) -> DataProto:
-        """n texts for each of B prompts: object columns `responses` (lists of n texts without special tokens), and of
-        all n together `num_tokens` and `num_cut` (responses that the limit ended).
+    def generate_texts(
+        self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int
+    ) -> DataProto:
+        """n texts for each of B prompts: object columns `responses` (lists of n texts without
+        special tokens), and of all n together `num_tokens` and `num_cut` (responses that the limit
+        ended).
 
-        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt among all: the noise
-        depends on that and on the seed, not on batches and ranks.
+        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt among
+        all: the noise depends on that and on the seed, not on batches and ranks.
         """
         rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
         requests = [
@@ -77,10 +86,15 @@ class GenerationWorker(Worker):
         ]
         self.engine.forget_prefixes()  # as in a resumed run, which starts without
         with self._told_as_out_of_memory("generation"):
-            done = {each.sample_id: each for each in self.engine.generate(requests, params, seed=seed, step=0)}
+            done = {
+                each.sample_id: each
+                for each in self.engine.generate(requests, params, seed=seed, step=0)
+            }
         wanted = [number for request in requests for number in request.sample_ids]
         if done.keys() != set(wanted):
-            raise RolloutError(f"Expected {len(wanted)} samples from the engine, got {len(done)}, or others.")
+            raise RolloutError(
+                f"Expected {len(wanted)} samples from the engine, got {len(done)}, or others."
+            )
         ids = [done[number].token_ids for number in wanted]
         is_cut = [done[number].finish_reason == "length" for number in wanted]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)

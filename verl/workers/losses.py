@@ -1,4 +1,5 @@
-"""What the actor and the critic minimise: packed model outputs and batch columns in, one loss out."""
+"""What the actor and the critic minimise: packed model outputs and batch columns in, one loss
+out."""
 
 import logging
 import zlib
@@ -10,7 +11,13 @@ import torch
 from verl.algorithms.importance import mismatch_metrics
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.padded import loss_settings
-from verl.algorithms.policy_losses import PolicyLossInputs, SelectionInputs, extra_losses, policy_losses, selections
+from verl.algorithms.policy_losses import (
+    PolicyLossInputs,
+    SelectionInputs,
+    extra_losses,
+    policy_losses,
+    selections,
+)
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis, gather_objects
@@ -27,8 +34,10 @@ AGGREGATION_IN_WORDS = {
     "token-mean": "sum over all response tokens of the mini-batch / their number",
     "seq-mean-token-sum": "sum over a response's tokens, mean over the responses of the mini-batch",
     "seq-mean-token-mean": "mean over a response's tokens, mean over the responses of the mini-batch",
-    "seq-mean-token-sum-norm": "sum over a response's tokens / data.max_response_length, mean over the responses of "
-    "the mini-batch",
+    "seq-mean-token-sum-norm": (
+        "sum over a response's tokens / data.max_response_length, mean over the responses of the "
+        "mini-batch"
+    ),
 }
 
 
@@ -40,27 +49,32 @@ class Objective:
         raise NotImplementedError
 
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
-        """A mini-batch comes; add the columns that depend on the whole of it. `infer` computes its outputs, (B, R)
-        each, by the weights before the update; every rank along `data` gets here."""
+        """A mini-batch comes; add the columns that depend on the whole of it. `infer` computes its
+        outputs, (B, R) each, by the weights before the update; every rank along `data` gets
+        here."""
 
     def restart(self) -> None:
         """Forget the passes over this mini-batch: they start again, because memory ran out."""
 
     def end(self) -> None:
-        """The passes over this mini-batch are done. Calls from here on look for the rows that spoilt it."""
+        """The passes over this mini-batch are done. Calls from here on look for the rows that
+        spoilt it."""
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         raise NotImplementedError
 
 
 class PolicyObjective(Objective):
-    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra terms."""
+    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra
+    terms."""
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.policy_loss = policy_losses.get(config.policy_loss.loss_mode)
         self.part = NamedPart("policy loss", config.policy_loss.loss_mode, self.policy_loss)
-        self.selection = selections.get(name) if (name := config.policy_loss.loss_mode) in selections else None
+        self.selection = (
+            selections.get(name) if (name := config.policy_loss.loss_mode) in selections else None
+        )
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
         self.entropy_coeff = config.entropy_coeff
         self.extra_terms = [
@@ -71,18 +85,28 @@ class PolicyObjective(Objective):
         self._is_looking_for_offenders = False
 
     def columns(self, available: set[str]) -> list[str]:
-        wanted = ["advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights", "selected"]
+        wanted = [
+            "advantages",
+            "old_log_probs",
+            "rollout_log_probs",
+            "rollout_is_weights",
+            "selected",
+        ]
         if self.config.use_kl_loss:
             wanted.append("ref_log_prob")
         if self.extra_terms:  # a user's term may read anything
-            wanted += sorted(available - {"input_ids", "attention_mask", "position_ids", "prompts", *wanted})
+            wanted += sorted(
+                available - {"input_ids", "attention_mask", "position_ids", "prompts", *wanted}
+            )
         return [name for name in wanted if name in available]
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         log_probs, weights = outputs["log_probs"], columns["weights"]
         is_own_update = "old_log_probs" not in columns and "rollout_log_probs" in columns
         if is_own_update and not self._is_looking_for_offenders:
-            self._seen.append((log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"]))
+            self._seen.append(
+                (log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"])
+            )
         # Without the column the whole batch is one update: the old policy is the current one.
         columns = {"old_log_probs": log_probs.detach(), **columns}
         inputs = PolicyLossInputs(
@@ -94,7 +118,8 @@ class PolicyObjective(Objective):
             mask=columns["response_mask"],
             selected=columns.get("selected"),
         )
-        # The correction is the policy loss's alone: KL and entropy are of the current policy, whoever drew the token.
+        # The correction is the policy loss's alone: KL and entropy are of the current policy,
+        # whoever drew the token.
         correction = columns.get("rollout_is_weights")
         corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
         with self.part.told(passes=_is_shortage):
@@ -105,8 +130,8 @@ class PolicyObjective(Objective):
             raise self.part.must_return(expected, policy if loss is None else loss)
         if log_probs.requires_grad and not loss.requires_grad:
             raise AlgorithmError(
-                f"{self.part} must return a loss that depends on inputs.log_probs, or nothing is learnt, got one "
-                "without a gradient (was it detached?)."
+                f"{self.part} must return a loss that depends on inputs.log_probs, or nothing is "
+                "learnt, got one without a gradient (was it detached?)."
             )
         if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
             self._tell_who_spoilt(policy.loss, corrected)
@@ -131,7 +156,10 @@ class PolicyObjective(Objective):
     def _tell_who_spoilt(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
         read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
         if not loss.isfinite() and all(column.isfinite().all() for column in read):
-            say_once(f"{self.part} gave {loss.item()} for finite log-probs and advantages.", logging.WARNING)
+            say_once(
+                f"{self.part} gave {loss.item()} for finite log-probs and advantages.",
+                logging.WARNING,
+            )
 
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
         """See `Objective.begin`: writes `selected` for a loss that has a selection."""
@@ -141,9 +169,14 @@ class PolicyObjective(Objective):
         columns, mask = mini_batch.batch, mini_batch.batch["response_mask"].bool()
         log_probs = infer()["log_probs"]
         old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_probs
-        mine = [column[mask].cpu() for column in (log_probs, old, columns["advantages"], token_noise(mini_batch))]
+        mine = [
+            column[mask].cpu()
+            for column in (log_probs, old, columns["advantages"], token_noise(mini_batch))
+        ]
         of_all = gather_objects(mine, data)
-        chosen = self.selection(SelectionInputs(*(torch.cat(parts) for parts in zip(*of_all))), **self.settings)
+        chosen = self.selection(
+            SelectionInputs(*(torch.cat(parts) for parts in zip(*of_all))), **self.settings
+        )
         first = sum(len(pieces[0]) for pieces in of_all[: data.rank])
         selected = torch.zeros(mask.shape)
         selected[mask] = chosen[first : first + len(mine[0])].float()
@@ -158,8 +191,8 @@ class PolicyObjective(Objective):
         self._is_looking_for_offenders = True
 
     def take_mismatch(self, data: Axis = ALONE) -> dict[str, float]:
-        """How far trainer and rollout engine disagree on the tokens of the last update, those of all ranks along
-        `data`, where it computed the old log-probs itself; empty otherwise."""
+        """How far trainer and rollout engine disagree on the tokens of the last update, those of
+        all ranks along `data`, where it computed the old log-probs itself; empty otherwise."""
         seen, self._seen = self._seen, []
         if not seen:
             return {}
@@ -173,21 +206,26 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def loss_in_words(config: ActorConfig) -> str:
-    """The loss that the actor minimises: the formula of a token, with r = pi / pi_old, and how tokens are added up."""
+    """The loss that the actor minimises: the formula of a token, with r = pi / pi_old, and how
+    tokens are added up."""
     name = config.policy_loss.loss_mode
     loss = policy_losses.get(name)
-    terms = [f"{name}: " + getattr(loss, "formula", "a loss of your own").format(**loss_settings(config))]
+    terms = [
+        f"{name}: " + getattr(loss, "formula", "a loss of your own").format(**loss_settings(config))
+    ]
     if config.entropy_coeff != 0:
         terms.append(f"- {config.entropy_coeff:g} entropy")
     if config.use_kl_loss:
         terms.append(f"+ {config.kl_loss_coef:g} KL(pi, reference) by {config.kl_loss_type}")
     terms += [f"+ {term.coef:g} {term.name}" for term in config.loss_extra]
-    return f"{' '.join(terms)}. {config.loss_agg_mode}: {AGGREGATION_IN_WORDS[config.loss_agg_mode]}."
+    return (
+        f"{' '.join(terms)}. {config.loss_agg_mode}: {AGGREGATION_IN_WORDS[config.loss_agg_mode]}."
+    )
 
 
 def token_noise(batch: DataProto) -> torch.Tensor:
-    """Uniform in [0, 1) for each response token, (B, R): a function of uid (which tells the step), response and
-    position, so that it does not depend on who has the row and beside which others."""
+    """Uniform in [0, 1) for each response token, (B, R): a function of uid (which tells the step),
+    response and position, so that it does not depend on who has the row and beside which others."""
     mask = batch.batch["response_mask"].bool()
     tokens = batch.batch["input_ids"][:, -mask.shape[1] :]
     uids = batch.non_tensor_batch.get("uid", np.full(len(mask), "", dtype=object))
@@ -199,8 +237,11 @@ def token_noise(batch: DataProto) -> torch.Tensor:
     return torch.from_numpy(noise)
 
 
-def mismatch_of_all(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, data: Axis) -> dict[str, float]:
-    """`mismatch_metrics` over the tokens of all ranks along `data`. Every one of them must call this."""
+def mismatch_of_all(
+    rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, data: Axis
+) -> dict[str, float]:
+    """`mismatch_metrics` over the tokens of all ranks along `data`. Every one of them must call
+    this."""
     if data.size > 1:
         keep = mask.bool()
         pieces = gather_objects((rollout[keep].cpu(), trainer[keep].cpu()), data)
@@ -227,7 +268,9 @@ class ValueObjective(Objective):
             cliprange_value=self.cliprange_value,
         )
         means = {f"critic/{name}": value for name, value in result.means.items()}
-        return LossOutput(loss=result.loss, means=means, sums={"critic/vf_loss": result.loss.detach()})
+        return LossOutput(
+            loss=result.loss, means=means, sums={"critic/vf_loss": result.loss.detach()}
+        )
 
 
 class LanguageModelObjective(Objective):

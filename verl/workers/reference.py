@@ -35,12 +35,15 @@ class ReferenceWorker(EngineWorker):
             dtype=parameter_dtype(config.model, device, is_trained=False),
             trust_remote_code=config.model.trust_remote_code,
             override_config=config.model.override_config,
-            max_length=config.rollout.max_model_len or config.rollout.prompt_length + config.rollout.response_length,
+            max_length=config.rollout.max_model_len
+            or config.rollout.prompt_length + config.rollout.response_length,
             weights=self.reads_weights,
             check=False,  # the actor's load has checked the same model
         )
         self.engine = TrainEngine(
-            PackedCausalLM(model.requires_grad_(False), attention_kernel=config.model.attention_kernel),
+            PackedCausalLM(
+                model.requires_grad_(False), attention_kernel=config.model.attention_kernel
+            ),
             optim=None,
             fsdp=config.ref.fsdp_config,
             grad_clip=None,
@@ -48,7 +51,9 @@ class ReferenceWorker(EngineWorker):
             total_steps=0,
             gradient_checkpointing=False,
             sequence_parallel_size=config.ref.ulysses_sequence_parallel_size,
-            compile_backend=compile_backend(config.ref.use_torch_compile, device, model.config.model_type),
+            compile_backend=compile_backend(
+                config.ref.use_torch_compile, device, model.config.model_type
+            ),
             fused_kernels=config.model.use_fused_kernels,
             share_prompts=config.actor.share_prompts,
         )

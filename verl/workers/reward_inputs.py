@@ -1,4 +1,5 @@
-"""What a reward model reads: conversations in tokens of its own, none of them longer than it takes."""
+"""What a reward model reads: conversations in tokens of its own, none of them longer than it
+takes."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ class RewardReader:
     Args:
         tokenizer: the reward model's own, with its chat template.
         max_length: the most tokens of one input; None: no limit.
-        truncation: what becomes of a longer one: "error", or the side that is cut: "left", "right", "middle". None: an
-            error, and no key would have it cut.
+        truncation: what becomes of a longer one: "error", or the side that is cut: "left", "right",
+            "middle". None: an error, and no key would have it cut.
     """
 
     tokenizer: Any
@@ -30,23 +31,29 @@ class RewardReader:
     truncation: str | None = None
 
     def read(self, conversations: Sequence[Messages], describe: Describe) -> list[list[int]]:
-        """Token ids of each conversation, with its answer, under the reward model's chat template."""
+        """Token ids of each conversation, with its answer, under the reward model's chat
+        template."""
         sequences = encode_conversations(self.tokenizer, conversations, add_generation_prompt=False)
         return self.fit(sequences, describe)
 
     def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
-        """The same, none longer than `max_length`. Raises RewardError for a longer one, where none may be cut."""
+        """The same, none longer than `max_length`. Raises RewardError for a longer one, where none
+        may be cut."""
         rows = [list(ids) for ids in sequences]
         limit = self.max_length
         too_long = [row for row, ids in enumerate(rows) if limit is not None and len(ids) > limit]
         if too_long and self.truncation in ("error", None):
             longest = max(len(rows[row]) for row in too_long)
-            cut = ", or set reward_model.truncation=left or right to have inputs cut" if self.truncation else ""
+            cut = (
+                ", or set reward_model.truncation=left or right to have inputs cut"
+                if self.truncation
+                else ""
+            )
             raise RewardError(
-                f"The input of {describe(too_long[0])} has {len(rows[too_long[0]])} tokens of the reward model's "
-                f"tokenizer, and it takes {limit}; {len(too_long)} of {len(rows)} are too long, up to {longest}. Raise "
-                "reward_model.max_length if the model has the positions, shorten data.max_prompt_length or "
-                f"data.max_response_length{cut}."
+                f"The input of {describe(too_long[0])} has {len(rows[too_long[0]])} tokens of the "
+                f"reward model's tokenizer, and it takes {limit}; {len(too_long)} of {len(rows)} "
+                f"are too long, up to {longest}. Raise reward_model.max_length if the model has "
+                f"the positions, shorten data.max_prompt_length or data.max_response_length{cut}."
             )
         for row in too_long:
             assert limit is not None
@@ -56,18 +63,25 @@ class RewardReader:
 
 
 def conversations_of(batch: DataProto, tokenizer: Any, describe: Describe) -> list[Messages]:
-    """The messages of each row's prompt (`raw_prompt`) and its response, decoded by the actor's tokenizer."""
+    """The messages of each row's prompt (`raw_prompt`) and its response, decoded by the actor's
+    tokenizer."""
     prompts = batch.non_tensor_batch.get("raw_prompt")
     if prompts is None:
         raise DataError(
-            "Expected the column raw_prompt (messages), which the reward model's chat template is applied to, but this "
-            f"batch has {sorted(batch.non_tensor_batch)}. Have the data set give it, or, where actor and reward model "
-            "have one tokenizer, set reward_model.model.input_tokenizer=null."
+            "Expected the column raw_prompt (messages), which the reward model's chat template is "
+            f"applied to, but this batch has {sorted(batch.non_tensor_batch)}. Have the data set "
+            "give it, or, where actor and reward model have one tokenizer, set "
+            "reward_model.model.input_tokenizer=null."
         )
     responses = batch.batch["responses"]
     real = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
-    texts = tokenizer.batch_decode([ids[mask].tolist() for ids, mask in zip(responses, real)], skip_special_tokens=True)
-    return [_conversation(prompt, text, describe(row)) for row, (prompt, text) in enumerate(zip(prompts, texts))]
+    texts = tokenizer.batch_decode(
+        [ids[mask].tolist() for ids, mask in zip(responses, real)], skip_special_tokens=True
+    )
+    return [
+        _conversation(prompt, text, describe(row))
+        for row, (prompt, text) in enumerate(zip(prompts, texts))
+    ]
 
 
 class Scorer(Protocol):
@@ -86,26 +100,31 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     """(B,) fp32 scores of B responses, each finite.
 
     Args:
-        responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists), or as one (B, T)
-            tensor, at whose rows' ends pad tokens do not count.
-        prompts: B texts or lists of messages, after which a response is the assistant's turn under the reward model's
-            chat template (ids are decoded for it); or B prompts in ids, before responses in ids. None: a text is an
-            assistant's turn without a question, and ids are scored as they are.
+        responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists),
+            or as one (B, T) tensor, at whose rows' ends pad tokens do not count.
+        prompts: B texts or lists of messages, after which a response is the assistant's turn under
+            the reward model's chat template (ids are decoded for it); or B prompts in ids, before
+            responses in ids. None: a text is an assistant's turn without a question, and ids are
+            scored as they are.
 
     Raises:
-        RewardError: a response is missing, empty, of another tokenizer or longer than the model takes, or its score is
-            not finite; the message has its number.
-        DataError: no fit between responses and prompts, or a chat template that refuses the conversation.
+        RewardError: a response is missing, empty, of another tokenizer or longer than the model
+            takes, or its score is not finite; the message has its number.
+        DataError: no fit between responses and prompts, or a chat template that refuses the
+            conversation.
     """
     is_list = isinstance(responses, Sized) and not isinstance(responses, (str, Mapping))
     if not is_list or (isinstance(responses, Tensor) and responses.ndim != 2) or not len(responses):
         raise DataError(
-            "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of ids, got "
+            "compute_reward needs a list of responses (texts or token ids) or a (B, T) tensor of "
+            "ids, got "
             f"{tuple(responses.shape) if isinstance(responses, Tensor) else responses!r:.80}."
         )
     answers = _texts_or_ids(responses, "response", model.tokenizer)
     if prompts is not None and len(prompts) != len(answers):
-        raise DataError(f"compute_reward needs one prompt a response, got {len(prompts)} and {len(answers)}.")
+        raise DataError(
+            f"compute_reward needs one prompt a response, got {len(prompts)} and {len(answers)}."
+        )
     reader = RewardReader(model.tokenizer, model.max_length)
     before: Any = [None] * len(answers) if prompts is None else prompts
     if isinstance(before, Tensor) or _is_ids(before[0]):
@@ -116,11 +135,20 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
         if not isinstance(answer, str) and (prompt is None or _is_ids(prompt)):
             sequences[row] = [*(prompt or ()), *answer]
         elif _is_ids(prompt):
-            raise DataError(f"Prompt {row} is given in token ids and response {row} as a text. Give both as texts.")
+            raise DataError(
+                f"Prompt {row} is given in token ids and response {row} as a text. Give both as "
+                "texts."
+            )
         else:
-            text = answer if isinstance(answer, str) else model.tokenizer.decode(answer, skip_special_tokens=True)
+            text = (
+                answer
+                if isinstance(answer, str)
+                else model.tokenizer.decode(answer, skip_special_tokens=True)
+            )
             texts[row] = _conversation([] if prompt is None else prompt, text, _response(row))
-    encoded = encode_conversations(model.tokenizer, list(texts.values()), add_generation_prompt=False)
+    encoded = encode_conversations(
+        model.tokenizer, list(texts.values()), add_generation_prompt=False
+    )
     for row, ids in zip(texts, encoded):
         sequences[row] = ids
     return model.score(reader.fit(sequences, _response))
@@ -139,7 +167,9 @@ def _conversation(prompt: Any, answer: str, name: str) -> Messages:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], int))
+    return isinstance(value, Tensor) or (
+        isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], int)
+    )
 
 
 def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int]]:
@@ -162,8 +192,9 @@ def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int
             raise RewardError(f"{name} is empty.")
         if not 0 <= min(ids) <= max(ids) < len(tokenizer):
             raise RewardError(
-                f"{name} has the token ids {min(ids)} to {max(ids)}, but the reward model's tokenizer has "
-                f"{len(tokenizer)}: they are of another tokenizer. Decode them, and give texts."
+                f"{name} has the token ids {min(ids)} to {max(ids)}, but the reward model's "
+                f"tokenizer has {len(tokenizer)}: they are of another tokenizer. Decode them, and "
+                "give texts."
             )
         checked.append(list(ids))
     return checked

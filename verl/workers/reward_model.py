@@ -27,7 +27,9 @@ class RewardModelWorker(EngineWorker):
         input_tokenizer: the actor's, in whose tokens the batches come.
     """
 
-    def __init__(self, config: RewardModelConfig, *, input_tokenizer: Any, device: torch.device) -> None:
+    def __init__(
+        self, config: RewardModelConfig, *, input_tokenizer: Any, device: torch.device
+    ) -> None:
         self.config = config
         self.input_tokenizer = input_tokenizer
         model = config.model
@@ -38,8 +40,8 @@ class RewardModelWorker(EngineWorker):
         if not self.retemplates and tokenizer.get_vocab() != input_tokenizer.get_vocab():
             self.retemplates = True
             say_once(
-                "reward_model.model.input_tokenizer=null passes the actor's tokens on, but the reward model's are "
-                "others: texts are decoded and put under its own chat template."
+                "reward_model.model.input_tokenizer=null passes the actor's tokens on, but the "
+                "reward model's are others: texts are decoded and put under its own chat template."
             )
         reward_model = RewardModel.from_pretrained(
             model.path,
@@ -48,7 +50,9 @@ class RewardModelWorker(EngineWorker):
             max_length=config.max_length,
             weights=self.reads_weights,
         )
-        limits = [limit for limit in (config.max_length, reward_model.max_length) if limit is not None]
+        limits = [
+            limit for limit in (config.max_length, reward_model.max_length) if limit is not None
+        ]
         self.reader = RewardReader(tokenizer, min(limits, default=None), config.truncation)
         self.engine = TrainEngine(
             reward_model.packed.requires_grad_(False),
@@ -63,12 +67,15 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """`rm_scores` (B, R): the score of each response, at its last token. Raises RewardError naming the row."""
+        """`rm_scores` (B, R): the score of each response, at its last token. Raises RewardError
+        naming the row."""
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
         describe = self._names(batch)
         if bool((lengths == 0).any()):
-            raise RewardError(f"The response of {describe(int(lengths.argmin()))} has no token to be scored at.")
+            raise RewardError(
+                f"The response of {describe(int(lengths.argmin()))} has no token to be scored at."
+            )
         if self.retemplates:
             conversations = conversations_of(batch, self.input_tokenizer, describe)
             sequences = self.reader.read(conversations, describe)
@@ -87,20 +94,24 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def score_tokens(self, inputs: DataProto) -> DataProto:
-        """`scores` (B,) of the object column `token_ids`, in the reward model's own tokens. Errors name `response`."""
-        sequences, numbers = (list(inputs.non_tensor_batch[name]) for name in ("token_ids", "response"))
+        """`scores` (B,) of the object column `token_ids`, in the reward model's own tokens. Errors
+        name `response`."""
+        sequences, numbers = (
+            list(inputs.non_tensor_batch[name]) for name in ("token_ids", "response")
+        )
         short = [number for number, ids in zip(numbers, sequences) if len(ids) < 2]
         if short:  # what is packed for an engine has a token before the one that is looked at
             raise RewardError(
-                f"The input of response {short[0]} has one token, and two at least are scored. Give it as a text, "
-                "which comes under the reward model's chat template."
+                f"The input of response {short[0]} has one token, and two at least are scored. "
+                "Give it as a text, which comes under the reward model's chat template."
             )
         scores = self._score(sequences, lambda row: f"response {numbers[row]}")
         return DataProto.from_dict(tensors={"scores": scores})
 
     def _score(self, sequences: Sequence[Sequence[int]], describe: Describe) -> torch.Tensor:
         """(B,) scores of rows of token ids."""
-        # Padded on the left, so that the last column is a response of one token: the last one of every row.
+        # Padded on the left, so that the last column is a response of one token: the last one of
+        # every row.
         width = max(len(ids) for ids in sequences)
         rows = torch.zeros(len(sequences), width, dtype=torch.int64)
         mask = torch.zeros_like(rows)
@@ -109,11 +120,15 @@ class RewardModelWorker(EngineWorker):
             mask[row, width - len(ids) :] = 1
         columns = {"input_ids": rows, "attention_mask": mask, "response_mask": mask[:, -1:]}
         budget = TokenBudget(
-            *reward_micro_batch(self.config), key="reward_model.forward_max_token_len_per_gpu", phase="the reward model"
+            *reward_micro_batch(self.config),
+            key="reward_model.forward_max_token_len_per_gpu",
+            phase="the reward model",
         )
         scores = self.engine.infer(DataProto.from_dict(tensors=columns), budget)["rewards"][:, 0]
         decode = self.reader.tokenizer.decode
-        check_scores(scores, lambda row: f"{describe(row)}, which ends {decode(sequences[row][-40:])!r},")
+        check_scores(
+            scores, lambda row: f"{describe(row)}, which ends {decode(sequences[row][-40:])!r},"
+        )
         return scores
 
     def _names(self, batch: DataProto) -> Describe:

@@ -64,14 +64,17 @@ class SFTWorker(TrainedWorker):
             checkpointing_share=section.gradient_checkpointing_share,
             sequence_parallel_size=actor.ulysses_sequence_parallel_size,
             activation_offload=section.enable_activation_offload,
-            compile_backend=compile_backend(actor.use_torch_compile, device, model.config.model_type),
+            compile_backend=compile_backend(
+                actor.use_torch_compile, device, model.config.model_type
+            ),
             fused_kernels=section.use_fused_kernels,
             share_prompts=actor.share_prompts,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train_batch(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on the mean over all tokens of the batch whose `response_mask` is 1."""
+        """One optimizer step on the mean over all tokens of the batch whose `response_mask` is
+        1."""
         return run_updates(
             self.engine,
             batch,
@@ -86,7 +89,8 @@ class SFTWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def sum_loss(self, batch: DataProto) -> tuple[float, float]:
-        """The cross-entropy of all tokens of the batch whose `response_mask` is 1, and their number."""
+        """The cross-entropy of all tokens of the batch whose `response_mask` is 1, and their
+        number."""
         mask = batch.batch["response_mask"].double()
         log_probs = self.engine.infer(batch, self._budget("validation"))["log_probs"]
         sums = torch.stack([-(log_probs * mask).sum(), mask.sum()])
@@ -94,4 +98,6 @@ class SFTWorker(TrainedWorker):
         return loss, tokens
 
     def _budget(self, phase: str) -> TokenBudget:
-        return TokenBudget(*update_micro_batch(self.actor), key="data.max_token_len_per_gpu", phase=phase)
+        return TokenBudget(
+            *update_micro_batch(self.actor), key="data.max_token_len_per_gpu", phase=phase
+        )

@@ -1,4 +1,5 @@
-"""What actor and critic have in common: an engine that is trained, its adapters, and its checkpoint."""
+"""What actor and critic have in common: an engine that is trained, its adapters, and its
+checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ class EngineWorker(Worker):
 
     @property
     def reads_weights(self) -> bool:
-        """Whether this rank reads its model's files; the others get the weights from rank 0 (`apply_fsdp`)."""
+        """Whether this rank reads its model's files; the others get the weights from rank 0
+        (`apply_fsdp`)."""
         return self.rank == 0 or self.world_size == 1
 
     @property
@@ -39,7 +41,8 @@ class EngineWorker(Worker):
 
 
 class TrainedWorker(EngineWorker):
-    """A worker whose engine learns. `tokenizer` is saved beside the weights, `checkpoint` says what else is."""
+    """A worker whose engine learns. `tokenizer` is saved beside the weights, `checkpoint` says what
+    else is."""
 
     config: Any
     tokenizer: Any
@@ -47,12 +50,14 @@ class TrainedWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_config(self, config: Any) -> None:
-        """Read the sizes of updates and passes from another section; what the model was built by must be the same."""
+        """Read the sizes of updates and passes from another section; what the model was built by
+        must be the same."""
         self.config = config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, *, in_background: bool = False) -> None:
-        """What `checkpoint.save_contents` names, see `TrainEngine.save`; every rank writes its shards."""
+        """What `checkpoint.save_contents` names, see `TrainEngine.save`; every rank writes its
+        shards."""
         contents = self.checkpoint.save_contents
         self.engine.save(
             folder,
@@ -65,7 +70,8 @@ class TrainedWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)  # which is told of the other ranks' failures too
     def checkpoint_is_written(self, *, wait: bool) -> bool:
-        """Whether all ranks have written what they began in the background. Raises what went wrong with it."""
+        """Whether all ranks have written what they began in the background. Raises what went wrong
+        with it."""
         return self.engine.is_saved(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -78,7 +84,8 @@ class TrainedWorker(EngineWorker):
 def parameter_dtype(
     config: ModelConfig | CriticModelConfig, device: torch.device, *, is_trained: bool = True
 ) -> torch.dtype | str:
-    """What weights are loaded in: fp32 if they are trained; frozen ones, also under LoRA, in what CUDA computes in."""
+    """What weights are loaded in: fp32 if they are trained; frozen ones, also under LoRA, in what
+    CUDA computes in."""
     if config.dtype is not None:
         return config.dtype
     return frozen_dtype(device) if not is_trained or config.lora_rank > 0 else torch.float32
@@ -89,8 +96,11 @@ def frozen_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def add_adapters(model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str) -> None:
-    """Put in the adapters that the configuration asks for, if any; before anything else is done to the model."""
+def add_adapters(
+    model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str
+) -> None:
+    """Put in the adapters that the configuration asks for, if any; before anything else is done to
+    the model."""
     if config.lora_rank > 0:
         apply_lora(
             model,

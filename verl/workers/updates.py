@@ -17,17 +17,27 @@ from verl.utils.logging import logger
 from verl.workers.losses import Objective
 
 
-def mini_batches(batch: DataProto, rows: int, *, epochs: int, shuffle: bool, seed: int) -> Iterator[DataProto]:
-    """Consecutive slices of `rows` rows, the last one shorter if it must be; each epoch in a new order if shuffled."""
+def mini_batches(
+    batch: DataProto, rows: int, *, epochs: int, shuffle: bool, seed: int
+) -> Iterator[DataProto]:
+    """Consecutive slices of `rows` rows, the last one shorter if it must be; each epoch in a new
+    order if shuffled."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        order = torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
+        order = (
+            torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
+        )
         for start in range(0, len(batch), rows):
-            yield batch if rows >= len(batch) and not shuffle else batch.select_idxs(order[start : start + rows])
+            yield (
+                batch
+                if rows >= len(batch) and not shuffle
+                else batch.select_idxs(order[start : start + rows])
+            )
 
 
 def global_weights(response_mask: torch.Tensor, mode: str, data: Axis) -> torch.Tensor:
-    """`aggregation_weights` (B, R) of this rank's rows, by counts of the whole mini-batch on all ranks of `data`."""
+    """`aggregation_weights` (B, R) of this rank's rows, by counts of the whole mini-batch on all
+    ranks of `data`."""
     mask = response_mask.bool()
     tokens, sequences = all_reduce_sum(torch.stack([mask.sum(), mask.any(-1).sum()]), data).tolist()
     if mode == "token-mean":
@@ -37,7 +47,8 @@ def global_weights(response_mask: torch.Tensor, mode: str, data: Axis) -> torch.
 
 
 def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int | None) -> int:
-    """How many of a mini-batch's rows each data-parallel rank has, where they are dealt evenly. None: all it has.
+    """How many of a mini-batch's rows each data-parallel rank has, where they are dealt evenly.
+    None: all it has.
 
     Raises ConfigError or DataError, on every rank, where mini-batches would not be the same on all.
     """
@@ -45,22 +56,25 @@ def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int |
     most, fewest = max_of(len(batch), data), -max_of(-len(batch), data)
     if most != fewest:
         raise DataError(
-            f"Every data-parallel rank needs as many rows of a batch as the others, got {fewest} to {most}. Pad the "
-            "batch with rows whose response_mask is 0, or choose a train_batch_size that the ranks divide."
+            f"Every data-parallel rank needs as many rows of a batch as the others, got {fewest} "
+            f"to {most}. Pad the batch with rows whose response_mask is 0, or choose a "
+            "train_batch_size that the ranks divide."
         )
     if mini_batch_rows is None:
         return len(batch)
     if mini_batch_rows % data.size:
         raise ConfigError(
-            f"The data-parallel ranks must divide the rows of a mini-batch (ppo_mini_batch_size * rollout.n), got "
-            f"{data.size} and {mini_batch_rows}. Nearest that fit: {mini_batch_rows // data.size * data.size} or "
+            "The data-parallel ranks must divide the rows of a mini-batch (ppo_mini_batch_size * "
+            f"rollout.n), got {data.size} and {mini_batch_rows}. Nearest that fit: "
+            f"{mini_batch_rows // data.size * data.size} or "
             f"{(mini_batch_rows // data.size + 1) * data.size} rows."
         )
     return mini_batch_rows // data.size
 
 
 def _seed(batch: DataProto) -> int:
-    """Of the order of rows: another one for every batch, and the same for the same batch in a resumed run."""
+    """Of the order of rows: another one for every batch, and the same for the same batch in a
+    resumed run."""
     first = batch.non_tensor_batch["uid"][0] if "uid" in batch.non_tensor_batch else ""
     # Of the trainer's "step-row" the step: the same on all ranks, whose first rows differ.
     return zlib.crc32(str(first).split("-")[0].encode())
@@ -79,17 +93,21 @@ def run_updates(
     budget: TokenBudget,
     **forward_arguments: Any,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch, one step of the schedule; metrics are means over the optimizer steps.
+    """One optimizer step per mini-batch, one step of the schedule; metrics are means over the
+    optimizer steps.
 
-    `mini_batch_rows` counts the rows of all data-parallel ranks together, `batch` has those of this one (None: one
-    mini-batch of all). Every rank must call this, with equally many rows.
-    The learning rate and the number of skipped steps are reported as `<name>/lr` and `<name>/skipped_updates`.
+    `mini_batch_rows` counts the rows of all data-parallel ranks together, `batch` has those of this
+    one (None: one mini-batch of all). Every rank must call this, with equally many rows. The
+    learning rate and the number of skipped steps are reported as `<name>/lr` and
+    `<name>/skipped_updates`.
     """
     collected: dict[str, list[float]] = {}
     skipped, lr = 0, 0.0
     rows = rows_of_a_rank(engine, batch, mini_batch_rows)
     with engine.on_device(optimizer=True):
-        for mini_batch in mini_batches(batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch)):
+        for mini_batch in mini_batches(
+            batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch)
+        ):
             mini_batch = mini_batch.select()  # a column more, and the caller's batch stays as it is
             mask = mini_batch.batch["response_mask"]
             mini_batch.batch["weights"] = global_weights(mask, loss_agg_mode, engine.mesh.data)
@@ -97,7 +115,12 @@ def run_updates(
             objective.begin(mini_batch, infer, engine.mesh.data)
             columns = objective.columns(set(mini_batch.batch.keys()))
             metrics = engine.forward_backward(
-                mini_batch, budget, objective, columns, on_restart=objective.restart, **forward_arguments
+                mini_batch,
+                budget,
+                objective,
+                columns,
+                on_restart=objective.restart,
+                **forward_arguments,
             )
             objective.end()
             result = engine.step()

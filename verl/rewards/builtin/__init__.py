@@ -1,1 +1,2 @@
-"""The rules that come with the package. One file a task; `verl/rewards/rules.py` imports them all."""
+"""The rules that come with the package. One file a task; `verl/rewards/rules.py` imports them
+all."""

@@ -20,9 +20,17 @@ _MARKED = (
 _ALONE = re.compile(r"(?<![A-Za-z'])[\(\[]?([A-Z])[\)\].:,]?(?![A-Za-z'])")
 _WHOLE = re.compile(rf"\s*{_LETTER}\s*[.:]?\s*")
 _SOURCES = (
-    "multiple_choice*", "cais/mmlu", "mmlu*", "TIGER-Lab/MMLU-Pro", "allenai/ai2_arc", "ai2_arc*", "Idavidrein/gpqa",
-    "gpqa*", "Rowan/hellaswag", "hellaswag",
-)  # fmt: skip
+    "multiple_choice*",
+    "cais/mmlu",
+    "mmlu*",
+    "TIGER-Lab/MMLU-Pro",
+    "allenai/ai2_arc",
+    "ai2_arc*",
+    "Idavidrein/gpqa",
+    "gpqa*",
+    "Rowan/hellaswag",
+    "hellaswag",
+)
 
 
 @answer_extractors.register(*_SOURCES)
@@ -30,19 +38,25 @@ def extract_choice(text: str, method: Method = "strict") -> str | None:
     """The letter that a response answers, or None.
 
     Args:
-        method: "strict" takes a marked letter (`\\boxed{B}`, `<answer>B</answer>`, "the answer is (B)") or a response
-            that is nothing but a letter; "flexible" else takes the last letter that stands alone, "A" and "I" aside
-            where they are words.
+        method: "strict" takes a marked letter (`\\boxed{B}`, `<answer>B</answer>`, "the answer is
+            (B)") or a response that is nothing but a letter; "flexible" else takes the last letter
+            that stands alone, "A" and "I" aside where they are words.
     """
     if method not in ("strict", "flexible"):
-        raise ConfigError(f"The multiple-choice rule's method is 'strict' or 'flexible', got {method!r}.")
+        raise ConfigError(
+            f"The multiple-choice rule's method is 'strict' or 'flexible', got {method!r}."
+        )
     for pattern in _MARKED:
         if found := pattern.findall(text):
             return found[-1]
     if whole := _WHOLE.fullmatch(text):
         return whole.group(1)
     if method == "flexible":
-        alone = [match for match in _ALONE.finditer(text) if len(match.group()) > 1 or match.group() not in "AI"]
+        alone = [
+            match
+            for match in _ALONE.finditer(text)
+            if len(match.group()) > 1 or match.group() not in "AI"
+        ]
         return alone[-1].group(1) if alone else None
     return None
 
@@ -54,11 +68,16 @@ def gold_letter(ground_truth: Any) -> str:
         return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[int(truth)]
     match = _WHOLE.fullmatch(truth.upper())
     if match is None:
-        raise RewardError(f"The multiple-choice rule expects a letter or an option's number, got {ground_truth!r}.")
+        raise RewardError(
+            "The multiple-choice rule expects a letter or an option's number, got "
+            f"{ground_truth!r}."
+        )
     return match.group(1)
 
 
 @reward_rules.register(*_SOURCES)
-def score(solution_str: str, ground_truth: Any, extra_info: Any = None, *, method: Method = "strict") -> float:
+def score(
+    solution_str: str, ground_truth: Any, extra_info: Any = None, *, method: Method = "strict"
+) -> float:
     """1 when the response names the right option, else 0."""
     return float(extract_choice(solution_str, method) == gold_letter(ground_truth))

@@ -2,11 +2,13 @@
 
 What the ground truth may be (a mapping, or the same as JSON text):
 
-    {"prompt": ..., "test": ..., "entry_point": ...}    HumanEval (Chen et al. 2021, arXiv:2107.03374): `test` defines
-                                                        check(candidate); the response completes or replaces the prompt
-    {"test_list": ["assert ...", ...], "test_setup_code": ""}   MBPP (Austin et al. 2021, arXiv:2108.07732)
-    {"inputs": [...], "outputs": [...]}                 what a script reads and must print, pair by pair (APPS, TACO)
-    {"inputs": [...], "outputs": [...], "fn_name": ...} arguments and results of a function, or of a method of Solution
+    {"prompt": ..., "test": ..., "entry_point": ...} HumanEval (Chen et al. 2021, arXiv:2107.03374):
+                                                        `test` defines check(candidate); the
+                                                        response completes or replaces the prompt
+    {"test_list": ["assert ...", ...], "test_setup_code": ""} MBPP (Austin et al. 2021,
+    arXiv:2108.07732) {"inputs": [...], "outputs": [...]} what a script reads and must print, pair
+    by pair (APPS, TACO) {"inputs": [...], "outputs": [...], "fn_name": ...} arguments and results
+    of a function, or of a method of Solution
 """
 
 import json
@@ -23,7 +25,8 @@ _PYTHON = ("python", "python3", "py", "")
 
 
 def extract_code(text: str) -> str:
-    """The last block fenced as Python, or by nothing, of a response; without one, the whole response."""
+    """The last block fenced as Python, or by nothing, of a response; without one, the whole
+    response."""
     blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
@@ -35,9 +38,17 @@ def runs_code(rule: Any) -> Any:
 
 
 @reward_rules.register(
-    "openai/openai_humaneval", "humaneval*", "evalplus/humanevalplus", "mbpp*", "google-research-datasets/mbpp",
-    "evalplus/mbppplus", "code*", "apps", "taco", "livecodebench*",
-)  # fmt: skip
+    "openai/openai_humaneval",
+    "humaneval*",
+    "evalplus/humanevalplus",
+    "mbpp*",
+    "google-research-datasets/mbpp",
+    "evalplus/mbppplus",
+    "code*",
+    "apps",
+    "taco",
+    "livecodebench*",
+)
 @runs_code
 def score(
     solution_str: str,
@@ -47,7 +58,8 @@ def score(
     runner: CodeRunner | None = None,
     partial_credit: bool = False,
 ) -> dict[str, Any]:
-    """1 when the program passes every test, else 0; `passed` (the share of the tests) and `timed_out` become metrics.
+    """1 when the program passes every test, else 0; `passed` (the share of the tests) and
+    `timed_out` become metrics.
 
     Args:
         runner: where it runs; None: the sandbox of this machine.
@@ -61,7 +73,8 @@ def score(
     code = extract_code(solution_str)
     match truth:
         case {"entry_point": str(name), "test": str(test)}:
-            # The prompt alone is a function without a body but its docstring: a definition that follows replaces it.
+            # The prompt alone is a function without a body but its docstring: a definition that
+            # follows replaces it.
             prompt = str(truth.get("prompt", ""))
             whole = re.search(rf"^def\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
             verdicts, late = _by_tests(
@@ -73,19 +86,29 @@ def score(
         case {"inputs": inputs, "outputs": outputs} if _is_list(inputs) and _is_list(outputs):
             if len(inputs) != len(outputs):
                 raise RewardError(
-                    f"A code task needs an output for every input, got {len(inputs)} inputs and {len(outputs)} outputs."
+                    f"A code task needs an output for every input, got {len(inputs)} inputs and "
+                    f"{len(outputs)} outputs."
                 )
             if truth.get("fn_name"):
-                verdicts, late = _by_tests(runner, code, _calls(str(truth["fn_name"]), inputs, outputs))
+                verdicts, late = _by_tests(
+                    runner, code, _calls(str(truth["fn_name"]), inputs, outputs)
+                )
             else:
-                verdicts, late = _by_output(runner, code, inputs, outputs, stop_early=not partial_credit)
+                verdicts, late = _by_output(
+                    runner, code, inputs, outputs, stop_early=not partial_credit
+                )
         case _:
             raise RewardError(
-                "The code rule expects ground_truth = {'prompt', 'test', 'entry_point'}, {'test_list'} or {'inputs', "
+                "The code rule expects ground_truth = {'prompt', 'test', 'entry_point'}, "
+                "{'test_list'} or {'inputs', "
                 f"'outputs'}}, got {str(ground_truth)[:200]!r}."
             )
     passed = sum(verdicts) / len(verdicts) if verdicts else 0.0
-    return {"score": passed if partial_credit else float(passed == 1.0), "passed": passed, "timed_out": float(late)}
+    return {
+        "score": passed if partial_credit else float(passed == 1.0),
+        "passed": passed,
+        "timed_out": float(late),
+    }
 
 
 def _is_list(value: Any) -> bool:
@@ -95,18 +118,22 @@ def _is_list(value: Any) -> bool:
 
 def _by_tests(runner: CodeRunner, code: str, tests: list[str]) -> tuple[list[bool], bool]:
     run = runner.run(code, tests)
-    # Tests that never came to their end have failed, all of them if the program left before the last.
+    # Tests that never came to their end have failed, all of them if the program left before the
+    # last.
     passed = run.passed if run.status != "failed" else []
     return passed + [False] * (len(tests) - len(passed)), run.status == "timeout"
 
 
 def _calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[str]:
-    """Tests of a function by its arguments (a list, or JSON with one argument a line) and its result."""
+    """Tests of a function by its arguments (a list, or JSON with one argument a line) and its
+    result."""
     find = f"(Solution().{name} if 'Solution' in globals() else {name})"
     tests = []
     for given, expected in zip(inputs, outputs):
         arguments = (
-            [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
+            [json.loads(line) for line in given.splitlines() if line.strip()]
+            if isinstance(given, str)
+            else given
         )
         result = json.loads(expected) if isinstance(expected, str) else expected
         tests.append(f"assert {find}(*{_plain(arguments)!r}) == {_plain(result)!r}")
@@ -120,7 +147,12 @@ def _plain(value: Any) -> Any:
 
 
 def _by_output(
-    runner: CodeRunner, code: str, inputs: Sequence[Any], outputs: Sequence[Any], *, stop_early: bool
+    runner: CodeRunner,
+    code: str,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    *,
+    stop_early: bool,
 ) -> tuple[list[bool], bool]:
     verdicts, late = [], False
     for given, expected in zip(inputs, outputs):
@@ -134,5 +166,7 @@ def _by_output(
 
 def _same_output(printed: str, expected: str) -> bool:
     """Line by line, blanks at the ends of lines and of the text aside."""
-    one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
+    one, other = (
+        [line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected)
+    )
     return one == other

@@ -20,13 +20,15 @@ _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
 
 @answer_extractors.register(*_SOURCES)
 def extract_equation(text: str) -> str | None:
-    """What stands between the last `<answer>` tags, without a right-hand side such as "= 24"; None without tags."""
+    """What stands between the last `<answer>` tags, without a right-hand side such as "= 24"; None
+    without tags."""
     answer = extract_answer(text)
     return None if answer is None else answer.translate(_SPELLINGS).split("=")[0].strip()
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]] | None:
-    """Exact value of an equation of integers, + - * / and brackets, with the numbers it uses; None if it is not one."""
+    """Exact value of an equation of integers, + - * / and brackets, with the numbers it uses; None
+    if it is not one."""
     if len(equation) > MAX_EQUATION_CHARACTERS:
         return None
     numbers: list[int] = []
@@ -66,7 +68,8 @@ def _task(ground_truth: Any) -> tuple[Fraction, list[int]]:
     numbers = task.get("numbers", task.get("nums")) if isinstance(task, Mapping) else None
     if not isinstance(task, Mapping) or "target" not in task or not isinstance(numbers, Iterable):
         raise RewardError(
-            f"The countdown rule expects ground_truth = {{'target': 24, 'numbers': [3, 8, 1]}}, got {ground_truth!r}."
+            f"The countdown rule expects ground_truth = {{'target': 24, 'numbers': [3, 8, 1]}}, "
+            f"got {ground_truth!r}."
         )
     return Fraction(str(task["target"])), [int(number) for number in numbers]
 

@@ -10,8 +10,8 @@ from verl.utils.errors import ConfigError
 Method = Literal["strict", "flexible"]
 
 _SOURCES = ("openai/gsm8k", "gsm8k")
-# A sign may stand before or behind the currency mark. Digits come plain or grouped by commas; a comma or full stop that
-# ends the sentence is not part of the number.
+# A sign may stand before or behind the currency mark. Digits come plain or grouped by commas; a
+# comma or full stop that ends the sentence is not part of the number.
 _NUMBER = r"[-+]?\$?[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _ANYWHERE = re.compile(_NUMBER)
 _AFTER_MARK = re.compile(rf"\s*({_NUMBER})")
@@ -22,7 +22,8 @@ def extract_answer(text: str, method: Method = "strict") -> str | None:
     """The number a text ends in, without commas and currency marks, or None.
 
     Args:
-        method: "strict" takes the number right behind the last "####"; "flexible" takes the last number of the text.
+        method: "strict" takes the number right behind the last "####"; "flexible" takes the last
+            number of the text.
     """
     if method == "strict":
         _, mark, rest = text.rpartition("####")
@@ -52,7 +53,8 @@ def score(
     method: Method = "strict",
     format_score: float = 0.0,
 ) -> float:
-    """1 when the extracted number has the value of the ground truth, `format_score` for another number, 0 for none.
+    """1 when the extracted number has the value of the ground truth, `format_score` for another
+    number, 0 for none.
 
     `ground_truth` is the bare number, or a whole GSM8K answer with "####".
     """

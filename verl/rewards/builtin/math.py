@@ -1,4 +1,5 @@
-"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): the last boxed answer, compared by math-verify."""
+"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): the last boxed answer, compared by
+math-verify."""
 
 import logging
 import os
@@ -14,14 +15,22 @@ ANSWER_TIMEOUT_S = 15.0  # above that of its steps: two parses, one comparison
 # Where a response boxes nothing, its answer is looked for at the end alone.
 TAIL_CHARACTERS = 500
 _SOURCES = (
-    "math", "MATH", "math500", "lighteval/MATH*", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500",
-    "EleutherAI/hendrycks_math", "math_dapo", "aime*",
-)  # fmt: skip
+    "math",
+    "MATH",
+    "math500",
+    "lighteval/MATH*",
+    "DigitalLearningGmbH/MATH-lighteval",
+    "HuggingFaceH4/MATH-500",
+    "EleutherAI/hendrycks_math",
+    "math_dapo",
+    "aime*",
+)
 
 
 @answer_extractors.register(*_SOURCES)
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or `\\fbox{...}`, brackets balanced; None without one."""
+    """What stands in the last `\\boxed{...}` or `\\fbox{...}`, brackets balanced; None without
+    one."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -38,14 +47,22 @@ def last_boxed(text: str) -> str | None:
 
 def _plain(answer: str) -> str:
     """Spelling without what never carries meaning, to recognise equal answers without sympy."""
-    for old, new in (("\\left", ""), ("\\right", ""), ("\\!", ""), ("dfrac", "frac"), ("tfrac", "frac"), (" ", "")):
+    for old, new in (
+        ("\\left", ""),
+        ("\\right", ""),
+        ("\\!", ""),
+        ("dfrac", "frac"),
+        ("tfrac", "frac"),
+        (" ", ""),
+    ):
         answer = answer.replace(old, new)
     return answer.strip().strip("$").rstrip(".")
 
 
 @reward_rules.register(*_SOURCES)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1 when the answer means the same as the ground truth, else 0; what cannot be parsed, or not in time, scores 0.
+    """1 when the answer means the same as the ground truth, else 0; what cannot be parsed, or not
+    in time, scores 0.
 
     `ground_truth` is the bare answer (LaTeX or plain), or a whole solution with a boxed answer.
     """
@@ -63,14 +80,16 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float
 def equal(gold: str, answer: str) -> bool:
     """Whether two LaTeX or plain expressions mean the same. What cannot be parsed equals nothing.
 
-    For a process of its own: math-verify limits its time by signal.alarm, which works in a main thread alone, and a
-    symbolic computation inside one long C call cannot be stopped from another thread. The parent kills it.
+    For a process of its own: math-verify limits its time by signal.alarm, which works in a main
+    thread alone, and a symbolic computation inside one long C call cannot be stopped from another
+    thread. The parent kills it.
     """
     from math_verify import parse, verify  # where it runs alone: sympy takes a second to import
 
     logging.disable(logging.CRITICAL)
-    # math-verify returns an empty list and False for whatever it cannot read, or not in time.
-    # On Windows its limits would start a process for each expression: the parent's deadline must do there.
+    # math-verify returns an empty list and False for whatever it cannot read, or not in time. On
+    # Windows its limits would start a process for each expression: the parent's deadline must do
+    # there.
     limit_s = STEP_TIMEOUT_S if os.name == "posix" else 0
     parsed_gold, parsed_answer = (parse(text, parsing_timeout=limit_s) for text in (gold, answer))
     return bool(verify(parsed_gold, parsed_answer, timeout_seconds=limit_s))
@@ -86,7 +105,8 @@ _compare = ProcessFunction(
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Whether the two mean the same; False when that took too long. A helper that died is replaced once."""
+    """Whether the two mean the same; False when that took too long. A helper that died is replaced
+    once."""
     reason: RewardError | None = None
     for _ in range(2):
         try:
@@ -95,4 +115,6 @@ def _equal(gold: str, answer: str) -> bool:
             return False
         except RewardError as error:
             reason = error
-    raise RewardError(f"The MATH rule failed twice, comparing {answer!r} with {gold!r}: {reason}.") from reason
+    raise RewardError(
+        f"The MATH rule failed twice, comparing {answer!r} with {gold!r}: {reason}."
+    ) from reason

@@ -1,6 +1,8 @@
-"""Questions whose answer is looked up: exact match with one of several answers, spelt as SQuAD compares them.
+"""Questions whose answer is looked up: exact match with one of several answers, spelt as SQuAD
+compares them.
 
-Normalisation of Rajpurkar et al. 2016 (arXiv:1606.05250): lower case, no punctuation, no articles, single blanks.
+Normalisation of Rajpurkar et al. 2016 (arXiv:1606.05250): lower case, no punctuation, no articles,
+single blanks.
 """
 
 import re
@@ -12,8 +14,16 @@ from verl.rewards.registry import answer_extractors, reward_rules
 from verl.utils.errors import RewardError
 
 _SOURCES = (
-    "searchR1_*", "search_qa*", "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle",
-)  # fmt: skip
+    "searchR1_*",
+    "search_qa*",
+    "nq",
+    "triviaqa",
+    "popqa",
+    "hotpotqa",
+    "2wikimultihopqa",
+    "musique",
+    "bamboogle",
+)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -36,10 +46,15 @@ def _golds(ground_truth: Any) -> list[str]:
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     if isinstance(target, str):
         return [target]
-    if target is None or isinstance(target, Mapping) or not hasattr(target, "__iter__") or len(target) == 0:
+    if (
+        target is None
+        or isinstance(target, Mapping)
+        or not hasattr(target, "__iter__")
+        or len(target) == 0
+    ):
         raise RewardError(
-            f"The search rule expects ground_truth = {{'target': ['answer', ...]}}, a list or one answer, got "
-            f"{ground_truth!r}."
+            f"The search rule expects ground_truth = {{'target': ['answer', ...]}}, a list or one "
+            f"answer, got {ground_truth!r}."
         )
     return [str(answer) for answer in target]
 
@@ -64,5 +79,7 @@ def score(
     if answer is None:
         return 0.0
     given = normalize_answer(answer)
-    right = given in golds or (method == "substring" and any(gold and gold in given for gold in golds))
+    right = given in golds or (
+        method == "substring" and any(gold and gold in given for gold in golds)
+    )
     return 1.0 if right else format_score

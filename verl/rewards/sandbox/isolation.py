@@ -1,7 +1,8 @@
-"""Namespaces for the server: a file system of its own, no network, no sight of other processes. Linux, without root.
+"""Namespaces for the server: a file system of its own, no network, no sight of other processes.
+Linux, without root.
 
-The new root holds the system's libraries and Python, read-only, and nothing of the user's home, data or secrets; every
-run gets an empty folder in memory.
+The new root holds the system's libraries and Python, read-only, and nothing of the user's home,
+data or secrets; every run gets an empty folder in memory.
 """
 
 import ctypes
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 # linux/sched.h, sys/mount.h, linux/mount.h, sys/prctl.h, linux/capability.h
-_NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x40000000 | 0x20000000 | 0x8000000 | 0x4000000  # user ns net pid ipc uts
+# user ns net pid ipc uts
+_NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x40000000 | 0x20000000 | 0x8000000 | 0x4000000
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
@@ -22,7 +24,14 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # Where the new root is built: a folder that every Linux has, and from which nothing is taken over.
 _BUILDING_SITE = "/proc"
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_SYSTEM_FILES = (
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/random",
+    "/dev/urandom",
+)
 SCRATCH = "/tmp"
 SCRATCH_BYTES = 16 * 2**20
 SCRATCH_FILES = 256
@@ -31,10 +40,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter() -> None:
-    """Go on in new namespaces, as process 1 of them; the process that called stays behind and waits for it.
+    """Go on in new namespaces, as process 1 of them; the process that called stays behind and waits
+    for it.
 
     Raises:
-        OSError: the kernel, or the container that we are in, does not allow it. The process is then of no further use.
+        OSError: the kernel, or the container that we are in, does not allow it. The process is then
+            of no further use.
     """
     uid, gid = os.getuid(), os.getgid()
     _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
@@ -65,7 +76,8 @@ def unmount_scratch() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every privilege, for good: nothing is executed from here on that could bring one back."""
+    """Give up every privilege, for good: nothing is executed from here on that could bring one
+    back."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
@@ -75,7 +87,9 @@ def _build_root() -> None:
     _mount("tmpfs", _BUILDING_SITE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0755")
     taken: list[str] = []
     for folder in (*_SYSTEM_FOLDERS, *_python_folders()):
-        if not os.path.isdir(folder) or any(folder == one or folder.startswith(f"{one}/") for one in taken):
+        if not os.path.isdir(folder) or any(
+            folder == one or folder.startswith(f"{one}/") for one in taken
+        ):
             continue
         if os.path.islink(folder) and folder in _SYSTEM_FOLDERS:
             os.symlink(os.readlink(folder), _BUILDING_SITE + folder)
@@ -117,14 +131,24 @@ def _set_read_only(path: str, recursive: bool = True) -> None:
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     status = _libc.syscall(
-        _MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), ctypes.sizeof(attributes)
+        _MOUNT_SETATTR,
+        _AT_FDCWD,
+        path.encode(),
+        flags,
+        ctypes.byref(attributes),
+        ctypes.sizeof(attributes),
     )
     _check(status, f"mount_setattr {path}")
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
     texts = [text.encode() if text is not None else None for text in (source, target, kind)]
-    _check(_libc.mount(*texts, ctypes.c_ulong(flags), options.encode() if options else None), f"mount {target}")
+    _check(
+        _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() if options else None),
+        f"mount {target}",
+    )
 
 
 def _check(status: int, what: str) -> None:

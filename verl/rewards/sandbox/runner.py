@@ -1,4 +1,5 @@
-"""Where rules have code run: in the sandbox of this machine (`LocalRunner`) or by a service (`verl.rewards.remote`)."""
+"""Where rules have code run: in the sandbox of this machine (`LocalRunner`) or by a service
+(`verl.rewards.remote`)."""
 
 import functools
 import json
@@ -19,12 +20,12 @@ from verl.utils.logging import logger
 GRACE_S = 30.0
 _PROTECTIONS = {
     "namespaces": (
-        "no network, no new processes, no signals to others, no sight of home, data or environment, writes to a "
-        "temporary folder in memory alone"
+        "no network, no new processes, no signals to others, no sight of home, data or "
+        "environment, writes to a temporary folder in memory alone"
     ),
     "seccomp": (
-        "no network, no new processes, no signals to others, no writes to any file; files that this user may read can "
-        "be read"
+        "no network, no new processes, no signals to others, no writes to any file; files that "
+        "this user may read can be read"
     ),
 }
 
@@ -33,8 +34,9 @@ _PROTECTIONS = {
 class Run:
     """What became of a program.
 
-    `status`: "finished" (it came to its end, and so did every test), "failed" (it raised, left early or was killed) or
-    "timeout". `passed`: one entry for each test that came to its end. `output`: what it printed.
+    `status`: "finished" (it came to its end, and so did every test), "failed" (it raised, left
+    early or was killed) or "timeout". `passed`: one entry for each test that came to its end.
+    `output`: what it printed.
     """
 
     status: str
@@ -45,12 +47,14 @@ class Run:
 
 
 class CodeRunner(Protocol):
-    """Runs Python programs that nobody has read. Called from as many threads at once as `max_concurrent` says."""
+    """Runs Python programs that nobody has read. Called from as many threads at once as
+    `max_concurrent` says."""
 
     max_concurrent: int
 
     def run(self, code: str, tests: list[str], *, stdin: str | None = None) -> Run:
-        """Run `code`, then each of `tests` (statements that raise where the code is wrong) in the same namespace.
+        """Run `code`, then each of `tests` (statements that raise where the code is wrong) in the
+        same namespace.
 
         With `stdin` it is a script that reads this and prints; its exit code counts.
 
@@ -61,9 +65,11 @@ class CodeRunner(Protocol):
 
 
 class LocalRunner:
-    """The sandbox of this machine: a few helper processes that fork for every run. They start with the first run.
+    """The sandbox of this machine: a few helper processes that fork for every run. They start with
+    the first run.
 
-    Raises ConfigError at the first run when this machine cannot isolate a program as `isolation` asks.
+    Raises ConfigError at the first run when this machine cannot isolate a program as `isolation`
+    asks.
     """
 
     def __init__(self, settings: SandboxConfig | None = None) -> None:
@@ -93,7 +99,9 @@ class LocalRunner:
                 return Run(**self._pool.ask(request, self.settings.timeout_s + GRACE_S))
             except (HelperTimeout, HelperDied) as error:
                 reason = error
-        raise RewardError(f"The sandbox's helper process failed twice on one program: {reason}.") from reason
+        raise RewardError(
+            f"The sandbox's helper process failed twice on one program: {reason}."
+        ) from reason
 
     def close(self) -> None:
         """End the helpers that wait; the next run starts new ones."""
@@ -112,8 +120,12 @@ def default_runner() -> LocalRunner:
 
 
 def start_server(settings: SandboxConfig, isolation: str) -> Helper:
-    """One server process. It gets neither our environment, which may hold keys, nor our search path."""
-    start = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from verl.rewards.sandbox.server import main; main()"
+    """One server process. It gets neither our environment, which may hold keys, nor our search
+    path."""
+    start = (
+        f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from verl.rewards.sandbox.server "
+        "import main; main()"
+    )
     limits = json.dumps({**asdict(settings), "isolation": isolation})
     # More threads of a numeric library would only eat the limit on address space.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -122,15 +134,17 @@ def start_server(settings: SandboxConfig, isolation: str) -> Helper:
 
 
 def choose_isolation(settings: SandboxConfig) -> str:
-    """The strongest isolation that works here and that the settings allow, proved by a program that tries to break out.
+    """The strongest isolation that works here and that the settings allow, proved by a program that
+    tries to break out.
 
     Raises:
         ConfigError: there is none.
     """
     if settings.isolation == "none":
         logger.warning(
-            "reward_model.sandbox.isolation=none: code of the model runs with this user's rights, on your word that "
-            "this machine is a sandbox itself. Time, memory and output are limited, nothing else."
+            "reward_model.sandbox.isolation=none: code of the model runs with this user's rights, "
+            "on your word that this machine is a sandbox itself. Time, memory and output are "
+            "limited, nothing else."
         )
         return "none"
     wanted = ("namespaces", "seccomp") if settings.isolation == "auto" else (settings.isolation,)
@@ -139,13 +153,16 @@ def choose_isolation(settings: SandboxConfig) -> str:
         problem = _try(settings, isolation)
         if problem is None:
             reason = f" ({'; '.join(problems)})" if problems else ""
-            logger.info("Sandbox for code: %s%s. Holds: %s.", isolation, reason, _PROTECTIONS[isolation])
+            logger.info(
+                "Sandbox for code: %s%s. Holds: %s.", isolation, reason, _PROTECTIONS[isolation]
+            )
             return isolation
         problems.append(f"{isolation} not available: {problem}")
     raise ConfigError(
-        f"Code of the model cannot be isolated on this machine: {'; '.join(problems)}. Allow unprivileged user "
-        "namespaces or seccomp, name a sandbox service in reward_model.sandbox_fusion.url, or, if this machine is a "
-        "throw-away sandbox itself, set reward_model.sandbox.isolation=none."
+        f"Code of the model cannot be isolated on this machine: {'; '.join(problems)}. Allow "
+        "unprivileged user namespaces or seccomp, name a sandbox service in "
+        "reward_model.sandbox_fusion.url, or, if this machine is a throw-away sandbox itself, set "
+        "reward_model.sandbox.isolation=none."
     )
 
 
@@ -166,8 +183,16 @@ def _try(settings: SandboxConfig, isolation: str) -> str | None:
     try:
         if "error" in server.greeting:
             return str(server.greeting["error"])
-        tests = [f"try:\n    {attempt}\nexcept OSError:\n    pass" for attempt in _BREAK_OUTS.values()]
-        request = {"code": "import os, socket", "tests": tests, "input": "", "is_script": False, "token": "probe"}
+        tests = [
+            f"try:\n    {attempt}\nexcept OSError:\n    pass" for attempt in _BREAK_OUTS.values()
+        ]
+        request = {
+            "code": "import os, socket",
+            "tests": tests,
+            "input": "",
+            "is_script": False,
+            "token": "probe",
+        }
         run = Run(**server.ask(request, settings.timeout_s + GRACE_S))
     except (HelperTimeout, HelperDied) as error:
         return str(error)

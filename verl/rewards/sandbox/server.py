@@ -1,7 +1,9 @@
-"""The helper process that runs code: one JSON line in, one out, and a fork of its own for every run.
+"""The helper process that runs code: one JSON line in, one out, and a fork of its own for every
+run.
 
-It is started clean, knows nothing of the trainer's memory, files or environment, and imports nothing but the standard
-library. A run's process ends with the run. Started by `runner`, as `python -I -c ... <settings as JSON>`.
+It is started clean, knows nothing of the trainer's memory, files or environment, and imports
+nothing but the standard library. A run's process ends with the run. Started by `runner`, as `python
+-I -c ... <settings as JSON>`.
 """
 
 import gc
@@ -27,7 +29,8 @@ _REPORT_BYTES = 1 << 16
 
 
 def main() -> None:
-    """Serve until standard input closes. The first line out is "ready" with what holds, or why we cannot serve."""
+    """Serve until standard input closes. The first line out is "ready" with what holds, or why we
+    cannot serve."""
     settings = json.loads(sys.argv[1])
     sys.path = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     requests, answers = os.dup(0), os.dup(1)
@@ -81,7 +84,11 @@ def _serve(request: dict[str, Any], settings: dict[str, Any], parent: int) -> di
     else:
         what = "failed"
         code = os.waitstatus_to_exitcode(status)
-        tail = tail or (f"killed by signal {-code}" if code < 0 else f"left with exit code {code} before its end")
+        tail = tail or (
+            f"killed by signal {-code}"
+            if code < 0
+            else f"left with exit code {code} before its end"
+        )
     return {"status": what, "passed": passed, "output": text, "error": tail, "seconds": seconds}
 
 
@@ -113,8 +120,13 @@ def _wait(child: int, report: int, parent: int, deadline: float) -> tuple[bytes,
 
 
 def _verdicts(told: bytes, token: str) -> tuple[bool, list[bool]]:
-    """Whether the run came to its end, and which tests passed. Without the token a line counts for nothing."""
-    lines = [line[len(token) :] for line in told.decode("ascii", "replace").split("\n") if line.startswith(token)]
+    """Whether the run came to its end, and which tests passed. Without the token a line counts for
+    nothing."""
+    lines = [
+        line[len(token) :]
+        for line in told.decode("ascii", "replace").split("\n")
+        if line.startswith(token)
+    ]
     return "end" in lines, [line == "passed" for line in lines if line in ("passed", "failed")]
 
 
@@ -126,10 +138,14 @@ def _read(file: int) -> str:
 def _tail(file: int) -> str:
     size = os.fstat(file).st_size
     os.lseek(file, max(size - 4 * ERROR_CHARACTERS, 0), os.SEEK_SET)
-    return os.read(file, 4 * ERROR_CHARACTERS).decode("utf-8", "replace")[-ERROR_CHARACTERS:].strip()
+    return (
+        os.read(file, 4 * ERROR_CHARACTERS).decode("utf-8", "replace")[-ERROR_CHARACTERS:].strip()
+    )
 
 
-def _become_the_run(request: dict[str, Any], settings: dict[str, Any], files: tuple[int, int, int]) -> None:
+def _become_the_run(
+    request: dict[str, Any], settings: dict[str, Any], files: tuple[int, int, int]
+) -> None:
     """In the child: lock every door, then run. Never returns."""
     try:
         output, errors, report = files
@@ -170,12 +186,14 @@ def _lock(settings: dict[str, Any]) -> None:
 
 
 def _run(request: dict[str, Any]) -> None:
-    """The program, then its tests one by one, each reported as it ends; whatever it did to Python's own modules."""
+    """The program, then its tests one by one, each reported as it ends; whatever it did to Python's
+    own modules."""
     write, leave, token = os.write, os._exit, request["token"].encode()
     run, compiled = exec, compile  # a program may replace the builtins
     tests: list[str] = request["tests"]
     sys.stdin, sys.stdout, sys.stderr = (
-        os.fdopen(number, mode, encoding="utf-8", errors="replace", closefd=False) for number, mode in enumerate("rww")
+        os.fdopen(number, mode, encoding="utf-8", errors="replace", closefd=False)
+        for number, mode in enumerate("rww")
     )
     flush = (sys.stdout.flush, sys.stderr.flush)
     # A module of its own: dataclasses and pickle look it up by name.

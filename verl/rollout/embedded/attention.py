@@ -1,7 +1,8 @@
 """Attention over a paged key-value cache, registered with transformers as `verl_paged`.
 
-The layers of one engine find their pages and the step they are in through the `Paging` object that hangs on every
-module of that engine's model, so engines in one process never see each other's batch.
+The layers of one engine find their pages and the step they are in through the `Paging` object that
+hangs on every module of that engine's model, so engines in one process never see each other's
+batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from verl.models.attention import Facts, Layout, layer_facts, packed_attention, prepare, refuse_unsupported
+from verl.models.attention import (
+    Facts,
+    Layout,
+    layer_facts,
+    packed_attention,
+    prepare,
+    refuse_unsupported,
+)
 from verl.rollout.embedded import invariant
 
 IMPLEMENTATION = "verl_paged"
 _PAGING = "verl_paging"
-# A decode step copies its keys out of the pages for so many tokens at once: 512 MiB at 8 heads of 128 in bf16.
+# A decode step copies its keys out of the pages for so many tokens at once: 512 MiB at 8 heads of
+# 128 in bf16.
 GATHER_TOKENS = 1 << 18
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps a token, `heads` keys of `key_dim` and values of `value_dim` numbers, and how it attends."""
+    """What one layer keeps a token, `heads` keys of `key_dim` and values of `value_dim` numbers,
+    and how it attends."""
 
     heads: int
     key_dim: int
@@ -35,7 +45,8 @@ class LayerShape(NamedTuple):
 class LayerPages(NamedTuple):
     """Keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv) of one layer.
 
-    Heads come before tokens, so that the pages of a row, gathered head by head, are one matrix a head.
+    Heads come before tokens, so that the pages of a row, gathered head by head, are one matrix a
+    head.
     """
 
     keys: Tensor
@@ -45,7 +56,9 @@ class LayerPages(NamedTuple):
 class Step(Protocol):
     """What the layers of a model do with their queries, keys and values at the moment."""
 
-    def attend(self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+    def attend(
+        self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
+    ) -> Tensor:
         """Store k (Hk, N, D) and v (Hk, N, Dv), then q (N, Hq, D) -> (N, Hq, Dv)."""
         ...
 
@@ -76,7 +89,8 @@ class RowChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One new token for each of b rows. What several layers need is computed once a step and kept here."""
+    """One new token for each of b rows. What several layers need is computed once a step and kept
+    here."""
 
     pages: Tensor  # (b,) where the new token's key and value go
     offsets: Tensor  # (b,)
@@ -93,14 +107,20 @@ class DecodeStep:
             self._kept[key] = _token_index(self.pages, self.offsets, k.shape[0], self.page_size)
         _store(pages, k, v, self._kept[key])
 
-    def attend(self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+    def attend(
+        self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
+    ) -> Tensor:
         """See `Step.attend`."""
         self.store(pages, k, v)
-        parts = [_attend(q[chunk.rows], pages, paging, self, number, facts) for number, chunk in enumerate(self.chunks)]
+        parts = [
+            _attend(q[chunk.rows], pages, paging, self, number, facts)
+            for number, chunk in enumerate(self.chunks)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def gather_index(self, number: int, heads: int) -> Tensor:
-        """Rows of a cache viewed as (num_pages * Hk, page_size * D) that make up chunk `number`: (rows, Hk, width)."""
+        """Rows of a cache viewed as (num_pages * Hk, page_size * D) that make up chunk `number`:
+        (rows, Hk, width)."""
         key = ("gather", number, heads)
         if key not in self._kept:
             table = self.chunks[number].table
@@ -121,7 +141,9 @@ class DecodeStep:
             self._kept[key] = visible if window is None else visible & (position > last - window)
         return self._kept[key]
 
-    def score_offset(self, number: int, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
+    def score_offset(
+        self, number: int, window: int | None, heads: int, dtype: torch.dtype
+    ) -> Tensor:
         """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere."""
         if window is not None and window >= self.longest:
             window = None
@@ -135,7 +157,8 @@ class DecodeStep:
 
 
 def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[RowChunk, ...]:
-    """Cut b rows, whose rows of `table` (b, W) use `widths` pages, where gathering them would exceed GATHER_TOKENS."""
+    """Cut b rows, whose rows of `table` (b, W) use `widths` pages, where gathering them would
+    exceed GATHER_TOKENS."""
     if len(widths) * max(widths) * page_size <= GATHER_TOKENS:
         return (RowChunk(slice(0, len(widths)), table[:, : max(widths)]),)
     chunks = []
@@ -160,12 +183,14 @@ class Paging:
             if isinstance(module, PreTrainedModel):
                 module.set_attn_implementation(IMPLEMENTATION)
         self.layers: dict[nn.Module, LayerPages] = {}
-        self.seen: dict[nn.Module, LayerShape] | None = None  # a dict while the model's layers are being counted
+        # a dict while the model's layers are being counted
+        self.seen: dict[nn.Module, LayerShape] | None = None
         self.step: PrefillStep | Step | None = None
         self._workspaces: dict[str, Tensor] = {}
 
     def workspace(self, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Memory to gather into, used again by every layer and step: fresh memory costs a page fault every 4 KiB."""
+        """Memory to gather into, used again by every layer and step: fresh memory costs a page
+        fault every 4 KiB."""
         count = shape[0] * shape[1]
         kept = self._workspaces.get(name)
         if kept is None or kept.numel() < count or kept.dtype != like.dtype:
@@ -210,7 +235,8 @@ class Paging:
 
     @contextmanager
     def counting(self) -> Iterator[dict[nn.Module, LayerShape]]:
-        """A context in which a prefill writes no page and only records the shape of every layer's cache."""
+        """A context in which a prefill writes no page and only records the shape of every layer's
+        cache."""
         self.seen = {}
         try:
             yield self.seen
@@ -230,8 +256,9 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Write this step's keys and values into their pages, then attend to everything the rows have.
 
-    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv). In a prefill the rows' keys are
-    those of this step, and packed attention computes it; it also refuses what packed attention cannot honour.
+    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv). In a prefill the
+    rows' keys are those of this step, and packed attention computes it; it also refuses what packed
+    attention cannot honour.
     """
     paging: Paging = getattr(module, _PAGING)
     step = paging.step
@@ -242,7 +269,9 @@ def paged_attention(
             paging.seen[module] = LayerShape(key.shape[1], key.shape[3], value.shape[3], facts)
         else:
             step.store(paging.layers[module], key[0], value[0])
-        return paging.prefill_attention(module, query, key, value, attention_mask, scaling, dropout, **asked)
+        return paging.prefill_attention(
+            module, query, key, value, attention_mask, scaling, dropout, **asked
+        )
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     q = query[0].transpose(0, 1)
     return step.attend(paging, paging.layers[module], q, key[0], value[0], facts)[None], None
@@ -252,17 +281,22 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> Tensor:
-    """(N * Hk,): rows of a cache viewed as (num_pages * Hk * page_size, D) that N tokens go to, token by token."""
+    """(N * Hk,): rows of a cache viewed as (num_pages * Hk * page_size, D) that N tokens go to,
+    token by token."""
     head = torch.arange(heads, device=pages.device)
     return (((pages * heads)[:, None] + head) * page_size + offsets[:, None]).flatten()
 
 
 def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
     for cache, new in zip(pages, (k, v)):
-        cache.view(-1, cache.shape[-1]).index_copy_(0, index, new.transpose(0, 1).reshape(-1, new.shape[-1]))
+        cache.view(-1, cache.shape[-1]).index_copy_(
+            0, index, new.transpose(0, 1).reshape(-1, new.shape[-1])
+        )
 
 
-def _attend(q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts) -> Tensor:
+def _attend(
+    q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts
+) -> Tensor:
     """(rows, Hq, D) -> (rows, Hq, Dv): each row's new token attends to its pages."""
     rows, heads = q.shape[0], pages.keys.shape[1]
     index = step.gather_index(number, heads)
@@ -270,13 +304,18 @@ def _attend(q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, numb
     for name, cache in pages._asdict().items():
         flat = cache.view(-1, cache.shape[2] * cache.shape[3])
         out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
-        gathered.append(torch.index_select(flat, 0, index, out=out).view(rows * heads, -1, cache.shape[3]))
+        gathered.append(
+            torch.index_select(flat, 0, index, out=out).view(rows * heads, -1, cache.shape[3])
+        )
     k, v = gathered
     return attend_keys(
-        q, k, v, facts,
+        q,
+        k,
+        v,
+        facts,
         visible=lambda: step.visible(number, facts.window),
         offset=lambda dtype: step.score_offset(number, facts.window, heads, dtype),
-    )  # fmt: skip
+    )
 
 
 def attend_keys(
@@ -290,11 +329,12 @@ def attend_keys(
 ) -> Tensor:
     """q (b, Hq, D), k (b * Hk, L, D), v (b * Hk, L, Dv) -> (b, Hq, Dv).
 
-    What a row sees is asked for in the form that is needed: `visible` (b, L) bool, or `offset` (b * Hk, 1, L), 0 or
-    -inf in the given dtype.
+    What a row sees is asked for in the form that is needed: `visible` (b, L) bool, or `offset` (b *
+    Hk, 1, L), 0 or -inf in the given dtype.
     """
     rows, heads = q.shape[0], k.shape[0] // q.shape[0]
-    grouped = q.reshape(rows * heads, -1, q.shape[-1])  # query heads that share a key head are its "sequence"
+    # query heads that share a key head are its "sequence"
+    grouped = q.reshape(rows * heads, -1, q.shape[-1])
     plain = facts.cap is None and facts.sinks is None
     if plain and q.dtype in (torch.bfloat16, torch.float16):
         out = F.scaled_dot_product_attention(
@@ -318,7 +358,9 @@ def _weights(q: Tensor, k: Tensor, offset: Tensor, facts: Facts) -> Tensor:
     if facts.cap is None:
         scores = torch.baddbmm(offset, q, k.transpose(1, 2), alpha=facts.scale)
     else:
-        capped = torch.bmm(q, k.transpose(1, 2)).mul_(facts.scale / facts.cap).tanh_().mul_(facts.cap)
+        capped = (
+            torch.bmm(q, k.transpose(1, 2)).mul_(facts.scale / facts.cap).tanh_().mul_(facts.cap)
+        )
         scores = capped.add_(offset)
     if facts.sinks is None:
         return scores.softmax(-1)

@@ -1,4 +1,5 @@
-"""A decode step on CUDA: where it finds what it reads, and its way through the layers of Llama-like models."""
+"""A decode step on CUDA: where it finds what it reads, and its way through the layers of Llama-like
+models."""
 
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.twin import ModelTwin
 
-# A product whose output has fewer tiles of so many rows and columns than a device has processors is cut along K, into
-# parts of at least so many numbers.
+# A product whose output has fewer tiles of so many rows and columns than a device has processors is
+# cut along K, into parts of at least so many numbers.
 _TILE, _TILES, _MOST_SPLITS, _SHORTEST = 128, 132, 4, 1024
 
 
 class Slots(NamedTuple):
-    """What a step knows of each slot. The last slot is nobody's: rows that fill a batch up point to it."""
+    """What a step knows of each slot. The last slot is nobody's: rows that fill a batch up point to
+    it."""
 
     tokens: Tensor  # (S,) int64, to be fed next
     positions: Tensor  # (S,) int32, where that token stands
@@ -51,24 +53,39 @@ class DeviceStep(NamedTuple):
     num_splits: int
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
-    takes_fresh: bool  # attention turns and stores the new tokens; then no two rows are of one sequence
+    # attention turns and stores the new tokens; then no two rows are of one sequence
+    takes_fresh: bool
 
-    def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+    def attend(
+        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
+    ) -> Tensor:
         """See `Step.attend`."""
         store_tokens(k, pages.keys, self.pages, self.offsets)
         store_tokens(v, pages.values, self.pages, self.offsets)
         return self.attend_stored(pages, q, facts)
 
-    def attend_stored(self, pages: LayerPages, q: Tensor, facts: Facts, fresh: Fresh | None = None) -> Tensor:
-        """q (b, Hq, D) -> (b, Hq, Dv), over keys that include the new token's, which `fresh` is to bring there."""
+    def attend_stored(
+        self, pages: LayerPages, q: Tensor, facts: Facts, fresh: Fresh | None = None
+    ) -> Tensor:
+        """q (b, Hq, D) -> (b, Hq, Dv), over keys that include the new token's, which `fresh` is to
+        bring there."""
         out = q.new_empty(q.shape[0], q.shape[1], pages.values.shape[3])
         decode_attention(
-            q, *pages, self.state.table, self.slots, self.state.positions, out,
-            scale=facts.scale, window=facts.window, cap=facts.cap,
+            q,
+            *pages,
+            self.state.table,
+            self.slots,
+            self.state.positions,
+            out,
+            scale=facts.scale,
+            window=facts.window,
+            cap=facts.cap,
             sinks=None if facts.sinks is None else facts.sinks.float(),
-            num_splits=self.num_splits, split_tokens=self.split_tokens, workspace=self.workspace,
+            num_splits=self.num_splits,
+            split_tokens=self.split_tokens,
+            workspace=self.workspace,
             fresh=fresh,
-        )  # fmt: skip
+        )
         return out
 
 
@@ -85,14 +102,22 @@ class TritonDecoder(FusedDecoder):
     """`FusedDecoder` by Triton kernels and stacked projections."""
 
     def __init__(
-        self, twin: ModelTwin, *arguments: Any, parallel: TensorParallel | None = None, **settings: Any
+        self,
+        twin: ModelTwin,
+        *arguments: Any,
+        parallel: TensorParallel | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(*arguments, parallel=parallel, **settings)
         # Sums over ranks take whole products, and where K is cut depends on the number of rows.
-        self._may_split = parallel is None and not self.paging.invariant and twin.dtype != torch.float32
+        self._may_split = (
+            parallel is None and not self.paging.invariant and twin.dtype != torch.float32
+        )
         self._projections = {
             id(layer): (
-                twin.stacked([layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj]),
+                twin.stacked(
+                    [layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj]
+                ),
                 twin.stacked([layer.mlp.gate_proj, layer.mlp.up_proj]),
             )
             for layer in self.layers
@@ -100,11 +125,16 @@ class TritonDecoder(FusedDecoder):
         self._inner_norms = {layer.post_norm for layer in self.layers}
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`. A layer of the trainer is compiled by itself: what it ends with is the sum of
-        three, rounded once, and the last norm, outside of all, rounds as transformers does."""
+        """See `FusedDecoder.add_norm`. A layer of the trainer is compiled by itself: what it ends
+        with is the sum of three, rounded once, and the last norm, outside of all, rounds as
+        transformers does."""
         writes = norm not in self._inner_norms
         normed = add_rms_norm(
-            parts, norm.weight, norm.variance_epsilon, writes_sum=writes, round_normed=norm is self.norm
+            parts,
+            norm.weight,
+            norm.variance_epsilon,
+            writes_sum=writes,
+            round_normed=norm is self.norm,
         )
         return normed, parts[:1] if writes else parts
 
@@ -139,7 +169,9 @@ class TritonDecoder(FusedDecoder):
         q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
         facts = layer.facts
         attend = self.paging.prefill_attention
-        return attend(layer.attention, q, k, v, None, facts.scale, sliding_window=facts.window)[0][0]
+        return attend(layer.attention, q, k, v, None, facts.scale, sliding_window=facts.window)[0][
+            0
+        ]
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         """See `FusedDecoder.feed_forward`."""
@@ -147,19 +179,25 @@ class TritonDecoder(FusedDecoder):
         return self._output_projection(swiglu(gate_up), layer.mlp.down_proj)
 
     def _output_projection(self, x: Tensor, linear: Any) -> Tensor:
-        """x W^T + b, (b, N), or (S, b, N) in fp32: the products of S parts of x and W, left for `add_norm` to add up.
+        """x W^T + b, (b, N), or (S, b, N) in fp32: the products of S parts of x and W, left for
+        `add_norm` to add up.
 
-        An output of few tiles keeps few processors busy, so K is cut. cuBLAS does so too, but adds up in a kernel of
-        its own: on an H200 and with 256 rows, a step's last product of a layer took 10.4 us at 0.5B, 19.2 at 1.5B and
-        58.4 at 7B by it, and takes 7.3, 14.0 and 53.7 here; the norm takes 0.6 to 1 us more.
+        An output of few tiles keeps few processors busy, so K is cut. cuBLAS does so too, but adds
+        up in a kernel of its own: on an H200 and with 256 rows, a step's last product of a layer
+        took 10.4 us at 0.5B, 19.2 at 1.5B and 58.4 at 7B by it, and takes 7.3, 14.0 and 53.7 here;
+        the norm takes 0.6 to 1 us more.
         """
         (rows, inner), columns = x.shape, linear.weight.shape[0]
         splits = _MOST_SPLITS if self._may_split and linear.bias is None else 1
         tiles = -(-rows // _TILE) * -(-columns // _TILE)
         # Rows of 16-bit numbers must begin at multiples of 16 bytes.
-        while splits > 1 and (inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > _TILES):
+        while splits > 1 and (
+            inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > _TILES
+        ):
             splits //= 2
         if splits == 1:
             return F.linear(x, linear.weight, linear.bias)
-        parts, weights = (matrix.unflatten(1, (splits, -1)).transpose(0, 1) for matrix in (x, linear.weight))
+        parts, weights = (
+            matrix.unflatten(1, (splits, -1)).transpose(0, 1) for matrix in (x, linear.weight)
+        )
         return torch.bmm(parts, weights.transpose(1, 2), out_dtype=torch.float32)

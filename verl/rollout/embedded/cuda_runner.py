@@ -1,8 +1,8 @@
 """The runner of a CUDA device: decode steps are graphs, and the host is always one step behind.
 
-What a step reads from one replay to the next stands at fixed addresses: the weights, the pages, and for each slot its
-last token, position, page table and sampling key. A step draws its tokens itself and notes them for the next, so that
-steps follow each other without the host.
+What a step reads from one replay to the next stands at fixed addresses: the weights, the pages, and
+for each slot its last token, position, page table and sampling key. A step draws its tokens itself
+and notes them for the next, so that steps follow each other without the host.
 """
 
 import atexit
@@ -21,7 +21,11 @@ from torch import Tensor
 from verl.models.attention import Layout
 from verl.rollout.embedded.attention import LayerPages, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DevicePrefillStep, DeviceStep, Slots, TritonDecoder
-from verl.rollout.embedded.kernels.paged_attention import choose_num_splits, fixed_num_splits, split_workspace
+from verl.rollout.embedded.kernels.paged_attention import (
+    choose_num_splits,
+    fixed_num_splits,
+    split_workspace,
+)
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance, feed
 from verl.rollout.embedded.runner import Draws, ModelRunner
@@ -34,14 +38,17 @@ from verl.utils.garbage import not_collecting
 from verl.utils.logging import logger
 from verl.utils.reserved_memory import ReservedMemory
 
-# Batch sizes with a graph of their own, up to the largest that is ever needed. Rows in between are filled up.
+# Batch sizes with a graph of their own, up to the largest that is ever needed. Rows in between are
+# filled up.
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # Tokens of one part of a row's keys where the parts must not depend on the batch.
 FIXED_SPLIT = 256
-# So many programs of attention run at once on a multiprocessor, and what each does first for a fresh token costs less
-# than a kernel of its own. Where there are more, that kernel is small beside them, and they are faster without.
+# So many programs of attention run at once on a multiprocessor, and what each does first for a
+# fresh token costs less than a kernel of its own. Where there are more, that kernel is small beside
+# them, and they are faster without.
 FRESH_PROGRAMS = 4
-# A prefill of few tokens costs almost what one of many does, so a running batch is not interrupted for a slot or two.
+# A prefill of few tokens costs almost what one of many does, so a running batch is not interrupted
+# for a slot or two.
 REFILL_SHARE = 1 / 16
 
 
@@ -55,17 +62,19 @@ def ladder(most: int) -> list[int]:
 
 
 class CudaRunner(ModelRunner):
-    """A `ModelRunner` of a CUDA device. Pages and weights keep their addresses over `release` and `allocate`, so graphs
-    are captured once; each at the first step of its batch size."""
+    """A `ModelRunner` of a CUDA device. Pages and weights keep their addresses over `release` and
+    `allocate`, so graphs are captured once; each at the first step of its batch size."""
 
     lag = 1
     refill_share = REFILL_SHARE
 
-    def __init__(self, twin: ModelTwin, *, max_num_seqs: int, enforce_eager: bool, **base: Any) -> None:
+    def __init__(
+        self, twin: ModelTwin, *, max_num_seqs: int, enforce_eager: bool, **base: Any
+    ) -> None:
         if twin.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(
-                "On CUDA the engine computes in bfloat16, float16 or float32, got actor_rollout_ref.rollout.dtype="
-                f"{str(twin.dtype).removeprefix('torch.')}."
+                "On CUDA the engine computes in bfloat16, float16 or float32, got "
+                f"actor_rollout_ref.rollout.dtype={str(twin.dtype).removeprefix('torch.')}."
             )
         super().__init__(twin.module, **base)
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
@@ -74,49 +83,67 @@ class CudaRunner(ModelRunner):
                 f"got {self.page_size}. 16 is the default."
             )
         self.twin = twin
-        one_by_one = getattr(self.module.config, "_experts_implementation", None) == "eager" and any(
-            name.endswith("experts") for name, _ in self.module.named_modules()
-        )
+        one_by_one = getattr(
+            self.module.config, "_experts_implementation", None
+        ) == "eager" and any(name.endswith("experts") for name, _ in self.module.named_modules())
         if one_by_one and not enforce_eager:
-            logger.info("rollout: experts computed one by one wait for the host; decode steps are not CUDA graphs")
+            logger.info(
+                "rollout: experts computed one by one wait for the host; decode steps are not CUDA "
+                "graphs"
+            )
         self.enforce_eager = enforce_eager or one_by_one
         self.sizes = ladder(max_num_seqs)
-        self.state = Slots.allocate(max_num_seqs + 1, -(-self.max_model_len // self.page_size), self.device)
+        self.state = Slots.allocate(
+            max_num_seqs + 1, -(-self.max_model_len // self.page_size), self.device
+        )
         self._memory: ReservedMemory | None = None
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._settings = torch.zeros(4, device=self.device)
         self._filtered = self._greedy = False
-        self._slots = torch.full((max_num_seqs,), max_num_seqs, dtype=torch.int32, device=self.device)
-        self._fed = tuple(torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device) for _ in range(4))
+        self._slots = torch.full(
+            (max_num_seqs,), max_num_seqs, dtype=torch.int32, device=self.device
+        )
+        self._fed = tuple(
+            torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device) for _ in range(4)
+        )
         self._draw = DrawState(
-            slots=self._slots, keys=self.state.keys, drawn=self.state.drawn, settings=self._settings,
+            slots=self._slots,
+            keys=self.state.keys,
+            drawn=self.state.drawn,
+            settings=self._settings,
             tokens=torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device),
             log_probs=torch.zeros(max_num_seqs, device=self.device),
-        )  # fmt: skip
+        )
         vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         self._workspace = Workspace(max_num_seqs, vocabulary, self.device)
-        self._shown: NDArray[np.int64] = np.empty(0, np.int64)  # the slots that `_slots` names at the moment
+        # the slots that `_slots` names at the moment
+        self._shown: NDArray[np.int64] = np.empty(0, np.int64)
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._capture_stream = torch.cuda.Stream(self.device)  # one: cuBLAS keeps a workspace for every stream
+        # one: cuBLAS keeps a workspace for every stream
+        self._capture_stream = torch.cuda.Stream(self.device)
         if self.parallel is not None:
-            # A communicator waits for the graphs that it was captured in, so they go before process groups are closed.
+            # A communicator waits for the graphs that it was captured in, so they go before process
+            # groups are closed.
             atexit.register(self._graphs.clear)
 
     @property
     def other_bytes(self) -> int:
-        """Logits in fp32: of a first draw, of a step outside of a graph, and in the pool of the graphs."""
+        """Logits in fp32: of a first draw, of a step outside of a graph, and in the pool of the
+        graphs."""
         return 3 * self._workspace.max_rows * self._workspace.vocabulary * 4
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
-        """See `ModelRunner.allocate`. One page more is nobody's: the rows that fill a batch up write to it."""
+        """See `ModelRunner.allocate`. One page more is nobody's: the rows that fill a batch up
+        write to it."""
         page = self.page_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
         if (num_pages + 1) * page > total:
             raise RolloutError(
-                f"{num_pages} pages take {num_pages * page / GIB:.1f} GiB, {self.device} has {total / GIB:.1f} GiB. "
-                "Lower actor_rollout_ref.rollout.num_pages, or leave it unset."
+                f"{num_pages} pages take {num_pages * page / GIB:.1f} GiB, {self.device} has "
+                f"{total / GIB:.1f} GiB. Lower actor_rollout_ref.rollout.num_pages, or leave it "
+                "unset."
             )
         if self._memory is None:
             self._memory = ReservedMemory(total, self.device)
@@ -141,9 +168,14 @@ class CudaRunner(ModelRunner):
             self._memory.release()
 
     def kept_asleep(self) -> dict[str, int]:
-        """See `ModelRunner.kept_asleep`. Kernels and workspaces of libraries are the trainer's as well."""
+        """See `ModelRunner.kept_asleep`. Kernels and workspaces of libraries are the trainer's as
+        well."""
         here = torch.cuda.memory_snapshot()
-        pool = [segment["total_size"] for segment in here if tuple(segment["segment_pool_id"]) == tuple(self._pool)]
+        pool = [
+            segment["total_size"]
+            for segment in here
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+        ]
         tables = [self._body.cos, self._body.sin] if isinstance(self._body, TritonDecoder) else []
         rows = [*self.state, *self._fed, self._slots, self._draw.tokens, self._draw.log_probs]
         return {
@@ -170,7 +202,9 @@ class CudaRunner(ModelRunner):
         state = self.state
         self._show(slots, scheduler)
         index = self.to_device(slots)
-        state.positions.index_copy_(0, index, self.to_device(scheduler.cached[slots].astype(np.int32)))
+        state.positions.index_copy_(
+            0, index, self.to_device(scheduler.cached[slots].astype(np.int32))
+        )
         state.drawn.index_copy_(0, index, self.to_device(scheduler.drawn[slots].astype(np.int32)))
         state.keys.index_copy_(0, index, self.to_device(scheduler.keys[slots].view(np.int64)))
         self._draw_rows(hidden, len(slots), moves=0)
@@ -179,7 +213,8 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
         """See `ModelRunner.decode`."""
-        # Samples of a prompt stand together, so that its pages are read from memory once and from the L2 cache after.
+        # Samples of a prompt stand together, so that its pages are read from memory once and from
+        # the L2 cache after.
         slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
         rows = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         self._show(slots, scheduler)
@@ -189,12 +224,18 @@ class CudaRunner(ModelRunner):
             self._graph(rows).replay()
         return [self._fetch(scheduler, slots)]
 
-    def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> DeviceStep:
+    def _rows_step(
+        self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int
+    ) -> DeviceStep:
         rows = np.arange(len(positions))
         own = self.state._replace(
-            positions=self.to_device(positions.astype(np.int32)), table=self.to_device(table.astype(np.int32))
+            positions=self.to_device(positions.astype(np.int32)),
+            table=self.to_device(table.astype(np.int32)),
         )
-        pages, offsets = self.to_device(table[rows, positions // size]), self.to_device(positions % size)
+        pages, offsets = (
+            self.to_device(table[rows, positions // size]),
+            self.to_device(positions % size),
+        )
         step = self._device_step(self.to_device(rows.astype(np.int32)), pages, offsets)
         return step._replace(state=own, takes_fresh=False)
 
@@ -208,7 +249,8 @@ class CudaRunner(ModelRunner):
         return DevicePrefillStep(layout, pages, offsets)
 
     def _show(self, slots: NDArray[np.int64], scheduler: Scheduler) -> None:
-        """Bring what the host has decided since the last step to the device: the batch's slots, rows of the table."""
+        """Bring what the host has decided since the last step to the device: the batch's slots,
+        rows of the table."""
         changed = scheduler.take_changed()
         parts: list[tuple[Tensor, NDArray[np.int64]]] = []
         if not np.array_equal(slots, self._shown):
@@ -224,7 +266,9 @@ class CudaRunner(ModelRunner):
         if not parts:
             return
         # One copy for all: what a copy costs is being asked for.
-        arrived = self.to_device(np.concatenate([array.ravel() for _, array in parts]).astype(np.int32))
+        arrived = self.to_device(
+            np.concatenate([array.ravel() for _, array in parts]).astype(np.int32)
+        )
         for (target, _), part in zip(parts, arrived.split([array.size for _, array in parts])):
             target.copy_(part.view(target.shape))
         if changed.size:
@@ -236,9 +280,13 @@ class CudaRunner(ModelRunner):
         ids, positions, pages, offsets = (fed[:rows] for fed in self._fed)
         slots = self._slots[:rows]
         feed(
-            slots, self.state.tokens, self.state.positions, self.state.table, self.page_size,
+            slots,
+            self.state.tokens,
+            self.state.positions,
+            self.state.table,
+            self.page_size,
             (ids, positions, pages, offsets),
-        )  # fmt: skip
+        )
         hidden = self._body(ids, positions, self._device_step(slots, pages, offsets))
         self._draw_rows(hidden, rows, moves=1)
 
@@ -250,13 +298,20 @@ class CudaRunner(ModelRunner):
             tokens=self._draw.tokens[:rows],
             log_probs=self._draw.log_probs[:rows],
         )
-        draw(self.logits(hidden), drawn, self._workspace, filtered=self._filtered, greedy=self._greedy)
+        draw(
+            self.logits(hidden),
+            drawn,
+            self._workspace,
+            filtered=self._filtered,
+            greedy=self._greedy,
+        )
         if self.parallel is not None:
             self.parallel.agree(drawn.tokens)
         advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
 
     def _device_step(self, slots: Tensor, pages: Tensor, offsets: Tensor) -> DeviceStep:
-        """A step of b rows, with memory for partial results that is enough for the layer with most heads."""
+        """A step of b rows, with memory for partial results that is enough for the layer with most
+        heads."""
         rows = len(slots)
         shapes = self.layer_shapes().values()
         fewest = min(shape.heads for shape in shapes)
@@ -283,7 +338,8 @@ class CudaRunner(ModelRunner):
         return self._graphs[key]
 
     def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
-        # Kernels are compiled at their first call, which a capture must not be. Rows of nobody change nothing.
+        # Kernels are compiled at their first call, which a capture must not be. Rows of nobody
+        # change nothing.
         shown = self._slots.clone()
         self._slots.fill_(len(self._slots))
         stream = self._capture_stream
@@ -292,23 +348,28 @@ class CudaRunner(ModelRunner):
         with torch.cuda.stream(stream):
             self._step(rows)
             torch.cuda.synchronize(self.device)
-            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every capture. What is
-            # collected meanwhile may free device memory, which ends a capture.
+            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every
+            # capture. What is collected meanwhile may free device memory, which ends a capture.
             with not_collecting():
                 # NCCL's watchdog asks for events on a thread of its own meanwhile.
                 errors_of = "global" if self.parallel is None else "thread_local"
                 try:
                     graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
                     self._step(rows)
-                except BaseException as error:  # an interrupt, too: what captures on refuses all other work
-                    with suppress(RuntimeError):  # it says that the capture is broken, which is known
+                # an interrupt, too: what captures on refuses all other work
+                except BaseException as error:
+                    # it says that the capture is broken, which is known
+                    with suppress(RuntimeError):
                         graph.capture_end()
-                    self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as recorded to
-                    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+                    # the old one may still count as recorded to
+                    self._pool = torch.cuda.graph_pool_handle()
+                    if isinstance(error, torch.OutOfMemoryError) or not isinstance(
+                        error, RuntimeError
+                    ):
                         raise
                     raise RolloutError(
-                        f"A decode step of '{self.module.config.model_type}' cannot be a CUDA graph: {error}. "
-                        "Set actor_rollout_ref.rollout.enforce_eager=true."
+                        f"A decode step of '{self.module.config.model_type}' cannot be a CUDA "
+                        f"graph: {error}. Set actor_rollout_ref.rollout.enforce_eager=true."
                     ) from error
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)

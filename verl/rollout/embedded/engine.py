@@ -1,4 +1,5 @@
-"""The embedded engine: continuous batching over a paged cache, through the Hugging Face module itself."""
+"""The embedded engine: continuous batching over a paged cache, through the Hugging Face module
+itself."""
 
 import importlib
 import os
@@ -39,12 +40,13 @@ _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens"
 class EmbeddedEngine(LocalEngine):
     """A `RolloutEngine` inside the trainer's process. One `generate` at a time.
 
-    Several `ranks` share one engine (`TensorParallel`): each makes every call with the same arguments, takes every
-    completion, and gives all of them.
+    Several `ranks` share one engine (`TensorParallel`): each makes every call with the same
+    arguments, takes every completion, and gives all of them.
 
-    Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps, generated_tokens,
-    preemptions, copied_pages, peak_pages, num_pages, memory_gib (weights that are not the trainer's, pages, and on CPU
-    what else is kept between steps), capture_s (of all graphs since the engine was made), generate_s, tokens_per_s.
+    Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps,
+    generated_tokens, preemptions, copied_pages, peak_pages, num_pages, memory_gib (weights that are
+    not the trainer's, pages, and on CPU what else is kept between steps), capture_s (of all graphs
+    since the engine was made), generate_s, tokens_per_s.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class EmbeddedEngine(LocalEngine):
         device: torch.device,
         ranks: Axis = ALONE,
     ) -> None:
-        self.parallel = TensorParallel(model, ranks, in_order=config.deterministic) if ranks.size > 1 else None
+        self.parallel = (
+            TensorParallel(model, ranks, in_order=config.deterministic) if ranks.size > 1 else None
+        )
         super().__init__(
             model=model,
             tokenizer=tokenizer,
@@ -69,12 +73,14 @@ class EmbeddedEngine(LocalEngine):
         self._scheduler: Scheduler | None = None
         self._has_slept = False
         self._pages = PageAllocator(0)
-        self._pages_version: object = None  # of the weights that the keys in the pages were computed with
+        # of the weights that the keys in the pages were computed with
+        self._pages_version: object = None
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> Iterator[Completion]:
-        """Sample every request; see `RolloutEngine.generate`. What is wrong with the call is raised at once.
+        """Sample every request; see `RolloutEngine.generate`. What is wrong with the call is raised
+        at once.
 
         Closing the iterator early gives all pages back.
         """
@@ -85,13 +91,14 @@ class EmbeddedEngine(LocalEngine):
         return self._run(samples, params, rule)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights; see `RolloutEngine.update_weights`. Not during a `generate`, whose keys are of the old."""
+        """Take new weights; see `RolloutEngine.update_weights`. Not during a `generate`, whose keys
+        are of the old."""
         self._refuse_while_busy()
         super().update_weights(named_tensors)
 
     def sleep(self) -> None:
-        """Drop the key-value cache and, on CUDA, the weights. The cache comes back with the next `generate` after
-        `wake`, which knows how much it needs."""
+        """Drop the key-value cache and, on CUDA, the weights. The cache comes back with the next
+        `generate` after `wake`, which knows how much it needs."""
         self._refuse_while_busy()
         self.runner.release()
         self._begin_books()
@@ -101,8 +108,8 @@ class EmbeddedEngine(LocalEngine):
             self._tell_what_stays()
 
     def kept_asleep(self) -> dict[str, int]:
-        """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs stay valid. Awake or
-        asleep, they are the same."""
+        """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs
+        stay valid. Awake or asleep, they are the same."""
         return self.runner.kept_asleep()
 
     def forget_prefixes(self) -> None:
@@ -122,7 +129,10 @@ class EmbeddedEngine(LocalEngine):
         if kept:
             whole = torch.cuda.get_device_properties(self.device).total_memory
             told = ", ".join(f"{what} {size / GIB:.3f} GiB" for what, size in kept.items())
-            logger.info(f"rollout: asleep, of the device {sum(kept.values()) / whole:.2%} stay in use: {told}")
+            logger.info(
+                f"rollout: asleep, of the device {sum(kept.values()) / whole:.2%} stay in use: "
+                f"{told}"
+            )
 
     def _make_runner(self) -> ModelRunner:
         settings: dict[str, Any] = {
@@ -136,7 +146,8 @@ class EmbeddedEngine(LocalEngine):
         if self.device.type == "cpu":
             return HostRunner(self.twin, **settings)
         require("triton", "Generation on a GPU", "pip install triton")
-        cuda = importlib.import_module("verl.rollout.embedded.cuda_runner")  # triton exists beside CUDA only
+        # triton exists beside CUDA only
+        cuda = importlib.import_module("verl.rollout.embedded.cuda_runner")
         return cuda.CudaRunner(
             self.twin,
             **settings,
@@ -146,9 +157,13 @@ class EmbeddedEngine(LocalEngine):
 
     def _refuse_while_busy(self) -> None:
         if self._scheduler is not None:
-            raise RolloutError("A generate() of this engine is not finished; exhaust or close its iterator first.")
+            raise RolloutError(
+                "A generate() of this engine is not finished; exhaust or close its iterator first."
+            )
 
-    def _samples(self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int) -> list[Sample]:
+    def _samples(
+        self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int
+    ) -> list[Sample]:
         ids = [sample_id for request in requests for sample_id in request.sample_ids]
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         groups = []
@@ -176,9 +191,9 @@ class EmbeddedEngine(LocalEngine):
         wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
         if wanted < max(most, default=0):
             raise RolloutError(
-                f"One sample alone may need {max(most)} pages of {size} tokens, the cache has room for {wanted} "
-                f"({wanted * self.runner.page_bytes / GIB:.2f} GiB). {self._way_to_pages()}, or lower "
-                "data.max_response_length."
+                f"One sample alone may need {max(most)} pages of {size} tokens, the cache has room "
+                f"for {wanted} ({wanted * self.runner.page_bytes / GIB:.2f} GiB). "
+                f"{self._way_to_pages()}, or lower data.max_response_length."
             )
         if wanted > self.runner.num_pages:
             self.runner.allocate(wanted)
@@ -187,12 +202,14 @@ class EmbeddedEngine(LocalEngine):
         if self.config.num_pages or self.device.type == "cpu":
             return "Raise actor_rollout_ref.rollout.num_pages"
         return (
-            "Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower actor_rollout_ref.rollout.max_num_seqs, "
-            f"whose logits take {self.runner.other_bytes / GIB:.2f} GiB"
+            "Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower "
+            "actor_rollout_ref.rollout.max_num_seqs, whose logits take "
+            f"{self.runner.other_bytes / GIB:.2f} GiB"
         )
 
     def _most_bytes(self) -> int:
-        """What the cache may fill of the memory that is free or its own: on each of the ranks that share the engine."""
+        """What the cache may fill of the memory that is free or its own: on each of the ranks that
+        share the engine."""
         most = self._most_bytes_here()
         return most if self.parallel is None else -max_of(-most, self.parallel.axis)
 
@@ -202,7 +219,10 @@ class EmbeddedEngine(LocalEngine):
         free, _ = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         own = self.runner.num_pages * self.runner.page_bytes
-        return int(self.config.gpu_memory_utilization * max(0, free + unused + own - self.runner.other_bytes))
+        return int(
+            self.config.gpu_memory_utilization
+            * max(0, free + unused + own - self.runner.other_bytes)
+        )
 
     def _fresh_pages(self) -> PageAllocator:
         """The books of the pages, without the keys of other weights than the present ones."""
@@ -217,7 +237,9 @@ class EmbeddedEngine(LocalEngine):
         """No page is in use, and none is known to hold the keys of any tokens."""
         self._pages = PageAllocator(self.runner.num_pages)
 
-    def _run(self, samples: list[Sample], params: SamplingParams, rule: StopRule) -> Iterator[Completion]:
+    def _run(
+        self, samples: list[Sample], params: SamplingParams, rule: StopRule
+    ) -> Iterator[Completion]:
         # Asked again: the iterator may be started long after it was made.
         self._refuse_while_busy()
         self._require_ready()
@@ -229,7 +251,8 @@ class EmbeddedEngine(LocalEngine):
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),
-            # The keys of a token are not the same bits when they are computed beside others, or after the prompt.
+            # The keys of a token are not the same bits when they are computed beside others, or
+            # after the prompt.
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
         )
@@ -249,10 +272,11 @@ class EmbeddedEngine(LocalEngine):
                     yield from completions
         except BaseException as error:
             if isinstance(error, RolloutError):
-                # Keys may be NaN. A masked one would have weight 0 for the next sample in its page: NaN again.
+                # Keys may be NaN. A masked one would have weight 0 for the next sample in its page:
+                # NaN again.
                 self.runner.release()
-            # Not given back one by one: pages are registered before their keys are computed, and an interrupt may
-            # have come when one was handed out and not noted yet.
+            # Not given back one by one: pages are registered before their keys are computed, and an
+            # interrupt may have come when one was handed out and not noted yet.
             self._begin_books()
             raise
         finally:
@@ -270,7 +294,8 @@ class EmbeddedEngine(LocalEngine):
             }
 
     def _launch(self, scheduler: Scheduler, counts: Counter[str], *, drained: bool) -> list[Draws]:
-        """Start samples, or let the running ones draw on; nothing where what is in flight must come back first."""
+        """Start samples, or let the running ones draw on; nothing where what is in flight must come
+        back first."""
         admission = scheduler.admit()
         if admission is not None:
             slots = np.array(admission.slots, np.int64)
@@ -281,7 +306,9 @@ class EmbeddedEngine(LocalEngine):
                 counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
                 counts["cached_tokens"] += prefill.cached
             return [draws]
-        assert scheduler.running.size, f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
+        assert scheduler.running.size, (
+            f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
+        )
         steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
         copies, complete = scheduler.prepare_decode(steps, may_preempt=drained)
         if copies:
@@ -296,10 +323,13 @@ class EmbeddedEngine(LocalEngine):
         return launched
 
     def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
-        """Compute what the admission needs; gives the hidden state (b, H) each admitted slot draws from."""
+        """Compute what the admission needs; gives the hidden state (b, H) each admitted slot draws
+        from."""
         states: dict[int, torch.Tensor] = {}  # by number of the prefill
         for cached in (False, True):
-            numbers = [n for n, prefill in enumerate(admission.prefills) if (prefill.cached > 0) == cached]
+            numbers = [
+                n for n, prefill in enumerate(admission.prefills) if (prefill.cached > 0) == cached
+            ]
             if not numbers:
                 continue
             prefills = [admission.prefills[n] for n in numbers]
@@ -320,15 +350,20 @@ class EmbeddedEngine(LocalEngine):
                 rows.append(scheduler.group_of(slot).hidden)
         return torch.stack(rows)
 
-    def _collect(self, scheduler: Scheduler, draws: Draws, counts: Counter[str], rule: StopRule) -> list[Completion]:
+    def _collect(
+        self, scheduler: Scheduler, draws: Draws, counts: Counter[str], rule: StopRule
+    ) -> list[Completion]:
         """Note the tokens that came back and end the samples that are done."""
         tokens, log_probs = draws.result()
-        # A sample that ended at the draw before left this slot, and the device has drawn once more for it.
+        # A sample that ended at the draw before left this slot, and the device has drawn once more
+        # for it.
         current = scheduler.epoch[draws.slots] == draws.epochs
         slots, tokens, log_probs = draws.slots[current], tokens[current], log_probs[current]
         counts["generated_tokens"] += len(slots)
         if not np.isfinite(log_probs).all():
-            raise not_finite(scheduler.sample_id_of(int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])))
+            raise not_finite(
+                scheduler.sample_id_of(int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]]))
+            )
         drawn = scheduler.record(slots, tokens, log_probs)
         stopped = rule.ends(tokens)
         if rule.strings:
@@ -360,15 +395,23 @@ class _Progress:
             return
         self.last_line = now
         logger.info(
-            f"rollout: {self.finished}/{self.total} samples done, {tokens} tokens at {tokens / self.seconds:.0f}/s, "
-            f"{scheduler.running.size} running, {len(scheduler.waiting)} waiting, {scheduler.pages.num_free} of "
+            f"rollout: {self.finished}/{self.total} samples done, {tokens} tokens at "
+            f"{tokens / self.seconds:.0f}/s, {scheduler.running.size} running, "
+            f"{len(scheduler.waiting)} waiting, {scheduler.pages.num_free} of "
             f"{scheduler.pages.num_pages} pages free"
         )
 
 
 @rollout_engines.register("embedded")
 def embedded(
-    *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device, ranks: Axis = ALONE
+    *,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    config: RolloutConfig,
+    device: torch.device,
+    ranks: Axis = ALONE,
 ) -> EmbeddedEngine:
     """Factory of the registry."""
-    return EmbeddedEngine(model=model, tokenizer=tokenizer, config=config, device=device, ranks=ranks)
+    return EmbeddedEngine(
+        model=model, tokenizer=tokenizer, config=config, device=device, ranks=ranks
+    )

@@ -1,7 +1,7 @@
 """The decode step of Llama-like models with fewer, larger operations than the module's own forward.
 
-The weights are the module's own and are read at every step. Families whose decoder layer is exactly the one below are
-listed; all others decode through their module.
+The weights are the module's own and are read at every step. Families whose decoder layer is exactly
+the one below are listed; all others decode through their module.
 """
 
 import functools
@@ -21,7 +21,8 @@ from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Ste
 from verl.rollout.embedded.invariant import InvariantOperations
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 
-# h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h); rotary embeddings of whole heads.
+# h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h); rotary
+# embeddings of whole heads.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -39,7 +40,8 @@ class Layer:
 
 
 def can_fuse(module: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` computes what `module` does: its parts are transformers' own, not a user's subclasses."""
+    """Whether `FusedDecoder` computes what `module` does: its parts are transformers' own, not a
+    user's subclasses."""
     config: Any = module.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
@@ -48,12 +50,19 @@ def can_fuse(module: PreTrainedModel) -> bool:
     body: Any = module.base_model
     parts = [module, body, body.norm, body.rotary_emb]
     for layer in body.layers:
-        parts += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+        parts += [
+            layer,
+            layer.self_attn,
+            layer.mlp,
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+        ]
     home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
     return all(type(part).__module__ == home for part in parts)
 
 
-# Tensors (b, H) whose sum is the residual stream; some decoders leave (S, b, H), to be added up first.
+# Tensors (b, H) whose sum is the residual stream; some decoders leave (S, b, H), to be added up
+# first.
 Parts = tuple[Tensor, ...]
 
 
@@ -95,7 +104,9 @@ class FusedDecoder(ABC):
         self.sin: Tensor = sin[0].contiguous()
         if parallel is not None:
             # Before the methods themselves, so that one rank alone has nothing more to do.
-            vars(self).update(attend=parallel.summed(self.attend), feed_forward=parallel.summed(self.feed_forward))
+            vars(self).update(
+                attend=parallel.summed(self.attend), feed_forward=parallel.summed(self.feed_forward)
+            )
 
     def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
         """Token ids (b,) at positions (b,) -> hidden states (b, H)."""
@@ -111,7 +122,8 @@ class FusedDecoder(ABC):
 
     @abstractmethod
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """The RMS norm of the sum of `parts`, and parts with the same sum, the first of which may be overwritten."""
+        """The RMS norm of the sum of `parts`, and parts with the same sum, the first of which may
+        be overwritten."""
 
     @abstractmethod
     def places(self, positions: Tensor) -> Any:
@@ -119,7 +131,8 @@ class FusedDecoder(ABC):
 
     @abstractmethod
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
-        """Attention of the normed states (b, H), its output projection included; this rank's share of it."""
+        """Attention of the normed states (b, H), its output projection included; this rank's share
+        of it."""
 
     @abstractmethod
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
@@ -135,8 +148,8 @@ def _added_up(parts: Parts) -> Tensor:
 
 
 class TorchDecoder(FusedDecoder):
-    """`FusedDecoder` by plain operations of torch, which round where transformers rounds: in bf16 a log-prob is nearer
-    to the trainer's by a seventh."""
+    """`FusedDecoder` by plain operations of torch, which round where transformers rounds: in bf16 a
+    log-prob is nearer to the trainer's by a seventh."""
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
         """See `FusedDecoder.add_norm`."""
@@ -172,11 +185,13 @@ class TorchDecoder(FusedDecoder):
 
 
 class StackedDecoder(FusedDecoder):
-    """`FusedDecoder` for small models on CPU, where calls and passes over activations cost as much as arithmetic.
+    """`FusedDecoder` for small models on CPU, where calls and passes over activations cost as much
+    as arithmetic.
 
-    Weights that read one input are one matrix, and the factors of the norm before it are multiplied into it. The two
-    numbers of a head that turn together lie side by side, as one complex number; scores do not depend on the order.
-    These matrices are copies: `refresh` after every change of the weights.
+    Weights that read one input are one matrix, and the factors of the norm before it are multiplied
+    into it. The two numbers of a head that turn together lie side by side, as one complex number;
+    scores do not depend on the order. These matrices are copies: `refresh` after every change of
+    the weights.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -197,11 +212,14 @@ class StackedDecoder(FusedDecoder):
         """Take the weights as they are now."""
         self.stacks, self._layer_stacks = None, {}  # whose memory the new ones may take
         self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
-        self._layer_stacks = {id(layer): _part(self.stacks, number) for number, layer in enumerate(self.layers)}
+        self._layer_stacks = {
+            id(layer): _part(self.stacks, number) for number, layer in enumerate(self.layers)
+        }
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next matrix."""
+        """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next
+        matrix."""
         residual = _added_up(parts)
         unit = _unit_rows(residual, norm.variance_epsilon)
         return unit.mul_(self.last_factors) if norm is self.norm else unit, (residual,)
@@ -224,7 +242,9 @@ class StackedDecoder(FusedDecoder):
         if isinstance(step, PrefillStep):
             step.store(pages, k, v)
             heads = (q.transpose(0, 1)[None], k[None], v[None])
-            out = self.paging.prefill_attention(layer.attention, *heads, None, facts.scale, sliding_window=facts.window)
+            out = self.paging.prefill_attention(
+                layer.attention, *heads, None, facts.scale, sliding_window=facts.window
+            )
             out = out[0][0]
         else:
             out = step.attend(self.paging, pages, q, k, v, facts)
@@ -256,21 +276,30 @@ class Stacks(NamedTuple):
     def of(cls, layer: Layer) -> "Stacks":
         attention, mlp = layer.attention, layer.mlp
         dim = attention.head_dim
-        num_query_heads, num_key_heads = (part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj))
+        num_query_heads, num_key_heads = (
+            part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj)
+        )
         qkv = _stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm)
         rotated = slice((num_query_heads + num_key_heads) * dim)
         for tensor in qkv:
             if tensor is not None:
-                tensor[..., rotated] = _paired(tensor[..., rotated].unflatten(-1, (-1, dim))).flatten(-2)
+                tensor[..., rotated] = _paired(
+                    tensor[..., rotated].unflatten(-1, (-1, dim))
+                ).flatten(-2)
         head_norm = None
         if layer.query_norm is not None:
             query, key = layer.query_norm.weight, layer.key_norm.weight
-            factors = torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)]) * dim**0.5
+            factors = (
+                torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)])
+                * dim**0.5
+            )
             head_norm = _paired(factors)
         return cls(
             qkv=qkv,
             output=_stack([attention.o_proj]),
-            gate_up=_stacked([_stack([part], layer.post_norm) for part in (mlp.gate_proj, mlp.up_proj)]),
+            gate_up=_stacked(
+                [_stack([part], layer.post_norm) for part in (mlp.gate_proj, mlp.up_proj)]
+            ),
             down=_stack([mlp.down_proj]),
             head_norm=head_norm,
             num_key_heads=num_key_heads,
@@ -320,7 +349,8 @@ def _product(x: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _products(x: Tensor, matrices: Matrix) -> Tensor:
-    """(n, b, N): x (b, K) times each of n matrices, which MKL computes faster than one product of n * N columns."""
+    """(n, b, N): x (b, K) times each of n matrices, which MKL computes faster than one product of n
+    * N columns."""
     weight, bias = matrices
     each = x.expand(weight.shape[0], -1, -1)
     return torch.bmm(each, weight) if bias is None else torch.baddbmm(bias, each, weight)
@@ -329,7 +359,9 @@ def _products(x: Tensor, matrices: Matrix) -> Tensor:
 def _unit_rows(x: Tensor, epsilon: float) -> Tensor:
     """The RMS norm of x (..., D) without its factors, divided by the root of D."""
     # The root of (sum of squares + D * epsilon), in one operation less.
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_constant((epsilon * x.shape[-1]) ** 0.5))
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(
+        _constant((epsilon * x.shape[-1]) ** 0.5)
+    )
 
 
 @functools.cache
@@ -338,7 +370,8 @@ def _constant(value: float) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads (b, h, D): cos and sin (b, 1, D) hold each angle twice, half of D apart."""
+    """Rotary embedding of heads (b, h, D): cos and sin (b, 1, D) hold each angle twice, half of D
+    apart."""
     half = heads.shape[-1] // 2
     low, high = heads[..., :half], heads[..., half:]
     out = heads * cos

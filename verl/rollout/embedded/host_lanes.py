@@ -1,5 +1,5 @@
-"""Decode steps of small models on CPU in lanes: every thread takes a share of the rows all the way from their last
-tokens to the next ones."""
+"""Decode steps of small models on CPU in lanes: every thread takes a share of the rows all the way
+from their last tokens to the next ones."""
 
 import functools
 import importlib
@@ -21,10 +21,11 @@ from verl.rollout.sampling import column_hashes
 from verl.utils.imports import is_installed
 from verl.utils.logging import logger
 
-# Every lane reads all weights. With so many rows it computes on them for longer than memory needs to bring them.
+# Every lane reads all weights. With so many rows it computes on them for longer than memory needs
+# to bring them.
 ROWS_PER_LANE = 32
-# Weights up to this size stay in a CPU's caches: 16 MiB. Then lanes may have fewer rows, and there may be fewer of them
-# than threads.
+# Weights up to this size stay in a CPU's caches: 16 MiB. Then lanes may have fewer rows, and there
+# may be fewer of them than threads.
 CACHED_BYTES = 1 << 24
 ROWS_PER_CACHED_LANE = 16
 # Calls that cannot generate so many tokens do not gain what a process needs to load numba: 0.6 s.
@@ -38,7 +39,8 @@ Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their 
 
 
 def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
-    """Whether calls of up to `most_tokens` tokens go in lanes. The same in every process that makes the same call."""
+    """Whether calls of up to `most_tokens` tokens go in lanes. The same in every process that makes
+    the same call."""
     return (
         isinstance(decoder, StackedDecoder)
         and decoder.cos.dtype == torch.float32
@@ -48,8 +50,8 @@ def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
 
 
 def count_lanes(rows: int, threads: int, weight_bytes: int) -> int:
-    """How many lanes a step of so many rows goes in: one lane has all of torch's threads for its products, each of
-    several has one thread. 0 where torch's own operations are faster."""
+    """How many lanes a step of so many rows goes in: one lane has all of torch's threads for its
+    products, each of several has one thread. 0 where torch's own operations are faster."""
     if rows >= threads * ROWS_PER_LANE:
         return threads
     if weight_bytes <= CACHED_BYTES:
@@ -64,17 +66,23 @@ def load_kernels() -> ModuleType | None:
         logger.info("rollout: with numba this model would decode faster on CPU: pip install numba")
         return None
     if sgemm_address() is None:
-        logger.info("rollout: numba's kernels call MKL's products, which this torch does not have; torch decodes alone")
+        logger.info(
+            "rollout: numba's kernels call MKL's products, which this torch does not have; torch "
+            "decodes alone"
+        )
         return None
     try:
         return importlib.import_module("verl.rollout.embedded.kernels.host")
     except ImportError as error:  # numba's own, of a numpy that is too new for it
-        logger.warning(f"rollout: decodes without numba, which raised: {error} Mend it: pip install -U numba")
+        logger.warning(
+            f"rollout: decodes without numba, which raised: {error} Mend it: pip install -U numba"
+        )
         return None
 
 
 class Lanes:
-    """A `StackedDecoder` whose threads meet once in some steps, where those of torch meet in each of 150 operations.
+    """A `StackedDecoder` whose threads meet once in some steps, where those of torch meet in each
+    of 150 operations.
 
     Their steps are one call of `kernels.host`, while other threads have Python.
     """
@@ -86,8 +94,11 @@ class Lanes:
         self._logits: dict[int, torch.Tensor] = {}  # memory for them by number of the lane
         self._lanes: list[Lane] = []
 
-    def run(self, weights: Any, rows: int, count: int, steps: Callable[["Lane"], list[Answer]]) -> list[Answer]:
-        """Have each of `count` lanes take `steps` of a batch of so many rows; gives each step's answer of all rows."""
+    def run(
+        self, weights: Any, rows: int, count: int, steps: Callable[["Lane"], list[Answer]]
+    ) -> list[Answer]:
+        """Have each of `count` lanes take `steps` of a batch of so many rows; gives each step's
+        answer of all rows."""
         lanes = self._lanes_of(weights, rows, count)
 
         def run(lane: Lane) -> list[Answer]:
@@ -101,7 +112,10 @@ class Lanes:
             parts = [lane.result() for lane in running]
         finally:
             wait(running)  # none goes on when another has failed
-        return [(np.concatenate(tokens), np.concatenate(log_probs)) for tokens, log_probs in map(zip, *parts)]
+        return [
+            (np.concatenate(tokens), np.concatenate(log_probs))
+            for tokens, log_probs in map(zip, *parts)
+        ]
 
     def weights(self) -> Any:
         """`kernels.host.Weights`: the model's own memory and the decoder's."""
@@ -109,8 +123,15 @@ class Lanes:
         layers, norm, heads_norm = decoder.layers, decoder.norm, decoder.layers[0].query_norm
         return self.kernels.Weights(
             embeddings=decoder.embeddings.weight.detach().numpy(),
-            **_arrays("head", Matrix(self._head.weight, None if self._head.bias is None else self._head.bias[None])),
-            head_norms=(stacks.qkv.weight[:, :0] if stacks.head_norm is None else stacks.head_norm).numpy(),
+            **_arrays(
+                "head",
+                Matrix(
+                    self._head.weight, None if self._head.bias is None else self._head.bias[None]
+                ),
+            ),
+            head_norms=(
+                stacks.qkv.weight[:, :0] if stacks.head_norm is None else stacks.head_norm
+            ).numpy(),
             **_arrays("qkv", stacks.qkv),
             **_arrays("output", stacks.output),
             **_arrays("gate_up", stacks.gate_up),
@@ -120,11 +141,14 @@ class Lanes:
             windows=np.array([layer.facts.window or NO_WINDOW for layer in layers]),
             scale=np.float32(layers[0].facts.scale),
             epsilon=np.float32(norm.variance_epsilon * norm.weight.shape[0]),
-            head_epsilon=np.float32(0 if heads_norm is None else heads_norm.variance_epsilon * decoder.cos.shape[1]),
+            head_epsilon=np.float32(
+                0 if heads_norm is None else heads_norm.variance_epsilon * decoder.cos.shape[1]
+            ),
         )
 
     def memory_of_logits(self, lane: int, rows: int, vocabulary: int) -> torch.Tensor:
-        """(n, V) for n rows at most, the same in every step: fresh memory costs a page fault every 4 KiB."""
+        """(n, V) for n rows at most, the same in every step: fresh memory costs a page fault every
+        4 KiB."""
         rows = max(1, min(rows, LANE_LOGITS // vocabulary))
         kept = self._logits.get(lane)
         if kept is None or kept.numel() < rows * vocabulary:
@@ -139,7 +163,9 @@ class Lanes:
         if len(self._lanes) != count or self._lanes[-1].rows.stop != rows:
             bounds = [rows * i // count for i in range(count + 1)]
             shares = itertools.starmap(slice, itertools.pairwise(bounds))
-            self._lanes = [Lane(self, weights, number, share) for number, share in enumerate(shares)]
+            self._lanes = [
+                Lane(self, weights, number, share) for number, share in enumerate(shares)
+            ]
         return self._lanes
 
 
@@ -183,25 +209,53 @@ class Lane:
         self.memory = owner.kernels.Memory(**arrays, logits=self.logits.numpy())
 
     def generate(
-        self, ids: NDArray[np.int64], noise: NDArray[np.int32], weights: Any, arrays: RowArrays, temperature: float
+        self,
+        ids: NDArray[np.int64],
+        noise: NDArray[np.int32],
+        weights: Any,
+        arrays: RowArrays,
+        temperature: float,
     ) -> list[Answer]:
-        """Feed `ids` (b,) of these rows and draw as many tokens as `noise` (s, b, 2) has keys for, each from the one
-        before; without any keys (s, 0, 2) the likeliest."""
-        tokens, log_probs = np.empty((len(noise), len(ids)), np.int64), np.empty((len(noise), len(ids)), np.float32)
+        """Feed `ids` (b,) of these rows and draw as many tokens as `noise` (s, b, 2) has keys for,
+        each from the one before; without any keys (s, 0, 2) the likeliest."""
+        tokens, log_probs = (
+            np.empty((len(noise), len(ids)), np.int64),
+            np.empty((len(noise), len(ids)), np.float32),
+        )
         columns = column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)
         self._have_scores(arrays)
         self.owner.kernels.generate(
-            ids, np.ascontiguousarray(noise).view(np.uint32), weights, arrays.keys, arrays.values, arrays.starts,
-            self.rows.start, arrays.column, self.memory, np.float32(temperature), columns, tokens, log_probs,
-        )  # fmt: skip
+            ids,
+            np.ascontiguousarray(noise).view(np.uint32),
+            weights,
+            arrays.keys,
+            arrays.values,
+            arrays.starts,
+            self.rows.start,
+            arrays.column,
+            self.memory,
+            np.float32(temperature),
+            columns,
+            tokens,
+            log_probs,
+        )
         return list(zip(tokens, log_probs))
 
-    def hidden(self, ids: NDArray[np.int64], weights: Any, arrays: RowArrays, column: int) -> torch.Tensor:
-        """The last hidden states (b, H) of these rows, whose tokens' keys and values go to a column of the arrays. The
-        memory is written to again in the next step."""
+    def hidden(
+        self, ids: NDArray[np.int64], weights: Any, arrays: RowArrays, column: int
+    ) -> torch.Tensor:
+        """The last hidden states (b, H) of these rows, whose tokens' keys and values go to a column
+        of the arrays. The memory is written to again in the next step."""
         self._have_scores(arrays)
         self.owner.kernels.step(
-            ids, weights, arrays.keys, arrays.values, arrays.starts, self.rows.start, column, self.memory
+            ids,
+            weights,
+            arrays.keys,
+            arrays.values,
+            arrays.starts,
+            self.rows.start,
+            column,
+            self.memory,
         )
         return torch.from_numpy(self.memory.normed)
 

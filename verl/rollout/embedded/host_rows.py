@@ -12,13 +12,14 @@ from verl.models.attention import Facts
 from verl.rollout.embedded.attention import LayerPages, Paging, attend_keys
 from verl.rollout.embedded.scheduler import Scheduler
 
-# Columns for tokens to come when rows get memory: so many, or half of what the longest row has, where any sample may
-# come to need them.
+# Columns for tokens to come when rows get memory: so many, or half of what the longest row has,
+# where any sample may come to need them.
 SPARE_COLUMNS = 128
-# A softmax over fewer numbers than a CPU computes at once takes ten times as long as one over these.
+# A softmax over fewer numbers than a CPU computes at once takes ten times as long as one over
+# these.
 FEWEST_COLUMNS = 16
-# Steps by column that go at once; samples that end are computed on with until the last. With 1, 2, 4, 8 and 16 of them
-# 128 samples of 64 tokens took 195, 183, 160, 153 and 143 ms.
+# Steps by column that go at once; samples that end are computed on with until the last. With 1, 2,
+# 4, 8 and 16 of them 128 samples of 64 tokens took 195, 183, 160, 153 and 143 ms.
 STEPS_AT_ONCE = 8
 # How dimensions of (n, R, Hk, C, D) lie in memory.
 _BY_ROW = (0, 1, 2, 3, 4)
@@ -26,7 +27,8 @@ _BY_COLUMN = (0, 3, 1, 2, 4)
 
 
 class _Stack(NamedTuple):
-    """Rows of n layers of one shape: keys (n, R, Hk, C, D) and values (n, R, Hk, C, Dv), and the pages they are of."""
+    """Rows of n layers of one shape: keys (n, R, Hk, C, D) and values (n, R, Hk, C, Dv), and the
+    pages they are of."""
 
     keys: Tensor
     values: Tensor
@@ -34,7 +36,8 @@ class _Stack(NamedTuple):
 
 
 class _LayerRows(NamedTuple):
-    """What a step needs of one layer: where the new tokens go, and b * Hk matrices with all tokens."""
+    """What a step needs of one layer: where the new tokens go, and b * Hk matrices with all
+    tokens."""
 
     new_keys: Tensor  # (b, Hk, D)
     new_values: Tensor  # (b, Hk, Dv)
@@ -52,12 +55,12 @@ class RowArrays(NamedTuple):
 
 
 class KeyRows:
-    """Keys and values of the running samples once more, each sample's behind one another: what a decode step would
-    otherwise gather out of the pages for every token.
+    """Keys and values of the running samples once more, each sample's behind one another: what a
+    decode step would otherwise gather out of the pages for every token.
 
-    All rows end at one column, whatever their lengths: a step writes to one column, and a sliding window is the same
-    columns for all. The columns before a row's first token are masked. A page gets its tokens when it is full, which
-    is before anybody may look for it.
+    All rows end at one column, whatever their lengths: a step writes to one column, and a sliding
+    window is the same columns for all. The columns before a row's first token are masked. A page
+    gets its tokens when it is full, which is before anybody may look for it.
     """
 
     def __init__(self, paging: Paging) -> None:
@@ -94,16 +97,18 @@ class KeyRows:
     def arrange(
         self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int, *, by_column: bool
     ) -> NDArray[np.int64]:
-        """Have a row for each of `slots` (b,), read from its pages where its sample is new, and columns for the next
-        `steps` tokens. Gives the slots in the order of their rows.
+        """Have a row for each of `slots` (b,), read from its pages where its sample is new, and
+        columns for the next `steps` tokens. Gives the slots in the order of their rows.
 
-        `by_column` memory holds one column of all rows behind the other, as `arrays` gives them, otherwise one row
-        behind the other, as `attend` is fastest.
+        `by_column` memory holds one column of all rows behind the other, as `arrays` gives them,
+        otherwise one row behind the other, as `attend` is fastest.
         """
         if by_column != self._by_column:
             self._by_column = by_column
             for number, stack in enumerate(self._stacks):
-                keys, values = (self._zeros(cache.shape, cache.dtype).copy_(cache) for cache in stack[:2])
+                keys, values = (
+                    self._zeros(cache.shape, cache.dtype).copy_(cache) for cache in stack[:2]
+                )
                 self._stacks[number] = _Stack(keys, values, stack.pages)
         stays = scheduler.epoch[self._slots] == self._epochs
         if len(stays) == len(slots) and stays.all():
@@ -129,7 +134,9 @@ class KeyRows:
         keys, values = (cache.permute(_BY_COLUMN).numpy() for cache in (stack.keys, stack.values))
         return RowArrays(keys, values, self._starts, self._end)
 
-    def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+    def attend(
+        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
+    ) -> Tensor:
         """See `Step.attend`."""
         new_keys, new_values, keys, values = self._layers[id(pages)]
         new_keys.copy_(k.transpose(0, 1))
@@ -138,15 +145,18 @@ class KeyRows:
             keys, values = keys[:, -facts.window :], values[:, -facts.window :]
         seen = slice(self._end + 1 - keys.shape[1], self._end + 1)
         return attend_keys(
-            q, keys, values, facts,
+            q,
+            keys,
+            values,
+            facts,
             visible=lambda: self._mask(1, torch.float32)[:, 0, seen] == 0,
             offset=lambda dtype: self._mask(k.shape[0], dtype)[:, :, seen],
-        )  # fmt: skip
+        )
 
     def advance(self, scheduler: Scheduler, steps: int) -> Callable[[slice], None]:
-        """Note that the next `steps` tokens of every row are computed, which the scheduler does not know yet. Gives a
-        function that fills the pages of some rows that are full then: to be called once for each row, when its keys are
-        there."""
+        """Note that the next `steps` tokens of every row are computed, which the scheduler does not
+        know yet. Gives a function that fills the pages of some rows that are full then: to be
+        called once for each row, when its keys are there."""
         rows = pages = ends = np.empty(0, np.int64)
         size = scheduler.page_size
         if scheduler.prefix_caching:
@@ -165,12 +175,15 @@ class KeyRows:
         return fill_pages
 
     def _caches(self) -> Iterator[tuple[NDArray, NDArray]]:
-        """Pages (num_pages, Hk, page_size, D) and rows (R, Hk, C, D), of the keys and of the values of every layer."""
+        """Pages (num_pages, Hk, page_size, D) and rows (R, Hk, C, D), of the keys and of the values
+        of every layer."""
         for stack in self._stacks:
             for layer, *mine in zip(stack.pages, stack.keys, stack.values):
                 yield from ((words(pages), words(rows)) for pages, rows in zip(layer, mine))
 
-    def _seat(self, scheduler: Scheduler, slots: NDArray[np.int64], kept: NDArray[np.int64], steps: int) -> None:
+    def _seat(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], kept: NDArray[np.int64], steps: int
+    ) -> None:
         """Let the rows be those of `slots`; those numbered `kept` have their sample still."""
         new = slots[~np.isin(slots, self._slots[kept])]
         lengths = scheduler.cached[new]
@@ -187,15 +200,18 @@ class KeyRows:
         if new.size:
             self._fill(rest, scheduler.table[new], lengths, scheduler.page_size)
         order, starts = np.empty((2, len(slots)), np.int64)
-        for array, old, fresh in ((order, self._slots, new), (starts, self._starts, self._end - lengths)):
+        for array, old, fresh in (
+            (order, self._slots, new),
+            (starts, self._starts, self._end - lengths),
+        ):
             array[stays], array[targets], array[rest] = old[stays], old[moves], fresh
         self._slots, self._starts, self._epochs = order, starts, scheduler.epoch[order]
         self._first = int(starts.min())
         self._masks.clear()
 
     def _reserve(self, scheduler: Scheduler, rows: int, length: int, steps: int) -> None:
-        """Have `rows` rows, and columns for the next `steps` tokens and `length` before them. What is there keeps as
-        many."""
+        """Have `rows` rows, and columns for the next `steps` tokens and `length` before them. What
+        is there keeps as many."""
         length = max(length, FEWEST_COLUMNS - 1)
         if not self._end and rows <= self._num_rows and length + steps <= self._num_columns:
             self._end = length  # nothing is there
@@ -225,7 +241,8 @@ class KeyRows:
         for alike in groups.values():
             keys, values = (
                 self._zeros(
-                    (len(alike), self._num_rows, cache.shape[1], self._num_columns, cache.shape[3]), cache.dtype
+                    (len(alike), self._num_rows, cache.shape[1], self._num_columns, cache.shape[3]),
+                    cache.dtype,
                 )
                 for cache in alike[0]
             )
@@ -233,23 +250,38 @@ class KeyRows:
         return stacks
 
     def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Not empty: a masked position has weight 0, and 0 times the NaN of fresh memory would be NaN.
-        return torch.empty_permuted(shape, _BY_COLUMN if self._by_column else _BY_ROW, dtype=dtype).zero_()
+        # Not empty: a masked position has weight 0, and 0 times the NaN of fresh memory would be
+        # NaN.
+        return torch.empty_permuted(
+            shape, _BY_COLUMN if self._by_column else _BY_ROW, dtype=dtype
+        ).zero_()
 
     def _move(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         for _, mine in self._caches():
             mine[targets, :, self._first : self._end] = mine[rows, :, self._first : self._end]
 
-    def _fill(self, rows: NDArray[np.int64], table: NDArray[np.int64], lengths: NDArray[np.int64], size: int) -> None:
+    def _fill(
+        self,
+        rows: NDArray[np.int64],
+        table: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        size: int,
+    ) -> None:
         """Read sequences of `lengths` (n,), whose pages `table` (n, W) lists, into `rows` (n,)."""
         longest = int(lengths.max())
-        # Before a sequence its first token is repeated: these columns are masked, but have to be finite.
+        # Before a sequence its first token is repeated: these columns are masked, but have to be
+        # finite.
         tokens = (np.arange(-longest, 0) + lengths[:, None]).clip(min=0)
         numbers, offsets = np.take_along_axis(table, tokens // size, axis=1), tokens % size
         for pages, mine in self._caches():
             heads = pages.shape[1]
-            places = (numbers[:, None] * heads + np.arange(heads)[:, None]) * size + offsets[:, None]  # (n, Hk, L)
-            mine[rows, :, self._end - longest : self._end] = pages.reshape(-1, pages.shape[3]).take(places, axis=0)
+            # (n, Hk, L)
+            places = (numbers[:, None] * heads + np.arange(heads)[:, None]) * size + offsets[
+                :, None
+            ]
+            mine[rows, :, self._end - longest : self._end] = pages.reshape(-1, pages.shape[3]).take(
+                places, axis=0
+            )
 
     def _mask(self, heads: int, dtype: torch.dtype) -> Tensor:
         """(b * heads, 1, C): -inf before a row's first token, else 0."""
@@ -273,5 +305,6 @@ def most_bytes(scheduler: Scheduler, page_bytes: int) -> int:
 
 
 def words(tensor: Tensor) -> NDArray:
-    """The memory of a tensor for numpy, which copies it faster and knows no bfloat16: as integers of the same size."""
+    """The memory of a tensor for numpy, which copies it faster and knows no bfloat16: as integers
+    of the same size."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).numpy()

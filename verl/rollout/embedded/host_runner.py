@@ -33,14 +33,18 @@ ROWS_BYTES = 1 << 31
 class InvariantDecodeStep(DecodeStep):
     """A decode step in which each row's bits depend on its own keys alone."""
 
-    def attend(self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts) -> Tensor:
+    def attend(
+        self, paging: Paging, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
+    ) -> Tensor:
         """See `Step.attend`."""
         self.store(pages, k, v)
         parts = []
         for rows, table in self.chunks:
             # (rows, W, Hk, page_size, D) -> (rows, Hk, W * page_size, D)
             keys, values = (cache[table].transpose(1, 2).flatten(2, 3) for cache in pages)
-            parts.append(invariant.decode_attention(q[rows], keys, values, self.positions[rows], facts))
+            parts.append(
+                invariant.decode_attention(q[rows], keys, values, self.positions[rows], facts)
+            )
         return torch.cat(parts)
 
 
@@ -93,7 +97,9 @@ class HostRunner(ModelRunner):
         self._key_rows.clear()
         self._lanes = None
         if self.parallel is None and host_lanes.pay(self._body, most_tokens):
-            self._lanes = self._made_lanes = self._made_lanes or Lanes(self._body, self.module.get_output_embeddings())
+            self._lanes = self._made_lanes = self._made_lanes or Lanes(
+                self._body, self.module.get_output_embeddings()
+            )
 
     def steps_at_once(self, scheduler: Scheduler) -> int:
         """See `ModelRunner.steps_at_once`."""
@@ -149,11 +155,16 @@ class HostRunner(ModelRunner):
                     last = answers[-1][0]
             else:
                 noise = noise_keys[:, mine if self.params.temperature else slice(0)]
-                answers = lane.generate(ids[mine], noise, weights, arrays, self.params.temperature or 1.0)
+                answers = lane.generate(
+                    ids[mine], noise, weights, arrays, self.params.temperature or 1.0
+                )
             fill_pages(mine)
             return answers
 
-        return [self._draws(scheduler, slots, answer) for answer in self._lanes.run(weights, len(slots), lanes, run)]
+        return [
+            self._draws(scheduler, slots, answer)
+            for answer in self._lanes.run(weights, len(slots), lanes, run)
+        ]
 
     def _keeps_rows(self, scheduler: Scheduler) -> bool:
         return not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
@@ -165,7 +176,9 @@ class HostRunner(ModelRunner):
         rows, threads = len(scheduler.unfinished), torch.get_num_threads()
         return host_lanes.count_lanes(rows, threads, self._weight_bytes)
 
-    def _noise_keys(self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: int = 0) -> NDArray[np.int32]:
+    def _noise_keys(
+        self, scheduler: Scheduler, slots: NDArray[np.int64], ahead: int = 0
+    ) -> NDArray[np.int32]:
         return row_keys(scheduler.keys[slots], scheduler.drawn[slots] + ahead)
 
     def _draws(self, scheduler: Scheduler, slots: NDArray[np.int64], answer: Answer) -> Draws:
@@ -186,7 +199,9 @@ class HostRunner(ModelRunner):
         with self.paging.computing(step):
             return self._body(ids, positions, step)
 
-    def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> DecodeStep:
+    def _rows_step(
+        self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int
+    ) -> DecodeStep:
         number = positions // size
         kind = InvariantDecodeStep if self.deterministic else DecodeStep
         return kind(
@@ -198,9 +213,11 @@ class HostRunner(ModelRunner):
             page_size=size,
         )
 
-    def _draw(self, hidden: torch.Tensor, keys: NDArray[np.int32], memory: Tensor | None = None) -> Answer:
-        """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of their noise, by logits
-        that may be written to `memory` (rows, V)."""
+    def _draw(
+        self, hidden: torch.Tensor, keys: NDArray[np.int32], memory: Tensor | None = None
+    ) -> Answer:
+        """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of
+        their noise, by logits that may be written to `memory` (rows, V)."""
         noise = None if self.params.temperature == 0 else torch.from_numpy(keys)
         vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         rows = max(1, ALIVE_LOGITS // vocabulary) if memory is None else len(memory)
@@ -209,8 +226,12 @@ class HostRunner(ModelRunner):
         for first in range(0, hidden.shape[0], rows):
             states = hidden[first : first + rows]
             logits = self.logits(states, None if memory is None else memory[: len(states)])
-            parts.append(draw(logits, self.params, None if noise is None else noise[first : first + rows]))
-        tokens, log_probs = (torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts))
+            parts.append(
+                draw(logits, self.params, None if noise is None else noise[first : first + rows])
+            )
+        tokens, log_probs = (
+            torch.cat(columns) if len(parts) > 1 else columns[0] for columns in zip(*parts)
+        )
         if self.parallel is not None:
             self.parallel.agree(tokens)
         return tokens.numpy(), log_probs.numpy()

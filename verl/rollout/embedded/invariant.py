@@ -1,9 +1,11 @@
-"""Batch-invariant computation: the bits of a row depend on that row and the weights, not on the rows beside it.
+"""Batch-invariant computation: the bits of a row depend on that row and the weights, not on the
+rows beside it.
 
-On CPU a BLAS chooses its kernel, and with it the order of its sums, by the shape of a product. So every product here
-is cut into blocks of one shape, the last one padded, and every element-wise function runs on whole vectors, never on
-the scalar loop that ends an array. On CUDA products and sums go through our own kernels, whose order does not
-know how many rows there are. Results may still differ between devices, numbers of threads and versions of torch.
+On CPU a BLAS chooses its kernel, and with it the order of its sums, by the shape of a product. So
+every product here is cut into blocks of one shape, the last one padded, and every element-wise
+function runs on whole vectors, never on the scalar loop that ends an array. On CUDA products and
+sums go through our own kernels, whose order does not know how many rows there are. Results may
+still differ between devices, numbers of threads and versions of torch.
 """
 
 import functools
@@ -31,20 +33,26 @@ from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError
 
 SETTING = "actor_rollout_ref.rollout.deterministic=true"
-# Rows of one product on CPU. Padding costs at one row, blocks at a thousand: of a large weight, 32 rows take 5 times
-# a single one and 1,024 rows 1.7 times one product; small products are all overhead, so they get more rows.
+# Rows of one product on CPU. Padding costs at one row, blocks at a thousand: of a large weight, 32
+# rows take 5 times a single one and 1,024 rows 1.7 times one product; small products are all
+# overhead, so they get more rows.
 BLOCK_ROWS, BLOCK_ROWS_SMALL, SMALL_WEIGHT = 32, 64, 1 << 16
 BLOCK_PRODUCTS = 32  # of one batched product on CPU: the BLAS spreads threads by their number
 BLOCK_KEYS = 64  # whose scores are summed together; the sums are added up in the order of the keys
-# Elements of one call of an element-wise function on CPU: fewer than torch divides among threads (2**15), because a
-# thread's share may end within a vector. _VECTOR is a multiple of what any CPU computes at once.
+# Elements of one call of an element-wise function on CPU: fewer than torch divides among threads
+# (2**15), because a thread's share may end within a vector. _VECTOR is a multiple of what any CPU
+# computes at once.
 PIECE, _VECTOR = 1 << 14, 64
 _ALIGNMENT = 64  # bytes; a BLAS may treat the ends of unaligned rows in another way
 _INNER = (
-    16  # a product over a multiple of so many numbers has no unaligned rows (with 37, AVX2 code sums by a row's place)
+    # a product over a multiple of so many numbers has no unaligned rows (with 37, AVX2 code sums by
+    # a row's place)
+    16
 )
 # From torch 2.12 on, keys are divided by the longest sequence of the batch unless told not to be.
-_ONE_SPLIT: dict[str, Any] = {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
+_ONE_SPLIT: dict[str, Any] = (
+    {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,14 +74,16 @@ def _trusted(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _kernels() -> Any:
-    return importlib.import_module("verl.rollout.embedded.kernels.linear")  # Triton is there beside CUDA only
+    # Triton is there beside CUDA only
+    return importlib.import_module("verl.rollout.embedded.kernels.linear")
 
 
 @_trusted
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
-) -> Tensor:  # fmt: skip
-    """x W^T + b of x (..., K), weight (N, K) with any strides, bias (N,) -> (..., N) in `out_dtype` or the dtype of x.
+) -> Tensor:
+    """x W^T + b of x (..., K), weight (N, K) with any strides, bias (N,) -> (..., N) in `out_dtype`
+    or the dtype of x.
 
     No gradients.
     """
@@ -129,7 +139,8 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @_trusted
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
-    """`verl.models.logprobs.head_logits`: (m, V) logits of hidden states (m, H), in fp32 or float64."""
+    """`verl.models.logprobs.head_logits`: (m, V) logits of hidden states (m, H), in fp32 or
+    float64."""
     logits = linear(hidden, weight, out_dtype=torch.promote_types(hidden.dtype, torch.float32))
     logits = logits if bias is None else logits.add_(bias)
     if head.cap is None:
@@ -138,8 +149,9 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head)
 
 
 def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`verl.rollout.sampling.sample` for CPU. The sums of a lone row would be divided among the threads, so a row that
-    is alone, or the only one of the last chunk, gets a copy of itself as company."""
+    """`verl.rollout.sampling.sample` for CPU. The sums of a lone row would be divided among the
+    threads, so a row that is alone, or the only one of the last chunk, gets a copy of itself as
+    company."""
     rows = logits.shape[0]
     if rows % max(1, CHUNK_LOGITS // logits.shape[1]) == 1:
         logits = torch.cat([logits, logits[-1:]])
@@ -150,31 +162,45 @@ def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[T
 
 @_trusted
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
-    """Causal attention within each packed sequence: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) -> (N, Hq, Dv).
+    """Causal attention within each packed sequence: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) ->
+    (N, Hq, Dv).
 
-    One sequence after the other, except where the variable-length kernel of CUDA computes it, whose tiles are of one
-    sequence each.
+    One sequence after the other, except where the variable-length kernel of CUDA computes it, whose
+    tiles are of one sequence each.
     """
     if varlen_can(q, v, facts):
         return _varlen_attention(q, k, v, layout, facts)
     outputs, start = [], 0
     for length in layout.lengths:
         mine = slice(start, start + length)
-        outputs.append(block_attention(q[mine], k[mine], v[mine], _layout_of_one(length, q.device), facts))
+        outputs.append(
+            block_attention(q[mine], k[mine], v[mine], _layout_of_one(length, q.device), facts)
+        )
         start += length
     return torch.cat(outputs)
 
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
-    # The kernel must not be chosen by the neighbours: one for a longest sequence of 1 swaps queries and heads, so 2 is
-    # stated at least, and a window is given also where every sequence of this batch fits into it.
+    # The kernel must not be chosen by the neighbours: one for a longest sequence of 1 swaps queries
+    # and heads, so 2 is stated at least, and a window is given also where every sequence of this
+    # batch fits into it.
     longest = max(2, *layout.lengths)
     window = (-1 if facts.window is None else facts.window - 1, 0)
     grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
     ends = layout.cu_seqlens
     out = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=facts.scale, window_size=window, **grouped, **_ONE_SPLIT
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=facts.scale,
+        window_size=window,
+        **grouped,
+        **_ONE_SPLIT,
+    )
     assert isinstance(out, Tensor)
     return out
 
@@ -186,11 +212,13 @@ def _layout_of_one(length: int, device: torch.device) -> Layout:
 
 @_trusted
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: Facts) -> Tensor:
-    """One new token a row over gathered keys, for CPU: q (b, Hq, D), k (b, Hk, L, D), v (b, Hk, L, Dv) -> (b, Hq, Dv).
+    """One new token a row over gathered keys, for CPU: q (b, Hq, D), k (b, Hk, L, D), v (b, Hk, L,
+    Dv) -> (b, Hq, Dv).
 
-    positions (b,): the row sees keys 0..position, or the `window` newest of them. What stands behind them, and how
-    much (L), changes no bit: blocks of BLOCK_KEYS keys are products of one shape, added up in the order of the keys,
-    and a masked block adds zeros. All of it is in fp32 at least.
+    positions (b,): the row sees keys 0..position, or the `window` newest of them. What stands
+    behind them, and how much (L), changes no bit: blocks of BLOCK_KEYS keys are products of one
+    shape, added up in the order of the keys, and a masked block adds zeros. All of it is in fp32 at
+    least.
     """
     precise = torch.promote_types(q.dtype, torch.float32)
     rows, heads, length, groups = k.shape[0], k.shape[1], k.shape[2], q.shape[1] // k.shape[1]
@@ -215,7 +243,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
     weights = elementwise(torch.exp, scores.sub_(largest))
     total = _in_order(weights.sum(-1, keepdim=True))
     if facts.sinks is not None:
-        total += elementwise(torch.exp, facts.sinks.to(precise).view(1, heads, 1, groups, 1) - largest)[:, :, 0]
+        total += elementwise(
+            torch.exp, facts.sinks.to(precise).view(1, heads, 1, groups, 1) - largest
+        )[:, :, 0]
     values = _products(weights.view(-1, groups, BLOCK_KEYS), v, transpose=False)
     out = _in_order(values.view(*shape, groups, -1)).div_(total)
     return out.to(q.dtype).view(rows, heads * groups, -1)
@@ -225,7 +255,9 @@ def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
     """a (n, G, K) times b (n, K, N), or b (n, N, K) transposed: (n, G, N)."""
     count, columns = a.shape[0], b.shape[1] if transpose else b.shape[2]
     out = a.new_empty(-(-count // BLOCK_PRODUCTS) * BLOCK_PRODUCTS, a.shape[1], columns)
-    blocks = zip(*(_blocks_of(factor, BLOCK_PRODUCTS) for factor in (a, b)), out.split(BLOCK_PRODUCTS))
+    blocks = zip(
+        *(_blocks_of(factor, BLOCK_PRODUCTS) for factor in (a, b)), out.split(BLOCK_PRODUCTS)
+    )
     for one, other, target in blocks:
         torch.bmm(one, other.transpose(1, 2) if transpose else other, out=target)
     return out[:count]
@@ -240,16 +272,20 @@ def _in_order(parts: Tensor) -> Tensor:
 
 
 def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
-    """Let every module of `model`, which is on `device`, compute in a batch-invariant way, except its attention.
+    """Let every module of `model`, which is on `device`, compute in a batch-invariant way, except
+    its attention.
 
-    Classes and parameters stay what they are, and parameters may be replaced by name. Experts run one after the other,
-    which waits for the device in every layer: such a model cannot be captured in a CUDA graph. Raises ConfigError for
-    float64 on CUDA. Whether something is left that depends on the batch is what `refuse_variant_operations` finds out.
+    Classes and parameters stay what they are, and parameters may be replaced by name. Experts run
+    one after the other, which waits for the device in every layer: such a model cannot be captured
+    in a CUDA graph. Raises ConfigError for float64 on CUDA. Whether something is left that depends
+    on the batch is what `refuse_variant_operations` finds out.
     """
-    if device.type == "cuda" and any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+    if device.type == "cuda" and any(
+        parameter.dtype == torch.float64 for parameter in model.parameters()
+    ):
         raise ConfigError(
-            f"{SETTING} computes in bfloat16, float16 or float32 on CUDA, the engine's weights are float64. "
-            "Set actor_rollout_ref.rollout.dtype to one of these."
+            f"{SETTING} computes in bfloat16, float16 or float32 on CUDA, the engine's weights are "
+            "float64. Set actor_rollout_ref.rollout.dtype to one of these."
         )
     under_mode: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -260,12 +296,15 @@ def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
         elif not isinstance(module, (nn.Embedding, nn.LayerNorm)):
             dims = [parameter.ndim for parameter in module.parameters(recurse=False)]
             if any(dim > 1 for dim in dims):
-                # A router or experts: its products are in its code, and its gate may be in that of its owner.
+                # A router or experts: its products are in its code, and its gate may be in that of
+                # its owner.
                 under_mode.add(model.get_submodule(name.rpartition(".")[0]))
             elif device.type == "cuda" and dims:
-                under_mode.add(module)  # a norm: CUDA's sums over a row depend on the number of rows
+                # a norm: CUDA's sums over a row depend on the number of rows
+                under_mode.add(module)
     if any(name.endswith("experts") for name, _ in model.named_modules()):
-        with suppress(ValueError):  # experts that are a list of plain layers have one implementation
+        # experts that are a list of plain layers have one implementation
+        with suppress(ValueError):
             model.set_experts_implementation("eager")
     for module in under_mode:
         module.forward = functools.partial(_forward_under_mode, module.forward)
@@ -297,7 +336,9 @@ def _matmul(x: Tensor, other: Tensor) -> Tensor:
     return linear(x, other.t()) if other.ndim == 2 and x.ndim > 1 else torch.matmul(x, other)
 
 
-def _row_reduction(function: Callable[..., Tensor], x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any):
+def _row_reduction(
+    function: Callable[..., Tensor], x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any
+):
     if not (x.is_cuda and _is_last(dim, x) and x.dtype.is_floating_point and not more):
         return function(x, **({} if dim is None else {"dim": dim, "keepdim": keepdim}), **more)
     total = _kernels().row_sum(x)
@@ -326,32 +367,103 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
 
 
 class InvariantOperations(TorchFunctionMode):
-    """A context in which torch's products, activations and sums of a row are ours, for code that does its own
-    arithmetic. It takes two microseconds a call of torch, and nothing where a CUDA graph is replayed."""
+    """A context in which torch's products, activations and sums of a row are ours, for code that
+    does its own arithmetic. It takes two microseconds a call of torch, and nothing where a CUDA
+    graph is replayed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        ours = None if "out" in kwargs else _REPLACED.get(func)  # what has an `out` was called by ours
+        # what has an `out` was called by ours
+        ours = None if "out" in kwargs else _REPLACED.get(func)
         return func(*args, **kwargs) if ours is None else ours(*args, **kwargs)
 
 
 # What moves rows, or computes each of them by itself, on any device.
 _ROW_WISE = {
-    "_fused_rms_norm", "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "amax", "amin", "arange", "argmax",
-    "cat", "clone", "contiguous", "copy_", "embedding", "empty", "empty_like", "fill_", "full", "gather", "index",
-    "index_add_", "index_copy_", "index_select", "layer_norm", "lift_fresh", "log_softmax", "native_layer_norm",
-    "new_empty", "new_zeros", "ones_like", "repeat", "rms_norm", "scatter_", "softmax", "stack", "topk", "where",
-    "zero_", "zeros", "zeros_like",
-}  # fmt: skip
-# Over the last dimension these are sums of a row; on CUDA their order depends on the number of rows.
+    "_fused_rms_norm",
+    "_log_softmax",
+    "_softmax",
+    "_to_copy",
+    "_unsafe_view",
+    "amax",
+    "amin",
+    "arange",
+    "argmax",
+    "cat",
+    "clone",
+    "contiguous",
+    "copy_",
+    "embedding",
+    "empty",
+    "empty_like",
+    "fill_",
+    "full",
+    "gather",
+    "index",
+    "index_add_",
+    "index_copy_",
+    "index_select",
+    "layer_norm",
+    "lift_fresh",
+    "log_softmax",
+    "native_layer_norm",
+    "new_empty",
+    "new_zeros",
+    "ones_like",
+    "repeat",
+    "rms_norm",
+    "scatter_",
+    "softmax",
+    "stack",
+    "topk",
+    "where",
+    "zero_",
+    "zeros",
+    "zeros_like",
+}
+# Over the last dimension these are sums of a row; on CUDA their order depends on the number of
+# rows.
 _SUMS = {"sum", "mean", "var", "logsumexp", "cumsum"}
-# Element-wise functions that give the same bits in the vectors and at the end of an array on CPU, as silu, gelu,
-# sigmoid, general powers and others do not.
+# Element-wise functions that give the same bits in the vectors and at the end of an array on CPU,
+# as silu, gelu, sigmoid, general powers and others do not.
 _SAME_AT_THE_END = {
-    "abs", "add", "addcdiv", "addcmul", "bitwise_not", "clamp", "clamp_max", "clamp_min", "cos", "div", "eq", "erf",
-    "exp", "ge", "gt", "le", "log", "log1p", "log2", "logical_not", "lt", "masked_fill", "maximum", "minimum", "mul",
-    "ne", "neg", "reciprocal", "relu", "rsqrt", "rsub", "sin", "sqrt", "square", "sub", "tanh",
-}  # fmt: skip
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "bitwise_not",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "cos",
+    "div",
+    "eq",
+    "erf",
+    "exp",
+    "ge",
+    "gt",
+    "le",
+    "log",
+    "log1p",
+    "log2",
+    "logical_not",
+    "lt",
+    "masked_fill",
+    "maximum",
+    "minimum",
+    "mul",
+    "ne",
+    "neg",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "rsub",
+    "sin",
+    "sqrt",
+    "square",
+    "sub",
+    "tanh",
+}
 
 
 class _Audit(TorchDispatchMode):
@@ -375,7 +487,9 @@ class _Audit(TorchDispatchMode):
 
 def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
     name = func.overloadpacket.__name__
-    tensors = [item for item in tree_leaves(args) if isinstance(item, Tensor) and item.is_floating_point()]
+    tensors = [
+        item for item in tree_leaves(args) if isinstance(item, Tensor) and item.is_floating_point()
+    ]
     if not tensors or name in _ROW_WISE or func.is_view:
         return True
     if name in ("bmm", "mm"):
@@ -383,23 +497,28 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
     if tensors[0].is_cuda:
         return torch.Tag.pointwise in func.tags
     name = name.removesuffix("_")
-    if tensors[0].dtype in (torch.bfloat16, torch.float16) and (name == "rsqrt" or kwargs.get("alpha", 1) != 1):
+    if tensors[0].dtype in (torch.bfloat16, torch.float16) and (
+        name == "rsqrt" or kwargs.get("alpha", 1) != 1
+    ):
         return False
     if name in _SUMS:
         return len(args) > 1 and _is_last(args[1], tensors[0])
-    return name in _SAME_AT_THE_END or (name == "pow" and not isinstance(args[1], Tensor) and args[1] in (0.5, 2, 3))
+    return name in _SAME_AT_THE_END or (
+        name == "pow" and not isinstance(args[1], Tensor) and args[1] in (0.5, 2, 3)
+    )
 
 
 @contextmanager
 def refuse_variant_operations(family: str) -> Iterator[None]:
-    """A context around one forward of a model after `make_invariant`. Raises ConfigError that names every operation in
-    it whose result for a row may depend on the rows beside it."""
+    """A context around one forward of a model after `make_invariant`. Raises ConfigError that names
+    every operation in it whose result for a row may depend on the rows beside it."""
     audit = _Audit()
     with audit:
         yield
     if audit.found:
         found = ", ".join(sorted(audit.found))
         raise ConfigError(
-            f"{SETTING} is not possible for the model family '{family}': what {found} gives for one sample may depend "
-            "on the rest of the batch. Turn it off, or use a family such as Llama, Qwen, Mistral, Gemma or Phi."
+            f"{SETTING} is not possible for the model family '{family}': what {found} gives for "
+            "one sample may depend on the rest of the batch. Turn it off, or use a family such as "
+            "Llama, Qwen, Mistral, Gemma or Phi."
         )

@@ -1,4 +1,5 @@
-"""Which page of the key-value cache belongs to whom, and what the pages that nobody holds still remember."""
+"""Which page of the key-value cache belongs to whom, and what the pages that nobody holds still
+remember."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -8,32 +9,37 @@ from numpy.typing import NDArray
 
 
 class PageAllocator:
-    """Pages 0..num_pages-1 with reference counts: a page is free when nobody holds it, shared when several do.
+    """Pages 0..num_pages-1 with reference counts: a page is free when nobody holds it, shared when
+    several do.
 
-    A full page may be registered under the tokens it holds and those before it. It can be found by them until it is
-    handed out again, which happens to the page that was let go of longest ago when no other is free. The order in which
-    pages are handed out depends on the calls alone, so a run can be repeated.
+    A full page may be registered under the tokens it holds and those before it. It can be found by
+    them until it is handed out again, which happens to the page that was let go of longest ago when
+    no other is free. The order in which pages are handed out depends on the calls alone, so a run
+    can be repeated.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = 0
         self.references: NDArray[np.int32] = np.zeros(0, np.int32)
         self._free: list[int] = []
-        # Registered pages: (key of the page before, tokens) -> (page, its own key). Keys are never used twice, so what
-        # follows a page that was handed out again cannot be found any more.
+        # Registered pages: (key of the page before, tokens) -> (page, its own key). Keys are never
+        # used twice, so what follows a page that was handed out again cannot be found any more.
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # of registered pages
-        self._idle: OrderedDict[int, None] = OrderedDict()  # registered pages that nobody holds, oldest first
+        # registered pages that nobody holds, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._last_key = 0
         self.peak = 0  # most pages in use at once since `reset_peak`
         self.grow(num_pages)
 
     def grow(self, num_pages: int) -> None:
-        """Have `num_pages` pages, at least as many as there are; those there are stay as they are."""
+        """Have `num_pages` pages, at least as many as there are; those there are stay as they
+        are."""
         assert num_pages >= self.num_pages
         free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
         references = np.append(self.references, np.zeros(num_pages - self.num_pages, np.int32))
-        self._free, self.references, self.num_pages = free, references, num_pages  # no interrupt comes in between
+        # no interrupt comes in between
+        self._free, self.references, self.num_pages = free, references, num_pages
 
     @property
     def num_free(self) -> int:
@@ -62,7 +68,8 @@ class PageAllocator:
 
     def free(self, pages: Sequence[int]) -> None:
         """Let go of `pages`, one hold each; a page whose last hold this was is free."""
-        # Backwards: without its first page the rest of a sequence cannot be found, so the first is forgotten last.
+        # Backwards: without its first page the rest of a sequence cannot be found, so the first is
+        # forgotten last.
         for page in reversed(pages):
             assert self.references[page] > 0, f"page {page} was freed twice"
             self.references[page] -= 1
@@ -76,7 +83,8 @@ class PageAllocator:
         return bool(self.references[page] > 1)
 
     def register(self, token_ids: Sequence[int], pages: Sequence[int], page_size: int) -> None:
-        """Let the full pages among `pages`, which hold the keys of `token_ids`, be found by `find`."""
+        """Let the full pages among `pages`, which hold the keys of `token_ids`, be found by
+        `find`."""
         key = 0
         for number, page in enumerate(pages[: len(token_ids) // page_size]):
             name = (key, tuple(token_ids[number * page_size : (number + 1) * page_size]))
@@ -89,7 +97,8 @@ class PageAllocator:
             key = self._registered[name][1]
 
     def find(self, token_ids: Sequence[int], page_size: int) -> list[int]:
-        """Registered pages with the keys of as many leading tokens as possible; they may be shared at once."""
+        """Registered pages with the keys of as many leading tokens as possible; they may be shared
+        at once."""
         pages: list[int] = []
         key = 0
         for start in range(0, len(token_ids) - page_size + 1, page_size):
@@ -104,16 +113,23 @@ class PageAllocator:
         self.peak = self.num_pages - self.num_free
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Every page is either free or held exactly as often as `holders` (one list of pages each) say."""
+        """Every page is either free or held exactly as often as `holders` (one list of pages each)
+        say."""
         expected = np.zeros(self.num_pages, np.int32)
         for pages in holders:
             for page in pages:
                 expected[page] += 1
-        assert np.array_equal(expected, self.references), "reference counts differ from the holders' lists"
+        assert np.array_equal(expected, self.references), (
+            "reference counts differ from the holders' lists"
+        )
         free = [*self._free, *self._idle]
         assert len(set(free)) == len(free), "a page is free twice"
-        assert sorted(free) == np.flatnonzero(expected == 0).tolist(), "free list differs from the counts"
-        assert {page: name for name, (page, _) in self._registered.items()} == self._names, "names of pages are lost"
+        assert sorted(free) == np.flatnonzero(expected == 0).tolist(), (
+            "free list differs from the counts"
+        )
+        assert {page: name for name, (page, _) in self._registered.items()} == self._names, (
+            "names of pages are lost"
+        )
         assert self._idle.keys() <= self._names.keys(), "a page without a name waits to be found"
 
     def _note_peak(self) -> None:

@@ -1,4 +1,5 @@
-"""Runs the engine's module: packed prefill, batched decode, logits of the rows that need them, the draw."""
+"""Runs the engine's module: packed prefill, batched decode, logits of the rows that need them, the
+draw."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,8 +25,8 @@ from verl.utils.logging import logger
 
 
 class Draws(NamedTuple):
-    """One draw for each of `slots`, launched in `epochs`. `result` gives the tokens (b,) and their log-probs (b,), and
-    waits for them where the device still computes."""
+    """One draw for each of `slots`, launched in `epochs`. `result` gives the tokens (b,) and their
+    log-probs (b,), and waits for them where the device still computes."""
 
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
@@ -37,14 +38,16 @@ Body = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 class ModelRunner:
-    """A model with paged attention, and the pages of its layers. A subclass for each kind of device.
+    """A model with paged attention, and the pages of its layers. A subclass for each kind of
+    device.
 
-    Everything that comes in is host memory (lists and numpy arrays); what is drawn comes back as `Draws`, of which
-    `lag` may be on their way while the next step is launched.
+    Everything that comes in is host memory (lists and numpy arrays); what is drawn comes back as
+    `Draws`, of which `lag` may be on their way while the next step is launched.
     """
 
     lag = 0
-    refill_share = 0.0  # of the slots that must be free before more samples are admitted to a running batch
+    # of the slots that must be free before more samples are admitted to a running batch
+    refill_share = 0.0
 
     def __init__(
         self,
@@ -72,13 +75,17 @@ class ModelRunner:
         self.head = head_of(module)
         self.num_pages = 0
         self.capture_s = 0.0
-        self._body: Body | None = None  # made at the first `begin`, which comes when the weights are there
+        # made at the first `begin`, which comes when the weights are there
+        self._body: Body | None = None
         self._shapes: dict[nn.Module, LayerShape] = {}
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers. Needs the model's weights the first time."""
-        numbers = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in self.layer_shapes().values())
+        numbers = sum(
+            shape.heads * (shape.key_dim + shape.value_dim)
+            for shape in self.layer_shapes().values()
+        )
         return numbers * self.page_size * self.dtype.itemsize
 
     @property
@@ -92,9 +99,14 @@ class ModelRunner:
         return 0
 
     def layer_shapes(self) -> dict[nn.Module, LayerShape]:
-        """The shape of every layer's cache, read off a prefill of one token: configs name head sizes in many ways."""
+        """The shape of every layer's cache, read off a prefill of one token: configs name head
+        sizes in many ways."""
         if not self._shapes:
-            audit = refuse_variant_operations(self.module.config.model_type) if self.deterministic else nullcontext()
+            audit = (
+                refuse_variant_operations(self.module.config.model_type)
+                if self.deterministic
+                else nullcontext()
+            )
             with self.paging.counting() as seen, audit:
                 self.prefill([[0]], [[0]])
             self._shapes = dict(seen)
@@ -104,14 +116,23 @@ class ModelRunner:
     def allocate(self, num_pages: int) -> None:
         """Make the cache `num_pages` long, at least as long as it is; what it holds stays."""
         for module, shape in self.layer_shapes().items():
-            # Zeros: a masked position has weight 0, and 0 times the NaN of fresh memory would be NaN.
+            # Zeros: a masked position has weight 0, and 0 times the NaN of fresh memory would be
+            # NaN.
             keys, values = (
-                torch.zeros(num_pages, shape.heads, self.page_size, dim, dtype=self.dtype, device=self.device)
+                torch.zeros(
+                    num_pages,
+                    shape.heads,
+                    self.page_size,
+                    dim,
+                    dtype=self.dtype,
+                    device=self.device,
+                )
                 for dim in (shape.key_dim, shape.value_dim)
             )
             if module in self.paging.layers:
                 for new, old in zip((keys, values), self.paging.layers[module]):
-                    new[: self.num_pages] = old[: self.num_pages]  # longer, where an interrupt has ended this before
+                    # longer, where an interrupt has ended this before
+                    new[: self.num_pages] = old[: self.num_pages]
             self.paging.layers[module] = LayerPages(keys, values)
         self.num_pages = num_pages
 
@@ -125,14 +146,20 @@ class ModelRunner:
         return {}
 
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Compute S whole sequences and fill their pages; gives the last hidden state of each, (S, H)."""
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Compute S whole sequences and fill their pages; gives the last hidden state of each, (S,
+        H)."""
         size = self.page_size
         lengths = [len(sequence) for sequence in sequences]
         positions = np.concatenate([np.arange(length) for length in lengths])
         ids = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
         owners = np.concatenate(
-            [np.repeat(np.asarray(mine, np.int64), size)[:length] for mine, length in zip(pages, lengths)]
+            [
+                np.repeat(np.asarray(mine, np.int64), size)[:length]
+                for mine, length in zip(pages, lengths)
+            ]
         )
         ends = np.cumsum([0, *lengths])
         layout = Layout(tuple(lengths), self.to_device(ends.astype(np.int32)))
@@ -142,14 +169,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def extend(
-        self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]], cached: Sequence[int]
+        self,
+        sequences: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        cached: Sequence[int],
     ) -> torch.Tensor:
-        """`prefill` of sequences whose first `cached` tokens have their keys in the pages: each of the others is a row
-        of one decode step."""
+        """`prefill` of sequences whose first `cached` tokens have their keys in the pages: each of
+        the others is a row of one decode step."""
         size = self.page_size
         counts = [len(sequence) - start for sequence, start in zip(sequences, cached)]
-        ids = np.concatenate([np.asarray(sequence[start:], np.int64) for sequence, start in zip(sequences, cached)])
-        positions = np.concatenate([np.arange(start, start + count) for start, count in zip(cached, counts)])
+        ids = np.concatenate(
+            [np.asarray(sequence[start:], np.int64) for sequence, start in zip(sequences, cached)]
+        )
+        positions = np.concatenate(
+            [np.arange(start, start + count) for start, count in zip(cached, counts)]
+        )
         table = np.zeros((len(sequences), max(map(len, pages))), np.int64)
         for row, mine in enumerate(pages):
             table[row, : len(mine)] = mine
@@ -167,21 +201,30 @@ class ModelRunner:
         if can_fuse(self.module):
             shapes = self.layer_shapes()
             return fused(
-                self.module, self.paging, shapes, max_positions=self.max_model_len, parallel=self.parallel
-            )  # fmt: skip
-        logger.info(f"rollout: '{self.module.config.model_type}' decodes through its module's own layers")
+                self.module,
+                self.paging,
+                shapes,
+                max_positions=self.max_model_len,
+                parallel=self.parallel,
+            )
+        logger.info(
+            f"rollout: '{self.module.config.model_type}' decodes through its module's own layers"
+        )
         return self.hidden
 
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
-        """The first draw (or the first after a pre-emption) of `slots` (b,), from hidden states (b, H)."""
+        """The first draw (or the first after a pre-emption) of `slots` (b,), from hidden states (b,
+        H)."""
         raise NotImplementedError
 
     def steps_at_once(self, scheduler: Scheduler) -> int:
-        """How many steps one call of `decode` takes at most. A sample that ends in one of them is computed on with."""
+        """How many steps one call of `decode` takes at most. A sample that ends in one of them is
+        computed on with."""
         return 1
 
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
-        """Feed the last token of each of `slots` (b,), whose pages are ready, and draw the next, so many times."""
+        """Feed the last token of each of `slots` (b,), whose pages are ready, and draw the next, so
+        many times."""
         raise NotImplementedError
 
     @torch.inference_mode()
@@ -192,8 +235,11 @@ class ModelRunner:
             for cache in layer:
                 cache.index_copy_(0, target, cache.index_select(0, source))
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | Step) -> torch.Tensor:
-        """Token ids (N,) at positions (N,) -> hidden states (N, H), through the module's own layers."""
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | Step
+    ) -> torch.Tensor:
+        """Token ids (N,) at positions (N,) -> hidden states (N, H), through the module's own
+        layers."""
         with self.paging.computing(step):
             output = self.module.base_model(
                 input_ids=ids[None],
@@ -211,14 +257,19 @@ class ModelRunner:
             return invariant_head_logits(hidden, linear.weight, linear.bias, self.head)
         return head_logits(hidden, linear.weight, linear.bias, self.head, out=out)
 
-    def _prefill_hidden(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep) -> torch.Tensor:
+    def _prefill_hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep
+    ) -> torch.Tensor:
         return self.hidden(ids, positions, step)
 
     def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> Step:
-        """A step of one token a row, at positions (b,) of sequences whose pages table (b, W) lists."""
+        """A step of one token a row, at positions (b,) of sequences whose pages table (b, W)
+        lists."""
         raise NotImplementedError
 
-    def _prefill_step(self, layout: Layout, pages: torch.Tensor, offsets: torch.Tensor) -> PrefillStep:
+    def _prefill_step(
+        self, layout: Layout, pages: torch.Tensor, offsets: torch.Tensor
+    ) -> PrefillStep:
         return PrefillStep(layout, pages, offsets)
 
     def to_device(self, array: NDArray) -> torch.Tensor:

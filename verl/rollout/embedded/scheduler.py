@@ -1,4 +1,5 @@
-"""Who runs, who waits, and whose pages are whose. Knows no tensor but a prompt's last hidden state."""
+"""Who runs, who waits, and whose pages are whose. Knows no tensor but a prompt's last hidden
+state."""
 
 import heapq
 from collections import deque
@@ -37,8 +38,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Prefill:
-    """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens. The keys of its first
-    `cached` tokens are in its pages already."""
+    """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens.
+    The keys of its first `cached` tokens are in its pages already."""
 
     token_ids: list[int]
     pages: list[int]
@@ -48,8 +49,8 @@ class Prefill:
 
 @dataclass(slots=True)
 class Admission:
-    """What starts to run. Slot i draws its first token from the hidden state of its group, or of `prefills[n]` where
-    `resumed[slot] = n`."""
+    """What starts to run. Slot i draws its first token from the hidden state of its group, or of
+    `prefills[n]` where `resumed[slot] = n`."""
 
     slots: list[int]
     prefills: list[Prefill]
@@ -57,13 +58,15 @@ class Admission:
 
 
 class Scheduler:
-    """Admission in order of request and sample; pre-emption of the latest admitted, which waits at the front. With
-    `redraw` it begins anew, otherwise with the tokens it has drawn.
+    """Admission in order of request and sample; pre-emption of the latest admitted, which waits at
+    the front. With `redraw` it begins anew, otherwise with the tokens it has drawn.
 
-    A running sample owns a slot: one row of the arrays below. `running` lists the slots in order of admission.
+    A running sample owns a slot: one row of the arrays below. `running` lists the slots in order of
+    admission.
 
-    The device may be some draws ahead of what is known here: `launched` counts the draws asked for, `drawn` those whose
-    tokens have come back. A slot's `epoch` changes when its sample leaves: tokens that come back late belong to nobody.
+    The device may be some draws ahead of what is known here: `launched` counts the draws asked for,
+    `drawn` those whose tokens have come back. A slot's `epoch` changes when its sample leaves:
+    tokens that come back late belong to nobody.
     """
 
     def __init__(
@@ -87,10 +90,13 @@ class Scheduler:
         self.redraw = redraw
         slots = min(max_num_seqs, len(self.waiting))
         longest = max((sample.limit for sample in self.waiting), default=1)
-        longest_sequence = max((len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1)
+        longest_sequence = max(
+            (len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1
+        )
         self.running: NDArray[np.int64] = np.empty(0, np.int64)
         self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
-        self.cached = np.zeros(slots, np.int64)  # tokens whose keys are in the pages, or will be by what is launched
+        # tokens whose keys are in the pages, or will be by what is launched
+        self.cached = np.zeros(slots, np.int64)
         self.launched = np.zeros(slots, np.int64)
         self.drawn = np.zeros(slots, np.int64)
         self.epoch = np.zeros(slots, np.int64)
@@ -98,11 +104,13 @@ class Scheduler:
         self.keys = np.zeros(slots, np.uint64)
         self.token_ids = np.zeros((slots, longest), np.int64)
         self.log_probs = np.zeros((slots, longest), np.float32)
-        self._changed: set[int] = set()  # slots whose row of `table` is not what `take_changed` last gave
+        # slots whose row of `table` is not what `take_changed` last gave
+        self._changed: set[int] = set()
         self._samples: list[Sample | None] = [None] * slots
         self._held: list[list[int]] = [[] for _ in range(slots)]
         self._free_slots = list(range(slots))
-        self._prompts: list[Group] = []  # groups whose prompt pages are held for samples yet to come
+        # groups whose prompt pages are held for samples yet to come
+        self._prompts: list[Group] = []
         self.preemptions = 0
         self.discarded = 0  # tokens that pre-empted samples draw again
 
@@ -113,7 +121,8 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """Start as many waiting samples as slots, pages and the token budget of a prefill allow.
 
-        While others run, nobody starts before `refill` can start at once: a prefill has a price of its own.
+        While others run, nobody starts before `refill` can start at once: a prefill has a price of
+        its own.
         """
         if self.running.size and len(self._free_slots) < min(self.refill, len(self.waiting)):
             return None
@@ -122,7 +131,8 @@ class Scheduler:
         while self.waiting and self._free_slots:
             sample = self.waiting[0]
             group = sample.group
-            # Every sample needs a page of its own soon: the copy of its prompt's last page, or the next one.
+            # Every sample needs a page of its own soon: the copy of its prompt's last page, or the
+            # next one.
             spare = len(admission.slots) + self.running.size // self.page_size
             if sample.token_ids or group.pages is None:
                 token_ids = [*group.prompt, *sample.token_ids]
@@ -132,12 +142,16 @@ class Scheduler:
                 # A sequence longer than the whole budget is computed alone.
                 if admission.prefills and uncached > budget:
                     break
-                if not self._make_room(needed, spare, idle=not admission.slots and not self.running.size):
+                if not self._make_room(
+                    needed, spare, idle=not admission.slots and not self.running.size
+                ):
                     break
                 budget -= uncached
                 pages = [*self.pages.share(found), *self.pages.allocate(needed - len(found))]
                 cached = len(token_ids) - uncached
-                admission.prefills.append(Prefill(token_ids, pages, cached, None if sample.token_ids else group))
+                admission.prefills.append(
+                    Prefill(token_ids, pages, cached, None if sample.token_ids else group)
+                )
                 if not sample.token_ids:
                     group.pages = pages
                     self._prompts.append(group)
@@ -155,18 +169,25 @@ class Scheduler:
         return self.running[self.launched[self.running] < self.limits[self.running]]
 
     def steps_ahead(self, most: int) -> int:
-        """How many steps, at least one and at most `most`, all unfinished slots can take together: none has drawn its
-        last token before the last step, and there are pages for all."""
+        """How many steps, at least one and at most `most`, all unfinished slots can take together:
+        none has drawn its last token before the last step, and there are pages for all."""
         rows = self.unfinished
-        steps = int((self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size)))
-        return steps if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))) else 1
+        steps = int(
+            (self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size))
+        )
+        return (
+            steps if steps == 1 or self.pages.can_allocate(len(self._lacking_pages(steps))) else 1
+        )
 
-    def prepare_decode(self, steps: int, *, may_preempt: bool = True) -> tuple[list[tuple[int, int]], bool]:
-        """Give every unfinished slot pages of its own for its next `steps` tokens, pre-empting the latest if need be.
+    def prepare_decode(
+        self, steps: int, *, may_preempt: bool = True
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """Give every unfinished slot pages of its own for its next `steps` tokens, pre-empting the
+        latest if need be.
 
-        Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared until written to.
-        And whether all have theirs: False only where a sample would have to go and `may_preempt` is False, because
-        tokens it has drawn are still on the device.
+        Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared
+        until written to. And whether all have theirs: False only where a sample would have to go
+        and `may_preempt` is False, because tokens it has drawn are still on the device.
         """
         copies: list[tuple[int, int]] = []
         for slot, index in self._lacking_pages(steps):
@@ -200,8 +221,8 @@ class Scheduler:
         return changed
 
     def launch(self, slots: NDArray[np.int64], *, fed: int) -> None:
-        """Note that the first draw of each of `slots` was launched (fed = 0), or one for each of the next `fed` tokens
-        that go into its pages."""
+        """Note that the first draw of each of `slots` was launched (fed = 0), or one for each of
+        the next `fed` tokens that go into its pages."""
         self.launched[slots] += max(fed, 1)
         self.cached[slots] += fed
 
@@ -246,13 +267,14 @@ class Scheduler:
         return sample.sample_id
 
     def check_integrity(self) -> None:
-        """Pages are held by running samples and by prompts with samples yet to start, and by nobody else."""
+        """Pages are held by running samples and by prompts with samples yet to start, and by nobody
+        else."""
         prompts = [group.pages for group in self._prompts if group.pages is not None]
         self.pages.check_integrity([*self._held, *prompts])
 
     def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
-        """(slot, number of the page in its sequence) where an unfinished slot's next `steps` tokens go to a page that
-        it has not, or not alone."""
+        """(slot, number of the page in its sequence) where an unfinished slot's next `steps` tokens
+        go to a page that it has not, or not alone."""
         rows, size = self.unfinished, self.page_size
         cached = self.cached[rows]
         shared = (cached % size > 0) & (self.pages.references[self.table[rows, cached // size]] > 1)
@@ -292,7 +314,8 @@ class Scheduler:
             self._drop_prompt(group)
 
     def _find(self, token_ids: list[int]) -> list[int]:
-        """Pages with the keys of the first of these tokens, if they are half of them; the last one is left to compute.
+        """Pages with the keys of the first of these tokens, if they are half of them; the last one
+        is left to compute.
 
         To compute the rest of a sequence is slower a token than to compute a whole one.
         """
@@ -301,13 +324,16 @@ class Scheduler:
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:
-            # Nothing runs, so only prompts kept for later can be in the way. That one sample fits alone was
-            # checked before the first was admitted.
-            return self.pages.can_allocate(needed) or (self._drop_prompts() and self.pages.can_allocate(needed))
+            # Nothing runs, so only prompts kept for later can be in the way. That one sample fits
+            # alone was checked before the first was admitted.
+            return self.pages.can_allocate(needed) or (
+                self._drop_prompts() and self.pages.can_allocate(needed)
+            )
         return self.pages.can_allocate(needed + spare)
 
     def _drop_prompts(self) -> bool:
-        """Forget prompts kept for samples yet to start (they are computed again then); False if there were none."""
+        """Forget prompts kept for samples yet to start (they are computed again then); False if
+        there were none."""
         dropped = bool(self._prompts)
         for group in list(self._prompts):
             self._drop_prompt(group)
@@ -323,7 +349,8 @@ class Scheduler:
     def _preempt(self, slot: int) -> None:
         sample = self._save(slot)
         if self.redraw:
-            # Drawn again they will be the same tokens, and their keys the same bits, as those of a prefill are not.
+            # Drawn again they will be the same tokens, and their keys the same bits, as those of a
+            # prefill are not.
             self.discarded += len(sample.token_ids)
             sample.token_ids, sample.log_probs = [], []
             sample.group.unstarted += 1

@@ -1,12 +1,14 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): the neighbours of a group of ranks share one engine.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): the neighbours of a group of ranks
+share one engine.
 
-The ranks run the same scheduler over the same requests in lock step. Each has the queries, keys and values of its
-heads, its units of the feed-forward parts, and pages for its key heads alone; two sums over the group in a layer make
-hidden states whole. Which weights are cut, and how, says the plan that transformers has for the family.
+The ranks run the same scheduler over the same requests in lock step. Each has the queries, keys and
+values of its heads, its units of the feed-forward parts, and pages for its key heads alone; two
+sums over the group in a layer make hidden states whole. Which weights are cut, and how, says the
+plan that transformers has for the family.
 
-Embeddings, norms and head are whole on every rank: 2 V H numbers, or V H where head and embeddings are tied (2.2 GB of
-the 15.2 GB of Qwen2.5-7B in bf16, 0.5 of the 3.1 GB of Qwen2.5-1.5B). Every rank has all logits then, and none of them
-travel.
+Embeddings, norms and head are whole on every rank: 2 V H numbers, or V H where head and embeddings
+are tied (2.2 GB of the 15.2 GB of Qwen2.5-7B in bf16, 0.5 of the 3.1 GB of Qwen2.5-1.5B). Every
+rank has all logits then, and none of them travel.
 """
 
 import re
@@ -28,30 +30,37 @@ SETTING = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 # A rank's part of a whole tensor.
 Cut = Callable[[Tensor], Tensor]
 
-# How the plans of transformers cut a module or a parameter. `packed`: each half of the outputs for itself.
+# How the plans of transformers cut a module or a parameter. `packed`: each half of the outputs for
+# itself.
 _COLWISE, _PACKED, _ROWWISE, _EXPERTS = "colwise", "packed_colwise", "rowwise", "moe_tp_experts"
 _WHOLE = "replicated_with_grad_allreduce"
 _STYLES = (_COLWISE, _PACKED, _ROWWISE, _EXPERTS, _WHOLE)
 _SUMMED = (_ROWWISE, _EXPERTS)  # modules whose outputs are a rank's share of a sum
 # Numbers of a configuration that the ranks have equal parts of.
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+_DIVIDED = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
 
 
 def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Raise ConfigError, naming the family and what to set, where `size` ranks cannot share an engine of it. Needs no
-    weights."""
+    """Raise ConfigError, naming the family and what to set, where `size` ranks cannot share an
+    engine of it. Needs no weights."""
     text: Any = config.get_text_config()
     family, plan = config.model_type, _plan(text)
     if not plan:
         raise ConfigError(
-            f"{SETTING}={size}: transformers has no plan for cutting the model family '{family}'. Set {SETTING}=1."
+            f"{SETTING}={size}: transformers has no plan for cutting the model family '{family}'. "
+            f"Set {SETTING}=1."
         )
     strange = {place: style for place, style in plan.items() if style not in _STYLES}
     if strange:
         place, style = next(iter(strange.items()))
         raise ConfigError(
-            f"{SETTING}={size}: the engine cannot cut the model family '{family}', whose '{place}' is '{style}' in the "
-            f"plan of transformers. Set {SETTING}=1."
+            f"{SETTING}={size}: the engine cannot cut the model family '{family}', whose '{place}' "
+            f"is '{style}' in the plan of transformers. Set {SETTING}=1."
         )
     counts = {name: getattr(text, name, None) for name in _DIVIDED}
     counts = {name: count for name, count in counts.items() if isinstance(count, int)}
@@ -59,18 +68,21 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
         facts = ", ".join(f"{name}={count}" for name, count in counts.items())
         # A divisor of the size: it divides the number of ranks as well.
         fitting = (part for part in range(size - 1, 0, -1) if not size % part)
-        largest = next(part for part in fitting if not any(count % part for count in counts.values()))
+        largest = next(
+            part for part in fitting if not any(count % part for count in counts.values())
+        )
         raise ConfigError(
-            f"{SETTING} must divide what the family '{family}' has of heads and feed-forward units, got {size} and "
-            f"{facts}. Set it to {largest}."
+            f"{SETTING} must divide what the family '{family}' has of heads and feed-forward "
+            f"units, got {size} and {facts}. Set it to {largest}."
         )
 
 
 class TensorParallel:
     """One rank's part in the engine of a group. Every rank of `axis` must make each call alike.
 
-    `in_order`: sums are added up in the order of the ranks, whatever the shape. The rings of NCCL and gloo begin at
-    another rank in each part of a tensor, so the bits of a row would depend on where in the batch it stands.
+    `in_order`: sums are added up in the order of the ranks, whatever the shape. The rings of NCCL
+    and gloo begin at another rank in each part of a tensor, so the bits of a row would depend on
+    where in the batch it stands.
     """
 
     def __init__(self, model: PreTrainedModel, axis: Axis, *, in_order: bool) -> None:
@@ -83,7 +95,8 @@ class TensorParallel:
         self.cuts = dict(self._cuts(model))
 
     def sum_outputs(self, module: PreTrainedModel) -> None:
-        """Let the modules of the engine's model give whole states where they compute a share of them."""
+        """Let the modules of the engine's model give whole states where they compute a share of
+        them."""
         for name, part in module.named_modules():
             if self._style(name) in _SUMMED:
                 part.register_forward_hook(lambda _module, _inputs, output: self.sum(output))
@@ -93,7 +106,8 @@ class TensorParallel:
         return lambda *arguments: self.sum(part(*arguments))
 
     def sum(self, share: Tensor) -> Tensor:
-        """The sum of `share` over the ranks, which may be in its memory; the same bits on all of them."""
+        """The sum of `share` over the ranks, which may be in its memory; the same bits on all of
+        them."""
         if not self._in_order:
             return all_reduce_sum(share, self.axis)
         shares = share.new_empty(self.axis.size, *share.shape)
@@ -106,10 +120,11 @@ class TensorParallel:
     def agree(self, tokens: Tensor) -> None:
         """Make `tokens`, drawn on every rank, those of the first.
 
-        They are equal already: rings and trees compute an element of a sum in one place and hand it on, and equal
-        states go through equal kernels. But where one rank's library chose another kernel (for an address that is
-        aligned better, say), a token that differs would let the ranks wait for each other for ever. The price is one
-        message of 8 bytes a row beside two sums in every layer.
+        They are equal already: rings and trees compute an element of a sum in one place and hand it
+        on, and equal states go through equal kernels. But where one rank's library chose another
+        kernel (for an address that is aligned better, say), a token that differs would let the
+        ranks wait for each other for ever. The price is one message of 8 bytes a row beside two
+        sums in every layer.
         """
         dist.broadcast(tokens, group=self.axis.group, group_src=0)
 
@@ -135,8 +150,8 @@ class TensorParallel:
             dim = -1 if style == _ROWWISE or is_bias else -2
             if style == _EXPERTS or parameter.shape[dim] % (parts * size):
                 raise ConfigError(
-                    f"{SETTING}={size}: '{name}' of the family '{family}', of shape {tuple(parameter.shape)}, cannot "
-                    f"be cut for so many ranks. Set {SETTING}=1."
+                    f"{SETTING}={size}: '{name}' of the family '{family}', of shape "
+                    f"{tuple(parameter.shape)}, cannot be cut for so many ranks. Set {SETTING}=1."
                 )
             yield name, partial(_part, self.axis, dim, parts)
 

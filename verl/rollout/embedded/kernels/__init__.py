@@ -1,1 +1,2 @@
-"""Triton kernels of the embedded engine. On CUDA only: whoever runs on the CPU imports none of them, nor Triton."""
+"""Triton kernels of the embedded engine. On CUDA only: whoever runs on the CPU imports none of
+them, nor Triton."""

@@ -1,8 +1,8 @@
-"""The kernels of a CPU, compiled by numba: a decode step's way through the layers, on the rows of one thread, and the
-draw of a token in one pass over its row's logits.
+"""The kernels of a CPU, compiled by numba: a decode step's way through the layers, on the rows of
+one thread, and the draw of a token in one pass over its row's logits.
 
-They are in one file, because numba compiles again what it keeps on disk when the file of a function changes, and not
-when those of the functions that it calls do.
+They are in one file, because numba compiles again what it keeps on disk when the file of a function
+changes, and not when those of the functions that it calls do.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,10 @@ class _Compilation(event.Listener):
 
     def on_start(self, event: event.Event) -> None:
         if event.data["dispatcher"].py_func.__module__ == __name__:
-            say_once("rollout: numba compiles kernels for this CPU: some 10 s, once where a disk can keep them")
+            say_once(
+                "rollout: numba compiles kernels for this CPU: some 10 s, once where a disk can "
+                "keep them"
+            )
 
     def on_end(self, event: event.Event) -> None:
         """A listener must have one."""
@@ -45,7 +48,8 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(cache=True, **_OPTIONS)(function)
     except RuntimeError as error:  # neither our folder nor the user's own can be written to
         logger.info(
-            f"rollout: {error}. Every process compiles it again, in seconds, unless NUMBA_CACHE_DIR is a folder."
+            f"rollout: {error}. Every process compiles it again, in seconds, unless "
+            "NUMBA_CACHE_DIR is a folder."
         )
         return njit(**_OPTIONS)(function)
 
@@ -56,16 +60,18 @@ inlined = njit(inline="always")  # into what is compiled, by whose rules it goes
 # What is kept on disk knows it by this name, and finds it where it is in this process.
 llvmlite.binding.add_symbol("verl_sgemm", sgemm_address())
 _sgemm = types.ExternalFunction("verl_sgemm", types.void(*[types.voidptr] * 13))
-_FORMS = np.array([ord("N"), ord("T")], np.uint8)  # a matrix as it lies in memory, and a transposed one
+# a matrix as it lies in memory, and a transposed one
+_FORMS = np.array([ord("N"), ord("T")], np.uint8)
 
 
 @inlined
 def exp(x: np.float32) -> np.float32:
-    """e^x within 3e-7 of itself; 2e-38 for all x below -87 and 2e38 for all above 88, which callers do not tell from 0
-    and infinity. Without a branch."""
+    """e^x within 3e-7 of itself; 2e-38 for all x below -87 and 2e38 for all above 88, which callers
+    do not tell from 0 and infinity. Without a branch."""
     x = np.float32(-87) if x < np.float32(-87) else x
     x = np.float32(88) if x > np.float32(88) else x
-    # e^x = 2^n e^f, |f| <= log(2) / 2. log(2) = 0.693359375 - 0.000212..., of few bits, so that n times it is exact.
+    # e^x = 2^n e^f, |f| <= log(2) / 2. log(2) = 0.693359375 - 0.000212..., of few bits, so that n
+    # times it is exact.
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     f = x - n * np.float32(0.693359375)
     f = f + n * np.float32(2.12194440e-4)
@@ -79,8 +85,12 @@ def exp(x: np.float32) -> np.float32:
 @inlined
 def log1p(x: np.float32) -> np.float32:
     """log(1 + x) for -1 <= x < 0 within 3e-7 of itself, and at least -22. Without a branch."""
-    # 1 + x = 2^n m with sqrt(1/2) <= m < sqrt(2), and f = m - 1: for n = 0 that is x, whose last digits 1 + x has lost.
-    bits = np.int32(np.float32(max(np.float32(1) + x, np.float32(2.0**-33))).view(np.int32) - np.int32(0x3F3504F3))
+    # 1 + x = 2^n m with sqrt(1/2) <= m < sqrt(2), and f = m - 1: for n = 0 that is x, whose last
+    # digits 1 + x has lost.
+    bits = np.int32(
+        np.float32(max(np.float32(1) + x, np.float32(2.0**-33))).view(np.int32)
+        - np.int32(0x3F3504F3)
+    )
     n = np.float32(np.int32(bits >> np.int32(23)))
     m = np.int32(np.int32(bits & np.int32(0x007FFFFF)) + np.int32(0x3F3504F3)).view(np.float32)
     f = x if n == np.float32(0) else m - np.float32(1)
@@ -96,18 +106,22 @@ def log1p(x: np.float32) -> np.float32:
 
 @compiled
 def largest_of(numbers: NDArray[np.float32]) -> np.float32:
-    """The largest number, or a NaN that has no sign. As integers: those with the bits of floats are in the order of the
-    floats, the negative ones in reverse, and many integers are compared at once."""
+    """The largest number, or a NaN that has no sign. As integers: those with the bits of floats are
+    in the order of the floats, the negative ones in reverse, and many integers are compared at
+    once."""
     bits = numbers.view(np.int32)
     largest = np.int32(-(2**31))
     for i in range(len(bits)):
-        largest = max(largest, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+        largest = max(
+            largest, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        )
     return np.int32(largest ^ ((largest >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @compiled
 def add_unit_rows(x, added, out, epsilon):
-    """x += added, both (b, H); out (b, H) = x over the root of (its sum of squares + epsilon), row by row."""
+    """x += added, both (b, H); out (b, H) = x over the root of (its sum of squares + epsilon), row
+    by row."""
     for row in range(x.shape[0]):
         squares = np.float32(0)
         for i in range(x.shape[1]):
@@ -129,7 +143,8 @@ def gate(gate_up, out):
 
 
 class Weights(NamedTuple):
-    """Those of n layers, as `fused.Stacks` has them. What a model has not is empty in its last dimension but one."""
+    """Those of n layers, as `fused.Stacks` has them. What a model has not is empty in its last
+    dimension but one."""
 
     embeddings: NDArray  # (V, H)
     qkv: NDArray  # (n, H, (Hq + 2 Hk) D)
@@ -167,9 +182,23 @@ class Memory(NamedTuple):
 
 
 @compiled
-def generate(ids, noise, weights, keys, values, starts, first, column, memory, temperature, columns, tokens, log_probs):
-    """tokens (s, b) and log_probs (s, b) of s steps, the first of which is fed `ids` (b,); see `step` and `draw`.
-    noise (s, b, 2), or (s, 0, 2) for the largest logits."""
+def generate(
+    ids,
+    noise,
+    weights,
+    keys,
+    values,
+    starts,
+    first,
+    column,
+    memory,
+    temperature,
+    columns,
+    tokens,
+    log_probs,
+):
+    """tokens (s, b) and log_probs (s, b) of s steps, the first of which is fed `ids` (b,); see
+    `step` and `draw`. noise (s, b, 2), or (s, 0, 2) for the largest logits."""
     last, most = ids, len(memory.logits)
     for number in range(len(tokens)):
         step(last, weights, keys, values, starts, first, column + number, memory)
@@ -179,15 +208,21 @@ def generate(ids, noise, weights, keys, values, starts, first, column, memory, t
             logits = memory.logits[: end - begin]
             multiply(memory.normed[begin:end], weights.head, weights.head_bias, logits, True)
             draw(
-                logits, temperature, noise[number, begin:end], columns, memory.scratch, last[begin:end],
+                logits,
+                temperature,
+                noise[number, begin:end],
+                columns,
+                memory.scratch,
+                last[begin:end],
                 log_probs[number, begin:end],
-            )  # fmt: skip
+            )
 
 
 @compiled
 def step(ids, weights, keys, values, starts, first, column, memory):
-    """memory.normed (b, H) = the last hidden states of one new token a row, `ids` (b,). Its keys and values go to
-    `column` of those that keys and values (n, C, R, Hk, D) and starts (R,) have from row `first` on; see `attend`."""
+    """memory.normed (b, H) = the last hidden states of one new token a row, `ids` (b,). Its keys
+    and values go to `column` of those that keys and values (n, C, R, Hk, D) and starts (R,) have
+    from row `first` on; see `attend`."""
     rows, hidden = memory.stream.shape
     heads, mixed = memory.heads.reshape(rows, -1), memory.mixed.reshape(rows, -1)
     for row in range(rows):
@@ -198,9 +233,20 @@ def step(ids, weights, keys, values, starts, first, column, memory):
         add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
         multiply(memory.normed, weights.qkv[layer], weights.qkv_bias[layer], heads, False)
         attend(
-            memory.heads, weights.head_norms[layer], weights.head_epsilon, weights.turns, keys[layer], values[layer],
-            starts, first, column, weights.windows[layer], weights.scale, memory.scores, memory.mixed,
-        )  # fmt: skip
+            memory.heads,
+            weights.head_norms[layer],
+            weights.head_epsilon,
+            weights.turns,
+            keys[layer],
+            values[layer],
+            starts,
+            first,
+            column,
+            weights.windows[layer],
+            weights.scale,
+            memory.scores,
+            memory.mixed,
+        )
         multiply(mixed, weights.output[layer], weights.output_bias[layer], memory.added, False)
         add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
         for part in range(2):
@@ -216,7 +262,8 @@ def step(ids, weights, keys, values, starts, first, column, memory):
 
 @compiled
 def multiply(x, matrix, bias, out, transposed):
-    """out (b, N) = x (b, K) times matrix (K, N), or (N, K) and transposed, and bias (1, N) if it is not empty."""
+    """out (b, N) = x (b, K) times matrix (K, N), or (N, K) and transposed, and bias (1, N) if it is
+    not empty."""
     for row in range(len(out) if len(bias) else 0):
         for i in range(out.shape[1]):
             out[row, i] = bias[0, i]
@@ -226,21 +273,35 @@ def multiply(x, matrix, bias, out, transposed):
     factors[0], factors[1] = 1, len(bias)
     form = _FORMS[1:].ctypes if transposed else _FORMS.ctypes
     _sgemm(
-        form, _FORMS.ctypes, sizes.ctypes, sizes[1:].ctypes, sizes[2:].ctypes, factors.ctypes, matrix.ctypes,
-        sizes[3:].ctypes, x.ctypes, sizes[2:].ctypes, factors[1:].ctypes, out.ctypes, sizes.ctypes,
-    )  # fmt: skip
+        form,
+        _FORMS.ctypes,
+        sizes.ctypes,
+        sizes[1:].ctypes,
+        sizes[2:].ctypes,
+        factors.ctypes,
+        matrix.ctypes,
+        sizes[3:].ctypes,
+        x.ctypes,
+        sizes[2:].ctypes,
+        factors[1:].ctypes,
+        out.ctypes,
+        sizes.ctypes,
+    )
 
 
 @compiled
-def attend(heads, norms, epsilon, turns, keys, values, starts, first, column, window, scale, scores, out):
+def attend(
+    heads, norms, epsilon, turns, keys, values, starts, first, column, window, scale, scores, out
+):
     """Attention of one new token a row, which comes as the product of its projections.
 
-    heads (b, Hq + 2 Hk, D): queries, keys and values; overwritten. norms (Hq + Hk, D): factors of the norms of query
-    and key heads, or (0, D). turns (P, D / 2): e^(i angle) at each position. keys, values (C, R, Hk, D), whose rows
-    are these from `first` on: the new token goes to `column`, and a row's first one is at starts (R,). scores
-    (b, Hq, C) is scratch. out (b, Hq, D).
+    heads (b, Hq + 2 Hk, D): queries, keys and values; overwritten. norms (Hq + Hk, D): factors of
+    the norms of query and key heads, or (0, D). turns (P, D / 2): e^(i angle) at each position.
+    keys, values (C, R, Hk, D), whose rows are these from `first` on: the new token goes to
+    `column`, and a row's first one is at starts (R,). scores (b, Hq, C) is scratch. out (b, Hq, D).
 
-    All rows go through the columns together, so that keys and values are read in the order in which they lie in memory.
+    All rows go through the columns together, so that keys and values are read in the order in which
+    they lie in memory.
     """
     num_key_heads = keys.shape[2]
     num_query_heads = heads.shape[1] - 2 * num_key_heads
@@ -257,13 +318,24 @@ def attend(heads, norms, epsilon, turns, keys, values, starts, first, column, wi
         for head in range(num_key_heads):
             for i in range(heads.shape[2]):
                 keys[column, first + row, head, i] = mine[num_query_heads + head, i]
-                values[column, first + row, head, i] = mine[num_query_heads + num_key_heads + head, i]
+                values[column, first + row, head, i] = mine[
+                    num_query_heads + num_key_heads + head, i
+                ]
     for at in range(begin, column + 1, 4):
         for row in range(rows):
             start, stop = max(at, seen[row]), min(at + 4, column + 1)
             for query in range(num_query_heads if start < stop else 0):
                 row_scores = scores[row, query, start - begin :]
-                _score(heads[row, query], keys, start, stop, first + row, query // groups, scale, row_scores)
+                _score(
+                    heads[row, query],
+                    keys,
+                    start,
+                    stop,
+                    first + row,
+                    query // groups,
+                    scale,
+                    row_scores,
+                )
     for row in range(rows):
         for query in range(num_query_heads):
             _softmax(scores[row, query, seen[row] - begin : column + 1 - begin])
@@ -298,8 +370,8 @@ def _rotate(heads, turn):
 
 @inlined
 def _score(query, keys, start, stop, row, head, scale, scores):
-    """scores (stop - start,) = query (D,) times these columns' keys (C, R, Hk, D) in a row and head. Four are taken at
-    once, so that a number of the query is loaded once."""
+    """scores (stop - start,) = query (D,) times these columns' keys (C, R, Hk, D) in a row and
+    head. Four are taken at once, so that a number of the query is loaded once."""
     if stop - start == 4:
         key_0, key_1 = keys[start, row, head], keys[start + 1, row, head]
         key_2, key_3 = keys[start + 2, row, head], keys[start + 3, row, head]
@@ -309,7 +381,12 @@ def _score(query, keys, start, stop, row, head, scale, scores):
             score_1 += query[i] * key_1[i]
             score_2 += query[i] * key_2[i]
             score_3 += query[i] * key_3[i]
-        scores[0], scores[1], scores[2], scores[3] = score_0 * scale, score_1 * scale, score_2 * scale, score_3 * scale
+        scores[0], scores[1], scores[2], scores[3] = (
+            score_0 * scale,
+            score_1 * scale,
+            score_2 * scale,
+            score_3 * scale,
+        )
     else:
         for column in range(start, stop):
             key = keys[column, row, head]
@@ -333,14 +410,19 @@ def _softmax(scores):
 
 @inlined
 def _mix(weights, values, start, stop, row, head, out):
-    """out (D,) += weights (stop - start,) times these columns' values (C, R, Hk, D) in a row and head. Four are taken
-    at once, so that a sum is loaded and stored once."""
+    """out (D,) += weights (stop - start,) times these columns' values (C, R, Hk, D) in a row and
+    head. Four are taken at once, so that a sum is loaded and stored once."""
     if stop - start == 4:
         value_0, value_1 = values[start, row, head], values[start + 1, row, head]
         value_2, value_3 = values[start + 2, row, head], values[start + 3, row, head]
         weight_0, weight_1, weight_2, weight_3 = weights[0], weights[1], weights[2], weights[3]
         for i in range(len(out)):
-            out[i] += weight_0 * value_0[i] + weight_1 * value_1[i] + weight_2 * value_2[i] + weight_3 * value_3[i]
+            out[i] += (
+                weight_0 * value_0[i]
+                + weight_1 * value_1[i]
+                + weight_2 * value_2[i]
+                + weight_3 * value_3[i]
+            )
     else:
         for column in range(start, stop):
             weight, value = weights[column - start], values[column, row, head]
@@ -350,13 +432,14 @@ def _mix(weights, values, start, stop, row, head, out):
 
 @compiled
 def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
-    """`verl.rollout.sampling.sample` from whole vocabularies: tokens (b,) and log_probs (b,) from logits (b, V), uint32
-    row keys (b, 2), or (0, 2) for the largest logit, and column hashes (V,). scratch (V,). The noise is the same, but
-    its logarithms may differ in the last place."""
+    """`verl.rollout.sampling.sample` from whole vocabularies: tokens (b,) and log_probs (b,) from
+    logits (b, V), uint32 row keys (b, 2), or (0, 2) for the largest logit, and column hashes (V,).
+    scratch (V,). The noise is the same, but its logarithms may differ in the last place."""
     factor = np.float32(1) / temperature
     for row in range(logits.shape[0]):
         mine = logits[row]
-        # Subtracted before they are multiplied: large products are so far apart that the difference would be lost.
+        # Subtracted before they are multiplied: large products are so far apart that the difference
+        # would be lost.
         largest = largest_of(mine)
         total = np.float32(0)
         for i in range(len(mine)):

@@ -1,6 +1,7 @@
 """The element-wise parts of a decoder layer, each in one pass over its tensors.
 
-Sums and products are in fp32 and rounded once, when they are written, as `torch.compile` has them in the trainer's
+Sums and products are in fp32 and rounded once, when they are written, as `torch.compile` has them
+in the trainer's
 layers: what else is rounded there is an argument.
 """
 
@@ -16,12 +17,20 @@ _BLOCK = 1024
 
 
 def add_rms_norm(
-    parts: Sequence[Tensor], weight: Tensor, eps: float, *, writes_sum: bool, round_normed: bool = False
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    eps: float,
+    *,
+    writes_sum: bool,
+    round_normed: bool = False,
 ) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, equation 4) of the sum of one to three `parts` (b, H): (b, H), contiguous.
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) of the sum of one to three `parts` (b, H): (b,
+    H), contiguous.
 
-    All but the first may also be (S, b, H) in fp32, contiguous: S sums whose sum, rounded, is the part.
-    `writes_sum`: the first part becomes the sum, and the norm is of what was written, else of what was added up;
+    All but the first may also be (S, b, H) in fp32, contiguous: S sums whose sum, rounded, is the
+    part.
+    `writes_sum`: the first part becomes the sum, and the norm is of what was written, else of what
+        was added up;
     `round_normed`: the normed states are rounded before they meet the weight.
     """
     first, *others = parts
@@ -29,18 +38,30 @@ def add_rms_norm(
     out = torch.empty_like(first)
     rows, width = first.shape
     block = triton.next_power_of_2(width)
-    second_splits, third_splits = (1 if part is None or part.ndim == 2 else len(part) for part in (second, third))
+    second_splits, third_splits = (
+        1 if part is None or part.ndim == 2 else len(part) for part in (second, third)
+    )
     _add_rms_norm[(rows,)](
-        first, second, third, weight, out, width, eps,
-        SECOND_SPLITS=second_splits, THIRD_SPLITS=third_splits,
-        WRITES_SUM=writes_sum and bool(others), ROUND_NORMED=round_normed, BLOCK=block,
+        first,
+        second,
+        third,
+        weight,
+        out,
+        width,
+        eps,
+        SECOND_SPLITS=second_splits,
+        THIRD_SPLITS=third_splits,
+        WRITES_SUM=writes_sum and bool(others),
+        ROUND_NORMED=round_normed,
+        BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
-    )  # fmt: skip
+    )
     return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, equation 6) of `gate_up` (b, 2 I), the gates in front: (b, I)."""
+    """silu(gate) * up (Shazeer 2020, equation 6) of `gate_up` (b, 2 I), the gates in front: (b,
+    I)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     _swiglu[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
@@ -61,29 +82,59 @@ def rope_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate queries and keys (Su et al. 2021, equation 34, halves apart) in place; keys and values go to their pages.
+    """Rotate queries and keys (Su et al. 2021, equation 34, halves apart) in place; keys and values
+    go to their pages.
 
-    qkv (b, (Hq + 2 Hk) D); cos and sin (positions, D); positions, pages and offsets (b,) int64; keys and values
-    (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head is RMS-normed first (Qwen3).
+    qkv (b, (Hq + 2 Hk) D); cos and sin (positions, D); positions, pages and offsets (b,) int64;
+    keys and values (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head
+    is RMS-normed first (Qwen3).
     """
     heads_k, width = keys.shape[1], keys.shape[3]
     heads_q = qkv.shape[1] // width - 2 * heads_k
     _rope_store[(qkv.shape[0],)](
-        qkv, qkv.stride(0), cos, sin, positions, pages, offsets,
-        keys, keys.stride(0), keys.stride(1), keys.stride(2),
-        values, values.stride(0), values.stride(1), values.stride(2),
-        query_norm, key_norm, eps,
-        HQ=heads_q, HK=heads_k, D=width, HALF=triton.next_power_of_2(width // 2),
-        BLOCK_Q=triton.next_power_of_2(heads_q), BLOCK_K=triton.next_power_of_2(heads_k),
+        qkv,
+        qkv.stride(0),
+        cos,
+        sin,
+        positions,
+        pages,
+        offsets,
+        keys,
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values,
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        query_norm,
+        key_norm,
+        eps,
+        HQ=heads_q,
+        HK=heads_k,
+        D=width,
+        HALF=triton.next_power_of_2(width // 2),
+        BLOCK_Q=triton.next_power_of_2(heads_q),
+        BLOCK_K=triton.next_power_of_2(heads_k),
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def _add_rms_norm(
-    FIRST, SECOND, THIRD, WEIGHT, OUT, width, eps, SECOND_SPLITS: tl.constexpr, THIRD_SPLITS: tl.constexpr,
-    WRITES_SUM: tl.constexpr, ROUND_NORMED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    FIRST,
+    SECOND,
+    THIRD,
+    WEIGHT,
+    OUT,
+    width,
+    eps,
+    SECOND_SPLITS: tl.constexpr,
+    THIRD_SPLITS: tl.constexpr,
+    WRITES_SUM: tl.constexpr,
+    ROUND_NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -126,13 +177,31 @@ def _swiglu(GATE_UP, OUT, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rope_store(
-    QKV, qkv_row, COS, SIN, POSITIONS, PAGES, OFFSETS,
-    KEYS, key_page, key_head, key_token,
-    VALUES, value_page, value_head, value_token,
-    QUERY_NORM, KEY_NORM, eps,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    QKV,
+    qkv_row,
+    COS,
+    SIN,
+    POSITIONS,
+    PAGES,
+    OFFSETS,
+    KEYS,
+    key_page,
+    key_head,
+    key_token,
+    VALUES,
+    value_page,
+    value_head,
+    value_token,
+    QUERY_NORM,
+    KEY_NORM,
+    eps,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     page, offset = tl.load(PAGES + row), tl.load(OFFSETS + row)
@@ -180,7 +249,9 @@ def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
         scale = tl.rsqrt(mean + eps)[:, None]
         column = tl.arange(0, low.shape[1])
         low_norm = tl.load(NORM + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
-        high_norm = tl.load(NORM + D // 2 + column, mask=column < D // 2, other=0.0).to(tl.float32)[None, :]
+        high_norm = tl.load(NORM + D // 2 + column, mask=column < D // 2, other=0.0).to(tl.float32)[
+            None, :
+        ]
         low = (low * scale * low_norm).to(dtype).to(tl.float32)
         high = (high * scale * high_norm).to(dtype).to(tl.float32)
     return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)

@@ -1,10 +1,11 @@
 """Matrix products and sums whose rows depend on nothing but themselves.
 
-A product over K is the sum, in a fixed order, of partial products, each of which runs through its part of K in one
-order in fp32. How K is cut is a function of (N, K) alone. What the number of rows M chooses is where the work runs: the
-size of a tile, and whether the partial products of a tile are computed by one program or by many. A tensor core adds
-the products of one output element in an order that no neighbour and no tile width enters, so this changes no bit; the
-tests on the device compare every choice bit for bit.
+A product over K is the sum, in a fixed order, of partial products, each of which runs through its
+part of K in one order in fp32. How K is cut is a function of (N, K) alone. What the number of rows
+M chooses is where the work runs: the size of a tile, and whether the partial products of a tile are
+computed by one program or by many. A tensor core adds the products of one output element in an
+order that no neighbour and no tile width enters, so this changes no bit; the tests on the device
+compare every choice bit for bit.
 """
 
 from typing import NamedTuple
@@ -14,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A product with fewer output tiles than this leaves processors idle, so its K is cut. A constant, not the number of
-# processors of the device at hand: the same bits on every device of one architecture.
+# A product with fewer output tiles than this leaves processors idle, so its K is cut. A constant,
+# not the number of processors of the device at hand: the same bits on every device of one
+# architecture.
 WANTED_TILES = 132
 # Partial products are at least so long, or adding them up costs more than it brings.
 MIN_SPLIT_K = 384
@@ -26,8 +28,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """Size and launch settings of one program's tile of the output. Hopper's tensor core instruction has 64 rows, so
-    no tile has fewer: with fewer, another instruction would be used and the bits could differ."""
+    """Size and launch settings of one program's tile of the output. Hopper's tensor core
+    instruction has 64 rows, so no tile has fewer: with fewer, another instruction would be used and
+    the bits could differ."""
 
     m: int
     n: int
@@ -36,7 +39,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Few rows: the weight is read once and its bandwidth is what counts, hence narrow tiles and much in flight.
+# Few rows: the weight is read once and its bandwidth is what counts, hence narrow tiles and much in
+# flight.
 SMALL = Tile(64, 64, 128, num_warps=4, num_stages=4)
 LARGE = Tile(128, 128, 64, num_warps=8, num_stages=4)
 # Without a second accumulator for the sum of the splits there are registers for a wider tile.
@@ -64,9 +68,9 @@ def linear(
 ) -> Tensor:
     """x W^T + b with fp32 accumulation; the bits of a row depend on that row, W and b alone.
 
-    x (M, K) with contiguous rows at any distance, weight (N, K) with any strides (a transposed (K, N) is fine), bias
-    (N,), all bf16, fp16 or fp32 (without TF32) -> `out` (M, N), rows contiguous, which is allocated in `out_dtype`, or
-    the dtype of x, where not given.
+    x (M, K) with contiguous rows at any distance, weight (N, K) with any strides (a transposed (K,
+    N) is fine), bias (N,), all bf16, fp16 or fp32 (without TF32) -> `out` (M, N), rows contiguous,
+    which is allocated in `out_dtype`, or the dtype of x, where not given.
     """
     assert x.ndim == weight.ndim == 2, (x.shape, weight.shape)
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
@@ -100,8 +104,13 @@ def plan(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Plan:
 
 
 def _splits(columns: int, inner: int) -> tuple[int, int]:
-    """Number and length of the partial products over K: a function of (N, K) and of nothing else."""
-    wanted = min(MAX_SPLITS, triton.cdiv(WANTED_TILES, triton.cdiv(columns, SMALL.n)), max(1, inner // MIN_SPLIT_K))
+    """Number and length of the partial products over K: a function of (N, K) and of nothing
+    else."""
+    wanted = min(
+        MAX_SPLITS,
+        triton.cdiv(WANTED_TILES, triton.cdiv(columns, SMALL.n)),
+        max(1, inner // MIN_SPLIT_K),
+    )
     # Whole blocks of every tile, so that a split ends where a block ends.
     split_k = triton.cdiv(triton.cdiv(inner, wanted), SMALL.k) * SMALL.k
     return triton.cdiv(inner, split_k), split_k
@@ -115,33 +124,70 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: P
         target = torch.empty(plan.splits, rows, columns, dtype=torch.float32, device=x.device)
         grid = (tiles, plan.splits)
     _linear_kernel[grid](
-        x, weight, bias, target,
-        rows, columns, inner,
-        x.stride(0), weight.stride(0), weight.stride(1), target.stride(-2),
-        SPLITS=plan.splits, SPLIT_K=plan.split_k, IN_GRID=plan.in_grid,
+        x,
+        weight,
+        bias,
+        target,
+        rows,
+        columns,
+        inner,
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        target.stride(-2),
+        SPLITS=plan.splits,
+        SPLIT_K=plan.split_k,
+        IN_GRID=plan.in_grid,
         HAS_BIAS=bias is not None and not plan.in_grid,
         EVEN_K=inner % tile.k == 0,
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP=GROUP_M,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        GROUP=GROUP_M,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     if plan.in_grid:
         _add_splits_kernel[(triton.cdiv(columns, 256), rows)](
-            target, bias, out, rows, columns, out.stride(0),
-            SPLITS=plan.splits, HAS_BIAS=bias is not None, BLOCK=256, num_warps=2,
-        )  # fmt: skip
+            target,
+            bias,
+            out,
+            rows,
+            columns,
+            out.stride(0),
+            SPLITS=plan.splits,
+            HAS_BIAS=bias is not None,
+            BLOCK=256,
+            num_warps=2,
+        )
 
 
 # One binary for every M: a specialised one for M = 1 could order its arithmetic in another way.
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x, weight, bias, out,
-    rows, columns, inner,
-    x_stride, weight_stride_n, weight_stride_k, out_stride,
-    SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, IN_GRID: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    # Tiles in groups of GROUP rows of tiles, column by column: what runs at one time shares its weights in the cache.
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    columns,
+    inner,
+    x_stride,
+    weight_stride_n,
+    weight_stride_k,
+    out_stride,
+    SPLITS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    IN_GRID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # Tiles in groups of GROUP rows of tiles, column by column: what runs at one time shares its
+    # weights in the cache.
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     number = tl.program_id(0)
@@ -159,22 +205,52 @@ def _linear_kernel(
     if IN_GRID:
         split = tl.program_id(1)
         result = _partial(
-            x, weight, real_row, real_column, split * SPLIT_K, min((split + 1) * SPLIT_K, inner), inner,
-            weight_stride_k, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            x,
+            weight,
+            real_row,
+            real_column,
+            split * SPLIT_K,
+            min((split + 1) * SPLIT_K, inner),
+            inner,
+            weight_stride_k,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
         out += split.to(tl.int64) * rows * columns
     elif SPLITS == 1:
         result = _partial(
-            x, weight, real_row, real_column, 0, inner, inner,
-            weight_stride_k, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            x,
+            weight,
+            real_row,
+            real_column,
+            0,
+            inner,
+            inner,
+            weight_stride_k,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
     else:
         result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for split in range(SPLITS):
             result += _partial(
-                x, weight, real_row, real_column, split * SPLIT_K, min((split + 1) * SPLIT_K, inner), inner,
-                weight_stride_k, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+                x,
+                weight,
+                real_row,
+                real_column,
+                split * SPLIT_K,
+                min((split + 1) * SPLIT_K, inner),
+                inner,
+                weight_stride_k,
+                EVEN_K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
     if HAS_BIAS:
         result += tl.load(bias + column, column < columns, other=0.0)[None, :].to(tl.float32)
     out += row[:, None] * out_stride + column[None, :]
@@ -183,10 +259,19 @@ def _linear_kernel(
 
 @triton.jit
 def _partial(
-    x, weight, real_row, real_column, start, stop, inner, weight_stride_k,
+    x,
+    weight,
+    real_row,
+    real_column,
+    start,
+    stop,
+    inner,
+    weight_stride_k,
     EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """The product over K from `start` to `stop`, in ascending order, (BLOCK_M, BLOCK_N) in fp32."""
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, stop, BLOCK_K):
@@ -204,10 +289,18 @@ def _partial(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_splits_kernel(
-    partials, bias, out, rows, columns, out_stride,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out (rows, columns) = the sum of partials (SPLITS, rows, columns), in the order of one program, + bias."""
+    partials,
+    bias,
+    out,
+    rows,
+    columns,
+    out_stride,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out (rows, columns) = the sum of partials (SPLITS, rows, columns), in the order of one
+    program, + bias."""
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = column < columns
@@ -228,7 +321,9 @@ def row_sum(x: Tensor) -> Tensor:
     out = torch.empty(flat.shape[0], dtype=torch.float32, device=x.device)
     if flat.shape[0]:
         block = min(ROW_BLOCK, triton.next_power_of_2(flat.shape[1]))
-        _row_sum_kernel[(flat.shape[0],)](flat, out, flat.shape[1], flat.stride(0), BLOCK=block, num_warps=4)
+        _row_sum_kernel[(flat.shape[0],)](
+            flat, out, flat.shape[1], flat.stride(0), BLOCK=block, num_warps=4
+        )
     return out.view(x.shape[:-1])
 
 
@@ -238,5 +333,7 @@ def _row_sum_kernel(x, out, columns, stride, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
-        sums += tl.load(x + row * stride + first + column, first + column < columns, other=0.0).to(tl.float32)
+        sums += tl.load(x + row * stride + first + column, first + column < columns, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + row, tl.sum(sums))

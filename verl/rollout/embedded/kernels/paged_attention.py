@@ -1,18 +1,21 @@
 """Attention of one new token a row over the paged cache, for grouped queries, with split keys.
 
-The keys of a row are cut into splits. A program computes one of them for the query heads of one key head and leaves a
-partial result: its output, and the log2 of its softmax denominator. The last program of a row to end merges them, in
-the order of the splits. A program also rotates its query and new key where these come as the projections gave them, and
-stores the new key and value: a kernel of its own for that took 3 us a layer.
+The keys of a row are cut into splits. A program computes one of them for the query heads of one key
+head and leaves a partial result: its output, and the log2 of its softmax denominator. The last
+program of a row to end merges them, in the order of the splits. A program also rotates its query
+and new key where these come as the projections gave them, and stores the new key and value: a
+kernel of its own for that took 3 us a layer.
 
-Nothing here allocates, or reads a tensor on the host, so every call may stand in a CUDA graph: what changes from step
-to step is read from tensors at fixed addresses, and the grid depends on shapes alone.
+Nothing here allocates, or reads a tensor on the host, so every call may stand in a CUDA graph: what
+changes from step to step is read from tensors at fixed addresses, and the grid depends on shapes
+alone.
 
-Rows of one prompt that are neighbours in the batch share its pages through the L2 cache. A pass of its own over shared
-prefixes never paid: with 16 rows a prompt on an H200, 170 us a layer at best against 159 without it (Qwen2.5-1.5B,
-1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against 56 (1.5B, 256 rows). Nor did programs that take 2 or 4 rows
-and read what these share once: with 256 tokens shared, two rows won while each had 50 of its own (106 us against 118 at
-7B, 1,024 rows), were even at 200 (171 against 172) and lost at 300 (80 against 67 at 256 rows).
+Rows of one prompt that are neighbours in the batch share its pages through the L2 cache. A pass of
+its own over shared prefixes never paid: with 16 rows a prompt on an H200, 170 us a layer at best
+against 159 without it (Qwen2.5-1.5B, 1,024 rows), 325 against 294 (7B, 1,024 rows), 61 against 56
+(1.5B, 256 rows). Nor did programs that take 2 or 4 rows and read what these share once: with 256
+tokens shared, two rows won while each had 50 of its own (106 us against 118 at 7B, 1,024 rows),
+were even at 200 (171 against 172) and lost at 300 (80 against 67 at 256 rows).
 """
 
 from typing import NamedTuple
@@ -26,9 +29,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # More splits fill the device at small batches, but what they leave must be merged.
 _PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 32
-# Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an H100 or H200.
+# Programs with fresh tokens that run at once in three stages: three on each multiprocessor of an
+# H100 or H200.
 _THREE_STAGES = 3 * 132
-_MERGED = tl.constexpr(4)  # partial results that a program reads at a time: that many loads wait together
+# partial results that a program reads at a time: that many loads wait together
+_MERGED = tl.constexpr(4)
 
 
 class DecodeConfig(NamedTuple):
@@ -42,8 +47,8 @@ class DecodeConfig(NamedTuple):
 class SplitWorkspace(NamedTuple):
     """fp32 memory for n partial results: outputs (n, Dv) and log2 of the softmax denominators (n,).
 
-    `arrived` int32, a number or more for each key head of a row, counts the splits that have ended; it is 0 before and
-    after every call.
+    `arrived` int32, a number or more for each key head of a row, counts the splits that have ended;
+    it is 0 before and after every call.
     """
 
     out: Tensor
@@ -52,8 +57,8 @@ class SplitWorkspace(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """The newest token of each of b rows as the projections gave it: its key is neither rotated nor in its page, nor is
-    its query rotated. No other row of the batch may see it."""
+    """The newest token of each of b rows as the projections gave it: its key is neither rotated nor
+    in its page, nor is its query rotated. No other row of the batch may see it."""
 
     keys: Tensor  # (b, Hk, D), with the strides of the queries
     values: Tensor  # (b, Hk, Dv), likewise
@@ -69,7 +74,8 @@ def split_workspace(
 ) -> SplitWorkspace:
     """Room for `num_splits` partial results of each of rows x heads queries.
 
-    One workspace serves all layers in turn if it is for the widest, and every batch whose rows x splits are not more.
+    One workspace serves all layers in turn if it is for the widest, and every batch whose rows x
+    splits are not more.
     """
     count = rows * heads * num_splits
     return SplitWorkspace(
@@ -80,33 +86,43 @@ def split_workspace(
 
 
 def choose_num_splits(rows: int, kv_heads: int, num_sms: int) -> int:
-    """Into how many splits a row's keys are cut so that each of `num_sms` multiprocessors has a few to work on.
+    """Into how many splits a row's keys are cut so that each of `num_sms` multiprocessors has a few
+    to work on.
 
     A function of the batch alone: how long the rows are is known on the device only.
     """
     return max(1, min(_MAX_SPLITS, _PROGRAMS_PER_SM * num_sms // (rows * kv_heads)))
 
 
-def fixed_num_splits(table_width: int, page_size: int, split_tokens: int, window: int | None = None) -> int:
-    """How many splits of `split_tokens` tokens the longest row has that fits in `table_width` pages."""
+def fixed_num_splits(
+    table_width: int, page_size: int, split_tokens: int, window: int | None = None
+) -> int:
+    """How many splits of `split_tokens` tokens the longest row has that fits in `table_width`
+    pages."""
     splits = triton.cdiv(table_width * page_size, split_tokens)
     # At worst only the first key of a window stands in the first of its splits.
     return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
 
 
-def decode_config(dim: int, value_dim: int, dtype: torch.dtype, *, fresh_programs: int = 0) -> DecodeConfig:
-    """Blocks and warps as the layer is, never as the batch: others give other bits. Stages give the same bits.
+def decode_config(
+    dim: int, value_dim: int, dtype: torch.dtype, *, fresh_programs: int = 0
+) -> DecodeConfig:
+    """Blocks and warps as the layer is, never as the batch: others give other bits. Stages give the
+    same bits.
 
-    `fresh_programs` is how many programs there are where tokens are fresh. Three stages keep more keys of the longest
-    rows coming, which a step waits for (64 rows of 256 to 1,280 tokens, heads of 128, on an H200: 25 us instead of 27,
-    and 39 instead of 46 at 7B). But with fresh tokens and heads of 128 they ask for more registers than four programs
-    find on a multiprocessor: 512 programs then come in two waves, and took 39 us for 32.
+    `fresh_programs` is how many programs there are where tokens are fresh. Three stages keep more
+    keys of the longest rows coming, which a step waits for (64 rows of 256 to 1,280 tokens, heads
+    of 128, on an H200: 25 us instead of 27, and 39 instead of 46 at 7B). But with fresh tokens and
+    heads of 128 they ask for more registers than four programs find on a multiprocessor: 512
+    programs then come in two waves, and took 39 us for 32.
     """
     widest = max(dim, value_dim)
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_warps=8, num_stages=2)
     crowded = 64 < widest <= 128 and fresh_programs > _THREE_STAGES
-    return DecodeConfig(block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=2 if crowded else 3)
+    return DecodeConfig(
+        block_n=64 if widest <= 128 else 32, num_warps=4, num_stages=2 if crowded else 3
+    )
 
 
 def decode_attention(
@@ -130,17 +146,19 @@ def decode_attention(
 ) -> None:
     """Write to `out` (b, Hq, Dv) what the newest token of each of b rows attends to.
 
-    q (b, Hq, D); keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv), page_size a power of two
-    >= 8; all with any strides but a contiguous last dimension. `table` (S, W) int32: the pages of a slot, in order.
-    `slots` (b,) int32: the slot of a row. `positions` (S,) int32: position of the newest token of a slot, whose key is
-    in its page already, unless it is given as `fresh`: then it is rotated (Su et al. 2021, equation 34, halves apart)
-    and put there. The row sees the keys 0..position, with `window` the newest of them; at -1, which no fresh token may
-    have, its output is 0. `cap` softly caps the scaled scores; `sinks` (Hq,) fp32 are scores of one more key a head,
-    which has no value.
+    q (b, Hq, D); keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv),
+    page_size a power of two >= 8; all with any strides but a contiguous last dimension. `table` (S,
+    W) int32: the pages of a slot, in order. `slots` (b,) int32: the slot of a row. `positions` (S,)
+    int32: position of the newest token of a slot, whose key is in its page already, unless it is
+    given as `fresh`: then it is rotated (Su et al. 2021, equation 34, halves apart) and put there.
+    The row sees the keys 0..position, with `window` the newest of them; at -1, which no fresh token
+    may have, its output is 0. `cap` softly caps the scaled scores; `sinks` (Hq,) fp32 are scores of
+    one more key a head, which has no value.
 
-    A row's keys are cut into `num_splits` splits of equal size or, with `split_tokens` (a multiple of the block), into
-    splits of so many tokens, as many as `fixed_num_splits` says: its output then depends on its own query and keys
-    alone, to the last bit. Where a row has more than one split, `workspace` must have room for all of them.
+    A row's keys are cut into `num_splits` splits of equal size or, with `split_tokens` (a multiple
+    of the block), into splits of so many tokens, as many as `fixed_num_splits` says: its output
+    then depends on its own query and keys alone, to the last bit. Where a row has more than one
+    split, `workspace` must have room for all of them.
     """
     _check(q, keys, values, table, out, sinks)
     rows, heads, dim = q.shape
@@ -148,33 +166,78 @@ def decode_attention(
     fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
     config = config or decode_config(dim, value_dim, q.dtype, fresh_programs=fresh_programs)
     if split_tokens is not None:
-        assert split_tokens % config.block_n == 0, f"splits of {split_tokens} tokens in blocks of {config.block_n}"
+        assert split_tokens % config.block_n == 0, (
+            f"splits of {split_tokens} tokens in blocks of {config.block_n}"
+        )
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
-    partials = (None, None, None) if num_splits == 1 else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
+    partials = (
+        (None, None, None)
+        if num_splits == 1
+        else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
+    )
     news = (None,) * len(Fresh._fields)
     if fresh is not None:
-        assert fresh.keys.stride()[:2] == fresh.values.stride()[:2] == q.stride()[:2], "one projection's q, k and v"
+        assert fresh.keys.stride()[:2] == fresh.values.stride()[:2] == q.stride()[:2], (
+            "one projection's q, k and v"
+        )
         assert dim == value_dim, f"keys of {dim} numbers, values of {value_dim}"
         news = tuple(fresh)
-    # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples of it.
-    scale, cap = (scale * _LOG2_E.value, None) if cap is None else (scale / cap, cap * _LOG2_E.value)
+    # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples
+    # of it.
+    scale, cap = (
+        (scale * _LOG2_E.value, None) if cap is None else (scale / cap, cap * _LOG2_E.value)
+    )
     _attend[(rows, kv_heads, num_splits)](
-        q, *news, keys, values, table, slots, positions, sinks, out, *partials, scale, cap, window,
-        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0),
-        GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, PAGE_SIZE=page_size, SPLIT_TOKENS=split_tokens,
-        BLOCK_M=_block(heads // kv_heads), BLOCK_N=config.block_n, BLOCK_DIM=_block(dim), BLOCK_VALUE=_block(value_dim),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        q,
+        *news,
+        keys,
+        values,
+        table,
+        slots,
+        positions,
+        sinks,
+        out,
+        *partials,
+        scale,
+        cap,
+        window,
+        *q.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        table.stride(0),
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        PAGE_SIZE=page_size,
+        SPLIT_TOKENS=split_tokens,
+        BLOCK_M=_block(heads // kv_heads),
+        BLOCK_N=config.block_n,
+        BLOCK_DIM=_block(dim),
+        BLOCK_VALUE=_block(value_dim),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 def _room(
-    workspace: SplitWorkspace | None, rows: int, heads: int, kv_heads: int, num_splits: int, value_dim: int
+    workspace: SplitWorkspace | None,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    num_splits: int,
+    value_dim: int,
 ) -> SplitWorkspace:
     assert workspace is not None, "more than one split a row needs a workspace"
     count = rows * heads * num_splits
-    assert workspace.lse.numel() >= count, f"{count} partial results in a workspace for {workspace.lse.numel()}"
-    assert workspace.out.numel() >= count * value_dim, f"the workspace is for values of {workspace.out.shape[1]}"
-    assert workspace.arrived.numel() >= rows * kv_heads, f"the workspace is for {workspace.arrived.numel()} key heads"
+    assert workspace.lse.numel() >= count, (
+        f"{count} partial results in a workspace for {workspace.lse.numel()}"
+    )
+    assert workspace.out.numel() >= count * value_dim, (
+        f"the workspace is for values of {workspace.out.shape[1]}"
+    )
+    assert workspace.arrived.numel() >= rows * kv_heads, (
+        f"the workspace is for {workspace.arrived.numel()} key heads"
+    )
     return workspace
 
 
@@ -183,7 +246,9 @@ def _block(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-def _check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+def _check(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor, sinks: Tensor | None
+) -> None:
     rows, heads, dim = q.shape
     num_pages, kv_heads, page_size, value_dim = values.shape
     assert keys.shape == (num_pages, kv_heads, page_size, dim), (keys.shape, values.shape)
@@ -196,14 +261,18 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor, 
     )
     assert out.shape == (rows, heads, value_dim), f"out must be (b, Hq, Dv), got {tuple(out.shape)}"
     assert out.is_contiguous(), "out must be contiguous"
-    assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32), "sinks must be (Hq,) fp32"
+    assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32), (
+        "sinks must be (Hq,) fp32"
+    )
 
 
 @triton.jit
 def _span(slot, POSITIONS, window, num_splits, SPLIT_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys [first, stop) that a row sees, and the size of its splits, which are counted from `origin`.
+    """Keys [first, stop) that a row sees, and the size of its splits, which are counted from
+    `origin`.
 
-    Splits and blocks begin at multiples of their size, so that the first block of a row holds a key that it sees.
+    Splits and blocks begin at multiples of their size, so that the first block of a row holds a key
+    that it sees.
     """
     stop = tl.load(POSITIONS + slot) + 1
     first = 0
@@ -220,25 +289,68 @@ def _span(slot, POSITIONS, window, num_splits, SPLIT_TOKENS: tl.constexpr, BLOCK
 
 @triton.jit
 def _attend(
-    Q, NEW_KEYS, NEW_VALUES, COS, SIN, QUERY_NORM, KEY_NORM, eps,
-    KEYS, VALUES, TABLE, SLOTS, POSITIONS, SINKS, OUT, PARTIAL_OUT, PARTIAL_LSE, ARRIVED, scale, cap, window,
-    q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    Q,
+    NEW_KEYS,
+    NEW_VALUES,
+    COS,
+    SIN,
+    QUERY_NORM,
+    KEY_NORM,
+    eps,
+    KEYS,
+    VALUES,
+    TABLE,
+    SLOTS,
+    POSITIONS,
+    SINKS,
+    OUT,
+    PARTIAL_OUT,
+    PARTIAL_LSE,
+    ARRIVED,
+    scale,
+    cap,
+    window,
+    q_row,
+    q_head,
+    key_page,
+    key_head,
+    key_token,
+    value_page,
+    value_head,
+    value_token,
+    table_row,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
+):
     """One split of one row, for the GROUP query heads of one key head, with a running softmax.
 
     OUT (b, Hq, Dv); partials, where there are any, (b, Hq, num_splits, ...).
     """
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row, kv_head, split = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2),
+    )
     slot = tl.load(SLOTS + row).to(tl.int64)
-    first, stop, origin, size = _span(slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N)
+    first, stop, origin, size = _span(
+        slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N
+    )
     begin = tl.maximum(origin + split * size, first)
     end = tl.minimum(origin + (split + 1) * size, stop)
     if (split > 0) & (begin >= end):
         return
-    pages, keys, values = TABLE + slot * table_row, KEYS + kv_head * key_head, VALUES + kv_head * value_head
+    pages, keys, values = (
+        TABLE + slot * table_row,
+        KEYS + kv_head * key_head,
+        VALUES + kv_head * value_head,
+    )
     offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
     page = tl.load(pages + (start + offsets) // PAGE_SIZE, mask=start + offsets < end, other=0)
@@ -250,7 +362,10 @@ def _attend(
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS is not None:
         # A sink is a key without a value; the row's first split counts it.
-        sink = tl.load(SINKS + heads, mask=(group < GROUP) & (split == 0), other=float("-inf")) * _LOG2_E
+        sink = (
+            tl.load(SINKS + heads, mask=(group < GROUP) & (split == 0), other=float("-inf"))
+            * _LOG2_E
+        )
     m, total, acc = sink, tl.zeros_like(sink), tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
     last = end
     if COS is None:
@@ -259,7 +374,8 @@ def _attend(
         position = stop - 1
         q = _turned(query, dims, q_mask, COS, SIN, position, QUERY_NORM, eps, DIM)
         if end == stop:
-            # The new token comes before the loop: who would read it from its page would have to wait for the write.
+            # The new token comes before the loop: who would read it from its page would have to
+            # wait for the write.
             last = tl.where(begin < position, position, 0)  # a block without any key would give NaN
             new = row * q_row + kv_head * q_head
             k = _turned(NEW_KEYS + new, dims, dims < DIM, COS, SIN, position, KEY_NORM, eps, DIM)
@@ -271,7 +387,8 @@ def _attend(
     for block in range(start, last, BLOCK_N):
         tokens = block + offsets
         seen = (tokens >= begin) & (tokens < last)
-        # Page ids come one block ahead: an address that waits for a load in its own block could not be pipelined.
+        # Page ids come one block ahead: an address that waits for a load in its own block could not
+        # be pipelined.
         later = tokens + BLOCK_N
         next_page = tl.load(pages + later.to(tl.uint32) // PAGE_SIZE, mask=later < last, other=0)
         within = tokens.to(tl.uint32) % PAGE_SIZE
@@ -292,17 +409,23 @@ def _attend(
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
         if is_last:
             tl.store(counter, 0)
-            total, acc = _merged(PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM, BLOCK_VALUE)
+            total, acc = _merged(
+                PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM, BLOCK_VALUE
+            )
         real &= is_last
     _store(OUT, at, real, acc, total, VALUE_DIM)
 
 
 @triton.jit
 def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
-    """Heads at AT, normed where there is a NORM, and rotated: (M, BLOCK_DIM), whole as a product takes them."""
+    """Heads at AT, normed where there is a NORM, and rotated: (M, BLOCK_DIM), whole as a product
+    takes them."""
     half: tl.constexpr = DIM // 2
     partner = tl.where(dims < half, dims + half, dims - half)
-    one, other = tl.load(AT + dims, mask=mask, other=0.0), tl.load(AT + partner, mask=mask, other=0.0)
+    one, other = (
+        tl.load(AT + dims, mask=mask, other=0.0),
+        tl.load(AT + partner, mask=mask, other=0.0),
+    )
     dtype = one.dtype
     one, other = one.to(tl.float32), other.to(tl.float32)
     if NORM is not None:
@@ -316,19 +439,23 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
 
 
 @triton.jit
-def _read(CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _read(
+    CACHE, page, page_stride, within, token_stride, seen, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Keys or values (N, BLOCK) of N tokens."""
     dims = tl.arange(0, BLOCK)[None, :]
     # 64-bit: pages of all layers interleave, so the stride of a page is large.
     at = page.to(tl.int64) * page_stride + within * token_stride
-    # Masked, not only for the traffic: memory that no token was written to may hold NaN, and 0 * NaN is NaN.
+    # Masked, not only for the traffic: memory that no token was written to may hold NaN, and 0 *
+    # NaN is NaN.
     mask = seen[:, None] if DIM == BLOCK else seen[:, None] & (dims < DIM)
     return tl.load(CACHE + at[:, None] + dims, mask=mask, other=0.0)
 
 
 @triton.jit
 def _weigh(q, k, v, seen, m, total, acc, scale, cap):
-    """One step of the running softmax: its maximum, the sum of its weights, and that of weighted values."""
+    """One step of the running softmax: its maximum, the sum of its weights, and that of weighted
+    values."""
     # "ieee": fp32 operands would be rounded to TF32 otherwise.
     s = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap)
     s = tl.where(seen[None, :], s, float("-inf"))
@@ -366,9 +493,16 @@ def _store(OUT, place, mask, acc, total, VALUE_DIM: tl.constexpr):
 
 @triton.jit
 def _merged(
-    PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr
-):  # fmt: skip
-    """The `count` partials of each query head, the first at `partial` (M,), weighted by their denominators in order."""
+    PARTIAL_OUT,
+    PARTIAL_LSE,
+    partial,
+    real,
+    count,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    """The `count` partials of each query head, the first at `partial` (M,), weighted by their
+    denominators in order."""
     m = tl.full(partial.shape, float("-inf"), tl.float32)
     total = tl.zeros(partial.shape, tl.float32)
     acc = tl.zeros([partial.shape[0], BLOCK_VALUE], tl.float32)
@@ -378,9 +512,16 @@ def _merged(
             split = first + number
             written = real & (split < count)
             # Past the L1 cache, which may hold what stood there for an earlier layer.
-            lse = tl.load(PARTIAL_LSE + partial + split, mask=written, other=float("-inf"), cache_modifier=".cg")
+            lse = tl.load(
+                PARTIAL_LSE + partial + split,
+                mask=written,
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
             at = PARTIAL_OUT + (partial + split)[:, None] * VALUE_DIM + dims
-            part = tl.load(at, mask=written[:, None] & (dims < VALUE_DIM), other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                at, mask=written[:, None] & (dims < VALUE_DIM), other=0.0, cache_modifier=".cg"
+            )
             new_m = tl.maximum(m, lse)
             # A head of nobody has no partial at all: -inf less -inf would be NaN.
             weight = tl.where(written, tl.exp2(lse - new_m), 0.0)

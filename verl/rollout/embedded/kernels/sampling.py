@@ -1,12 +1,15 @@
-"""The draw of `verl.rollout.sampling.sample` on CUDA, fused: no probability, no noise and no sorted copy is written.
+"""The draw of `verl.rollout.sampling.sample` on CUDA, fused: no probability, no noise and no sorted
+copy is written.
 
-Without filters one pass over the logits does everything: each program keeps, of one row's chunk of the vocabulary, the
-largest logit, the sum of exponentials and the best Gumbel score, and a second kernel merges the chunks. With top-k,
-top-p or min-p the sums come first, then one program a row finds the smallest logit kept, then the draw passes over the
-logits again. Top-k and top-p are a search, not a sort: how many tokens, or how much weight, lies at or above a logit
-only falls as the logit rises.
+Without filters one pass over the logits does everything: each program keeps, of one row's chunk of
+the vocabulary, the largest logit, the sum of exponentials and the best Gumbel score, and a second
+kernel merges the chunks. With top-k, top-p or min-p the sums come first, then one program a row
+finds the smallest logit kept, then the draw passes over the logits again. Top-k and top-p are a
+search, not a sort: how many tokens, or how much weight, lies at or above a logit only falls as the
+logit rises.
 
-How a row is cut into chunks and blocks depends on the vocabulary alone, and so do the bits that a row gives.
+How a row is cut into chunks and blocks depends on the vocabulary alone, and so do the bits that a
+row gives.
 """
 
 from dataclasses import dataclass
@@ -18,15 +21,17 @@ import triton
 from verl.rollout.embedded.kernels import sampling_kernels
 from verl.rollout.sampling import column_hashes
 
-_kernels: Any = sampling_kernels  # a kernel is launched as kernel[grid](...), which no type checker follows
+# a kernel is launched as kernel[grid](...), which no type checker follows
+_kernels: Any = sampling_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """How the kernels cut a row: a program scans `chunk` columns, `block` at a time.
 
-    It is one warp, so that a reduction over a block needs no barrier. A chunk has many blocks, so that most of them
-    meet a good score found before (see `scan_and_draw`). Small blocks leave registers for more programs.
+    It is one warp, so that a reduction over a block needs no barrier. A chunk has many blocks, so
+    that most of them meet a good score found before (see `scan_and_draw`). Small blocks leave
+    registers for more programs.
     """
 
     chunk: int = 4096
@@ -37,20 +42,25 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawState:
-    """What a draw of b rows reads beside the logits, and where it writes. All on the device, at fixed addresses."""
+    """What a draw of b rows reads beside the logits, and where it writes. All on the device, at
+    fixed addresses."""
 
     slots: torch.Tensor  # (b,) int32: the slot of each row, an index into `keys` and `drawn`
     keys: torch.Tensor  # (S,) int64: the samples' uint64 keys, reinterpreted
-    drawn: torch.Tensor  # (S,) int32: the response position of this draw, that is, how many tokens were drawn before
+    # (S,) int32: the response position of this draw, that is, how many tokens were drawn before
+    drawn: torch.Tensor
     settings: torch.Tensor  # (4,) fp32: temperature, top_p, min_p, top_k (0 or less: off)
     tokens: torch.Tensor  # (b,) int64, written
     log_probs: torch.Tensor  # (b,) fp32, written
 
 
 class Workspace:
-    """Scratch memory for draws of up to `max_rows` rows of `vocabulary` logits, and the hash of every token id."""
+    """Scratch memory for draws of up to `max_rows` rows of `vocabulary` logits, and the hash of
+    every token id."""
 
-    def __init__(self, max_rows: int, vocabulary: int, device: torch.device, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self, max_rows: int, vocabulary: int, device: torch.device, tuning: Tuning | None = None
+    ) -> None:
         self.max_rows = max_rows
         self.vocabulary = vocabulary
         self.tuning = tuning or Tuning()
@@ -61,24 +71,33 @@ class Workspace:
         self.totals = torch.empty(per_chunk, dtype=torch.float32, device=device)
         self.scores = torch.empty(per_chunk, dtype=torch.float32, device=device)
         self.columns = torch.empty(per_chunk, dtype=torch.int32, device=device)
-        # Of each row: the largest logit, the sum of exponentials, the smallest logit that top-k and top-p keep.
+        # Of each row: the largest logit, the sum of exponentials, the smallest logit that top-k and
+        # top-p keep.
         self.rows = torch.empty(max_rows, 3, dtype=torch.float32, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of its own; the table of hashes is shared with `verl.rollout.sampling`."""
-        return sum(part.nbytes for part in (self.largest, self.totals, self.scores, self.columns, self.rows))
+        return sum(
+            part.nbytes
+            for part in (self.largest, self.totals, self.scores, self.columns, self.rows)
+        )
 
 
-def draw(logits: torch.Tensor, state: DrawState, workspace: Workspace, *, filtered: bool, greedy: bool) -> None:
-    """Draw one token a row from logits (b, V), bf16, fp16 or fp32, into `state.tokens` and `state.log_probs`.
+def draw(
+    logits: torch.Tensor, state: DrawState, workspace: Workspace, *, filtered: bool, greedy: bool
+) -> None:
+    """Draw one token a row from logits (b, V), bf16, fp16 or fp32, into `state.tokens` and
+    `state.log_probs`.
 
-    The numbers are those of `verl.rollout.sampling.sample`: the same noise, the same tokens kept, and the log-prob of
-    log_softmax(logits / temperature) over the whole vocabulary. With `greedy` neither settings nor keys are read, and
-    the log-prob is that of temperature 1. Without `filtered` top_p, min_p and top_k are not read. A row with a NaN,
-    with +inf, or with nothing but -inf gets a log-prob that is not finite, and some token id below V.
+    The numbers are those of `verl.rollout.sampling.sample`: the same noise, the same tokens kept,
+    and the log-prob of log_softmax(logits / temperature) over the whole vocabulary. With `greedy`
+    neither settings nor keys are read, and the log-prob is that of temperature 1. Without
+    `filtered` top_p, min_p and top_k are not read. A row with a NaN, with +inf, or with nothing but
+    -inf gets a log-prob that is not finite, and some token id below V.
 
-    Nothing is allocated and nothing waits for the device, so that a call can be captured in a CUDA graph.
+    Nothing is allocated and nothing waits for the device, so that a call can be captured in a CUDA
+    graph.
     """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
@@ -98,15 +117,30 @@ def draw(logits: torch.Tensor, state: DrawState, workspace: Workspace, *, filter
         _kernels.scan[grid](*source, *parts, GREEDY=greedy, **cut)
     if filtered and not greedy:
         _kernels.find_threshold[(rows,)](
-            *source, work.largest, work.totals, work.rows, VOCABULARY=vocabulary, **chunks,
-            BLOCK=tuning.search_block, DROPPED_BITS=_dropped_bits(logits.dtype), num_warps=tuning.search_warps,
-        )  # fmt: skip
+            *source,
+            work.largest,
+            work.totals,
+            work.rows,
+            VOCABULARY=vocabulary,
+            **chunks,
+            BLOCK=tuning.search_block,
+            DROPPED_BITS=_dropped_bits(logits.dtype),
+            num_warps=tuning.search_warps,
+        )
     if not greedy:
         _kernels.scan_and_draw[grid](*source, *noise, work.rows, *parts, FILTERED=filtered, **cut)
     _kernels.merge[(rows,)](
-        *source, *parts, work.rows, state.tokens, state.log_probs,
-        VOCABULARY=vocabulary, GREEDY=greedy, FILTERED=filtered and not greedy, num_warps=1, **chunks,
-    )  # fmt: skip
+        *source,
+        *parts,
+        work.rows,
+        state.tokens,
+        state.log_probs,
+        VOCABULARY=vocabulary,
+        GREEDY=greedy,
+        FILTERED=filtered and not greedy,
+        num_warps=1,
+        **chunks,
+    )
 
 
 def _dropped_bits(dtype: torch.dtype) -> int:

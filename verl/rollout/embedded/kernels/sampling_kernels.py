@@ -10,8 +10,8 @@ _MURMUR_1 = tl.constexpr(0x85EBCA6B)  # of MurmurHash3's 32-bit finaliser
 _MURMUR_2 = tl.constexpr(0xC2B2AE35)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _2_TO_23 = tl.constexpr(8388608.0)
-# E of `_gumbel` lies in [2**-32, 22], so no two Gumbel variables differ by more than 25.3: a token whose
-# logit / temperature is 26 below the largest is never drawn.
+# E of `_gumbel` lies in [2**-32, 22], so no two Gumbel variables differ by more than 25.3: a token
+# whose logit / temperature is 26 below the largest is never drawn.
 _REACH = tl.constexpr(26.0)
 
 
@@ -22,16 +22,18 @@ def _load_logits(row_ptr, columns, end):
 
 @triton.jit
 def _finite(largest):
-    """What exponents are taken against: where all logits are -inf their weights are 0, not exp(-inf + inf)."""
+    """What exponents are taken against: where all logits are -inf their weights are 0, not exp(-inf
+    + inf)."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def _add_block(x, largest, totals, scale):
-    """Take logits x into the running maximum and the sums of exponentials, one a lane. Gives weights, maximum, sums.
+    """Take logits x into the running maximum and the sums of exponentials, one a lane. Gives
+    weights, maximum, sums.
 
-    What can wait for the chunk's end does, the sum over lanes, and what is rare has a branch: the maximum rises in few
-    blocks.
+    What can wait for the chunk's end does, the sum over lanes, and what is rare has a branch: the
+    maximum rises in few blocks.
     """
     peak = tl.max(x, axis=0)
     if peak > largest:
@@ -43,10 +45,20 @@ def _add_block(x, largest, totals, scale):
 
 @triton.jit
 def scan(
-    logits, row_stride, settings, largest_ptr, totals_ptr, scores_ptr, columns_ptr,
-    VOCABULARY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr,
-):  # fmt: skip
-    """Maximum and sum of exponentials of one row's chunk; when greedy at temperature 1, and where the maximum is."""
+    logits,
+    row_stride,
+    settings,
+    largest_ptr,
+    totals_ptr,
+    scores_ptr,
+    columns_ptr,
+    VOCABULARY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GREEDY: tl.constexpr,
+):
+    """Maximum and sum of exponentials of one row's chunk; when greedy at temperature 1, and where
+    the maximum is."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     row_ptr = logits + row.to(tl.int64) * row_stride
     start = chunk * CHUNK
@@ -73,9 +85,13 @@ def scan(
 
 @triton.jit
 def _draw_key(slots, keys, drawn, row):
-    """`row_keys`, SplitMix64 of the sample's key and the position: two uint32, the first shifted as hashes are."""
+    """`row_keys`, SplitMix64 of the sample's key and the position: two uint32, the first shifted as
+    hashes are."""
     slot = tl.load(slots + row)
-    bits = tl.load(keys + slot).to(tl.uint64, bitcast=True) + tl.load(drawn + slot).to(tl.uint64) * _GOLDEN
+    bits = (
+        tl.load(keys + slot).to(tl.uint64, bitcast=True)
+        + tl.load(drawn + slot).to(tl.uint64) * _GOLDEN
+    )
     bits += _GOLDEN
     bits = (bits ^ (bits >> 30)) * _SPLITMIX_1
     bits = (bits ^ (bits >> 27)) * _SPLITMIX_2
@@ -87,7 +103,9 @@ def _draw_key(slots, keys, drawn, row):
 @triton.jit
 def _noise_integers(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr):
     """`noise_integers` of these columns: uint32 below 2**31."""
-    bits = tl.load(hashes + columns, mask=columns < VOCABULARY, other=0, eviction_policy="evict_last")
+    bits = tl.load(
+        hashes + columns, mask=columns < VOCABULARY, other=0, eviction_policy="evict_last"
+    )
     bits = (bits.to(tl.uint32, bitcast=True) ^ key_low) * _MURMUR_1 + key_high
     bits = (bits ^ (bits >> 13)) * _MURMUR_2
     return (bits ^ (bits >> 16)) & 0x7FFFFFFF
@@ -95,28 +113,32 @@ def _noise_integers(hashes, columns, key_low, key_high, VOCABULARY: tl.constexpr
 
 @triton.jit
 def _gumbel(noise):
-    """Gumbel variables of noise integers: -log(E) with E = -log1p(-u) and u = (noise + 1/2) / 2**31."""
+    """Gumbel variables of noise integers: -log(E) with E = -log1p(-u) and u = (noise + 1/2) /
+    2**31."""
     uniform = (noise.to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
     # 1 - u would round the winners' end, u near 0; there the series is exact to 1e-7.
     series = 1 / 5 + uniform * (1 / 6 + uniform * (1 / 7))
-    series = uniform * (1.0 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * series))))
+    series = uniform * (
+        1.0 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * series)))
+    )
     exponential = tl.where(uniform < 0.125, series, -tl.log(1.0 - uniform))
-    # The last 64 integers round to u = 1. Their E must be finite: a token that is the only one left by a filter wins
-    # whatever its noise is.
+    # The last 64 integers round to u = 1. Their E must be finite: a token that is the only one left
+    # by a filter wins whatever its noise is.
     return -tl.log(tl.minimum(exponential, 22.0))
 
 
 @triton.jit
 def _leading_bits(noise):
-    """2**23 + noise // 256 in fp32, without a conversion: the bits are the mantissa of a number in [2**23, 2**24)."""
+    """2**23 + noise // 256 in fp32, without a conversion: the bits are the mantissa of a number in
+    [2**23, 2**24)."""
     return ((noise >> 8) | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _may_win(noise, weights, deficit):
     """False only where log(weight) + Gumbel < -deficit, because E >= u > weight * exp(deficit)."""
-    # The right side is rounded to an integer; rounding keeps the order, so that it hides no winner. 1.01 is for the
-    # other rounding errors, 1e30 for 0 * inf.
+    # The right side is rounded to an integer; rounding keeps the order, so that it hides no winner.
+    # 1.01 is for the other rounding errors, 1e30 for 0 * inf.
     factor = tl.minimum(tl.exp2(deficit * _LOG2_E) * (1.01 * _2_TO_23), 1e30)
     return _leading_bits(noise) <= weights * factor + _2_TO_23
 
@@ -125,22 +147,38 @@ def _may_win(noise, weights, deficit):
 def _most_promising(noise, weights, columns, VOCABULARY: tl.constexpr):
     """The column whose weight / u is largest, or nearly so, among those with weight."""
     # A positive float's bits, read as an integer, are its logarithm to 0.09 of a factor of two.
-    promise = weights.to(tl.int32, bitcast=True) - (_leading_bits(noise) - (_2_TO_23 - 1.0)).to(tl.int32, bitcast=True)
+    promise = weights.to(tl.int32, bitcast=True) - (_leading_bits(noise) - (_2_TO_23 - 1.0)).to(
+        tl.int32, bitcast=True
+    )
     promise = tl.where(weights > 0, promise, -2147483648)
     return tl.min(tl.where(promise == tl.max(promise, axis=0), columns, VOCABULARY - 1), axis=0)
 
 
 @triton.jit
 def scan_and_draw(
-    logits, row_stride, settings, hashes, slots, keys, drawn, rows_ptr,
-    largest_ptr, totals_ptr, scores_ptr, columns_ptr,
-    VOCABULARY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
-):  # fmt: skip
-    """The best of logit / temperature + Gumbel noise of one row's chunk, and where it is; unfiltered, the sums too.
+    logits,
+    row_stride,
+    settings,
+    hashes,
+    slots,
+    keys,
+    drawn,
+    rows_ptr,
+    largest_ptr,
+    totals_ptr,
+    scores_ptr,
+    columns_ptr,
+    VOCABULARY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FILTERED: tl.constexpr,
+):
+    """The best of logit / temperature + Gumbel noise of one row's chunk, and where it is;
+    unfiltered, the sums too.
 
-    Two logarithms a token would cost more than all the rest. A token beats the best score s so far if
-    exp(x / T - s) > E, and E >= u: comparing the noise integers with the weights that the sum needs anyway rules out
-    most blocks.
+    Two logarithms a token would cost more than all the rest. A token beats the best score s so far
+    if exp(x / T - s) > E, and E >= u: comparing the noise integers with the weights that the sum
+    needs anyway rules out most blocks.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     row_ptr = logits + row.to(tl.int64) * row_stride
@@ -148,7 +186,12 @@ def scan_and_draw(
     inverse = 1.0 / tl.load(settings)
     scale = inverse * _LOG2_E
     key_low, key_high = _draw_key(slots, keys, drawn, row)
-    largest, totals, best, column = float("-inf"), tl.zeros([BLOCK], tl.float32), float("-inf"), start
+    largest, totals, best, column = (
+        float("-inf"),
+        tl.zeros([BLOCK], tl.float32),
+        float("-inf"),
+        start,
+    )
     if FILTERED:
         min_p = tl.load(settings + 2)
         largest = tl.load(rows_ptr + row * 3)
@@ -158,7 +201,8 @@ def scan_and_draw(
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
         x = upcoming
-        upcoming = _load_logits(row_ptr, columns + BLOCK, end)  # on their way while these are weighed
+        # on their way while these are weighed
+        upcoming = _load_logits(row_ptr, columns + BLOCK, end)
         if FILTERED:
             weights = tl.exp2((x - _finite(largest)) * scale)
             weights = tl.where((x >= threshold) & (weights >= min_p), weights, 0.0)
@@ -170,7 +214,8 @@ def scan_and_draw(
             noise = _noise_integers(hashes, columns, key_low, key_high, VOCABULARY)
             hopeful = _may_win(noise, weights, _finite(largest) * inverse - best)
             if tl.max(hopeful.to(tl.int32), axis=0) > 0:
-                # The most promising token is tried alone; mostly none of the others could beat it then.
+                # The most promising token is tried alone; mostly none of the others could beat it
+                # then.
                 weights = tl.where(hopeful, weights, 0.0)
                 while tl.max((weights > 0).to(tl.int32), axis=0) > 0:
                     tried = _most_promising(noise, weights, columns, VOCABULARY)
@@ -178,7 +223,9 @@ def scan_and_draw(
                     score += _gumbel(_noise_integers(hashes, tried, key_low, key_high, VOCABULARY))
                     if (score > best) | ((score == best) & (tried < column)):
                         best, column = score, tried
-                    hopeful = _may_win(noise, weights, _finite(largest) * inverse - best) & (columns != tried)
+                    hopeful = _may_win(noise, weights, _finite(largest) * inverse - best) & (
+                        columns != tried
+                    )
                     weights = tl.where(hopeful, weights, 0.0)
         offset += BLOCK
     here = row * tl.num_programs(1) + chunk
@@ -190,10 +237,14 @@ def scan_and_draw(
 
 
 @triton.jit
-def _merge_sums(largest_ptr, totals_ptr, row, scale, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+def _merge_sums(
+    largest_ptr, totals_ptr, row, scale, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr
+):
     """Maximum and sum of exponentials of a row from those of its chunks."""
     chunks = tl.arange(0, CHUNKS)
-    parts = tl.load(largest_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf"))
+    parts = tl.load(
+        largest_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf")
+    )
     totals = tl.load(totals_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
     largest = tl.max(parts, axis=0)
     return largest, tl.sum(totals * tl.exp2((parts - _finite(largest)) * scale), axis=0)
@@ -201,17 +252,31 @@ def _merge_sums(largest_ptr, totals_ptr, row, scale, NUM_CHUNKS: tl.constexpr, C
 
 @triton.jit
 def merge(
-    logits, row_stride, settings, largest_ptr, totals_ptr, scores_ptr, columns_ptr, rows_ptr, tokens_ptr, log_probs_ptr,
-    VOCABULARY: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, GREEDY: tl.constexpr,
+    logits,
+    row_stride,
+    settings,
+    largest_ptr,
+    totals_ptr,
+    scores_ptr,
+    columns_ptr,
+    rows_ptr,
+    tokens_ptr,
+    log_probs_ptr,
+    VOCABULARY: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GREEDY: tl.constexpr,
     FILTERED: tl.constexpr,
-):  # fmt: skip
+):
     """The best token of a row's chunks, the first of equals, and its log-prob."""
     row = tl.program_id(0)
     inverse = 1.0 if GREEDY else 1.0 / tl.load(settings)
     if FILTERED:
         largest, total = tl.load(rows_ptr + row * 3), tl.load(rows_ptr + row * 3 + 1)
     else:
-        largest, total = _merge_sums(largest_ptr, totals_ptr, row, inverse * _LOG2_E, NUM_CHUNKS, CHUNKS)
+        largest, total = _merge_sums(
+            largest_ptr, totals_ptr, row, inverse * _LOG2_E, NUM_CHUNKS, CHUNKS
+        )
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < NUM_CHUNKS
     scores = tl.load(scores_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=float("-inf"))
@@ -225,7 +290,8 @@ def merge(
 
 @triton.jit
 def _order_key(x, DROPPED_BITS: tl.constexpr):
-    """An integer that rises with the fp32 number x, by one from each number of the logits' type to the next."""
+    """An integer that rises with the fp32 number x, by one from each number of the logits' type to
+    the next."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> DROPPED_BITS).to(tl.int64)
 
@@ -240,10 +306,18 @@ def _of_order_key(key, DROPPED_BITS: tl.constexpr):
 
 @triton.jit
 def _sums_above(
-    row_ptr, first, second, third, base, scale,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """How many of a row's logits, or with WEIGHTED how much weight, lie at or above each of three logits."""
+    row_ptr,
+    first,
+    second,
+    third,
+    base,
+    scale,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """How many of a row's logits, or with WEIGHTED how much weight, lie at or above each of three
+    logits."""
     one = tl.zeros([BLOCK], tl.float32)
     two = tl.zeros([BLOCK], tl.float32)
     three = tl.zeros([BLOCK], tl.float32)
@@ -258,15 +332,24 @@ def _sums_above(
 
 @triton.jit
 def _search(
-    row_ptr, low, high, wanted, base, scale,
-    VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, DROPPED_BITS: tl.constexpr,
+    row_ptr,
+    low,
+    high,
+    wanted,
+    base,
+    scale,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DROPPED_BITS: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """The largest order key in [low, high) with at least `wanted` tokens, or weight, at or above it; if none, `low`.
+):
+    """The largest order key in [low, high) with at least `wanted` tokens, or weight, at or above
+    it; if none, `low`.
 
-    Every pass over the row compares with three keys, which cut the interval into quarters. While it spans many powers
-    of two, every other pass cuts it into equal lengths instead: between -1 and 1 lie half of all keys, and few logits.
-    With one token left in the interval any key up to that token's does: fp32 logits lie far apart among their keys.
+    Every pass over the row compares with three keys, which cut the interval into quarters. While it
+    spans many powers of two, every other pass cuts it into equal lengths instead: between -1 and 1
+    lie half of all keys, and few logits. With one token left in the interval any key up to that
+    token's does: fp32 logits lie far apart among their keys.
     """
     wide: tl.constexpr = 8 << (23 - DROPPED_BITS)
     turn, at_low, at_high, lightest = 0, float("inf"), 0.0, 1.0
@@ -279,12 +362,23 @@ def _search(
             first = tl.maximum(_order_key(start + quarter, DROPPED_BITS), low + 1)
             second = tl.maximum(_order_key(start + 2 * quarter, DROPPED_BITS), low + 1)
             third = tl.maximum(_order_key(start + 3 * quarter, DROPPED_BITS), low + 1)
-        first, second, third = tl.minimum(first, high - 1), tl.minimum(second, high - 1), tl.minimum(third, high - 1)
+        first, second, third = (
+            tl.minimum(first, high - 1),
+            tl.minimum(second, high - 1),
+            tl.minimum(third, high - 1),
+        )
         turn += 1
         one, two, three = _sums_above(
-            row_ptr, _of_order_key(first, DROPPED_BITS), _of_order_key(second, DROPPED_BITS),
-            _of_order_key(third, DROPPED_BITS), base, scale, VOCABULARY, BLOCK, WEIGHTED,
-        )  # fmt: skip
+            row_ptr,
+            _of_order_key(first, DROPPED_BITS),
+            _of_order_key(second, DROPPED_BITS),
+            _of_order_key(third, DROPPED_BITS),
+            base,
+            scale,
+            VOCABULARY,
+            BLOCK,
+            WEIGHTED,
+        )
         # Every branch shrinks the interval, also where a NaN makes all comparisons false.
         if one >= wanted:
             if two >= wanted:
@@ -303,11 +397,20 @@ def _search(
 
 @triton.jit
 def find_threshold(
-    logits, row_stride, settings, largest_ptr, totals_ptr, rows_ptr,
-    VOCABULARY: tl.constexpr, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr, DROPPED_BITS: tl.constexpr,
-):  # fmt: skip
-    """The smallest logit kept by top-k, then by top-p of what top-k left, among those that can be drawn at all."""
+    logits,
+    row_stride,
+    settings,
+    largest_ptr,
+    totals_ptr,
+    rows_ptr,
+    VOCABULARY: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DROPPED_BITS: tl.constexpr,
+):
+    """The smallest logit kept by top-k, then by top-p of what top-k left, among those that can be
+    drawn at all."""
     row = tl.program_id(0)
     row_ptr = logits + row.to(tl.int64) * row_stride
     temperature, top_p, top_k = tl.load(settings), tl.load(settings + 1), tl.load(settings + 3)
@@ -318,19 +421,28 @@ def find_threshold(
     high = _order_key(largest, DROPPED_BITS) + 1
     held = total
     if (top_k > 0) & (top_k < VOCABULARY):
-        low = _search(row_ptr, low, high, top_k, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, False)
+        low = _search(
+            row_ptr, low, high, top_k, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, False
+        )
         if top_p < 1:
             # The share is of k tokens exactly, whatever ties with the last of them.
             last, above = _of_order_key(low, DROPPED_BITS), _of_order_key(low + 1, DROPPED_BITS)
-            count, _, _ = _sums_above(row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, False)
-            weight, _, _ = _sums_above(row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, True)
+            count, _, _ = _sums_above(
+                row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, False
+            )
+            weight, _, _ = _sums_above(
+                row_ptr, above, above, above, base, scale, VOCABULARY, BLOCK, True
+            )
             held = weight + (top_k - count) * tl.exp2((last - base) * scale)
     elif top_p < 1:
-        # All tokens lighter than (1 - p) / V of the total may go at once; a factor of two is left for rounding.
+        # All tokens lighter than (1 - p) / V of the total may go at once; a factor of two is left
+        # for rounding.
         bound = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / VOCABULARY)
         low = tl.maximum(low, tl.minimum(_order_key(bound, DROPPED_BITS), high - 1))
     if top_p < 1:
-        low = _search(row_ptr, low, high, top_p * held, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, True)
+        low = _search(
+            row_ptr, low, high, top_p * held, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, True
+        )
     tl.store(rows_ptr + row * 3, largest)
     tl.store(rows_ptr + row * 3 + 1, total)
     tl.store(rows_ptr + row * 3 + 2, _of_order_key(low, DROPPED_BITS))

@@ -8,44 +8,100 @@ _ROWS = 128  # rows that one program handles
 
 
 def feed(
-    slots: Tensor, tokens: Tensor, positions: Tensor, table: Tensor, page_size: int, out: tuple[Tensor, ...]
+    slots: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    page_size: int,
+    out: tuple[Tensor, ...],
 ) -> None:
-    """What the rows of a step are about: out = (token ids, positions, pages, offsets), each (b,) int64.
+    """What the rows of a step are about: out = (token ids, positions, pages, offsets), each (b,)
+    int64.
 
-    slots (b,) int32 names each row's slot; tokens (S,) int64, positions (S,) int32 and table (S, W) int32 are by slot.
+    slots (b,) int32 names each row's slot; tokens (S,) int64, positions (S,) int32 and table (S, W)
+    int32 are by slot.
     """
     rows = slots.shape[0]
     ids, places, pages, offsets = out
     _feed[(triton.cdiv(rows, _ROWS),)](
-        slots, tokens, positions, table, table.stride(0), ids, places, pages, offsets, rows,
-        PAGE=page_size, ROWS=_ROWS, num_warps=4,
-    )  # fmt: skip
+        slots,
+        tokens,
+        positions,
+        table,
+        table.stride(0),
+        ids,
+        places,
+        pages,
+        offsets,
+        rows,
+        PAGE=page_size,
+        ROWS=_ROWS,
+        num_warps=4,
+    )
 
 
-def advance(slots: Tensor, drawn_tokens: Tensor, tokens: Tensor, positions: Tensor, drawn: Tensor, *, by: int) -> None:
-    """Note the tokens (b,) drawn for `slots` (b,), whose positions move on `by`. The last slot, which fills batches up
-    and may stand there many times, stays where it is."""
+def advance(
+    slots: Tensor,
+    drawn_tokens: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    drawn: Tensor,
+    *,
+    by: int,
+) -> None:
+    """Note the tokens (b,) drawn for `slots` (b,), whose positions move on `by`. The last slot,
+    which fills batches up and may stand there many times, stays where it is."""
     rows = slots.shape[0]
     _advance[(triton.cdiv(rows, _ROWS),)](
-        slots, drawn_tokens, tokens, positions, drawn, rows, tokens.shape[0] - 1, BY=by, ROWS=_ROWS, num_warps=4
+        slots,
+        drawn_tokens,
+        tokens,
+        positions,
+        drawn,
+        rows,
+        tokens.shape[0] - 1,
+        BY=by,
+        ROWS=_ROWS,
+        num_warps=4,
     )
 
 
 def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Write `new` (Hk, N, D) to cache (num_pages, Hk, page_size, D) at pages (N,) and offsets (N,)."""
+    """Write `new` (Hk, N, D) to cache (num_pages, Hk, page_size, D) at pages (N,) and offsets
+    (N,)."""
     heads, count, width = new.shape
     assert new.stride(2) == cache.stride(3) == 1, "last dimensions must be contiguous"
     _store_tokens[(count, heads)](
-        new, new.stride(0), new.stride(1), cache, cache.stride(0), cache.stride(1), cache.stride(2), pages, offsets,
-        width, BLOCK=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
+        new,
+        new.stride(0),
+        new.stride(1),
+        cache,
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        pages,
+        offsets,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
 
 
 @triton.jit
 def _feed(
-    SLOTS, TOKENS, POSITIONS, TABLE, table_row, IDS, PLACES, PAGES, OFFSETS, count, PAGE: tl.constexpr,
+    SLOTS,
+    TOKENS,
+    POSITIONS,
+    TABLE,
+    table_row,
+    IDS,
+    PLACES,
+    PAGES,
+    OFFSETS,
+    count,
+    PAGE: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     slot = tl.load(SLOTS + row, mask=inside, other=0).to(tl.int64)
@@ -58,7 +114,9 @@ def _feed(
 
 
 @triton.jit
-def _advance(SLOTS, NEW, TOKENS, POSITIONS, DRAWN, count, idle, BY: tl.constexpr, ROWS: tl.constexpr):
+def _advance(
+    SLOTS, NEW, TOKENS, POSITIONS, DRAWN, count, idle, BY: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(SLOTS + row, mask=row < count, other=0)
     live = (row < count) & (slot != idle)
@@ -69,7 +127,17 @@ def _advance(SLOTS, NEW, TOKENS, POSITIONS, DRAWN, count, idle, BY: tl.constexpr
 
 @triton.jit
 def _store_tokens(
-    NEW, new_head, new_token, CACHE, cache_page, cache_head, cache_token, PAGES, OFFSETS, width, BLOCK: tl.constexpr
+    NEW,
+    new_head,
+    new_token,
+    CACHE,
+    cache_page,
+    cache_head,
+    cache_token,
+    PAGES,
+    OFFSETS,
+    width,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -78,4 +146,8 @@ def _store_tokens(
     page = tl.load(PAGES + token)
     offset = tl.load(OFFSETS + token)
     value = tl.load(NEW + head * new_head + token * new_token + column, mask=inside)
-    tl.store(CACHE + page * cache_page + head * cache_head + offset * cache_token + column, value, mask=inside)
+    tl.store(
+        CACHE + page * cache_page + head * cache_head + offset * cache_token + column,
+        value,
+        mask=inside,
+    )
