@@ -38,14 +38,14 @@ from verl.config.load import config_from_dict
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rollout import Completion, Request, SamplingParams, assemble
-from verl.workers.actor import ActorRolloutWorker
+from verl.workers import ActorWorker, RolloutWorker
 
 VLLM_MEMORY = 0.5  # of the device, beside the trainer; on a CPU vLLM takes what the variable says
 VLLM_ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 Prompts = list[tuple[int, ...]]
 
 
-def make_worker(asked: argparse.Namespace, model: Path) -> ActorRolloutWorker:
+def make_worker(asked: argparse.Namespace, model: Path) -> RolloutWorker:
     actor_rollout_ref = {
         "model": {"path": str(model)},
         "rollout": {"n": asked.samples, "dtype": asked.dtype},
@@ -59,23 +59,24 @@ def make_worker(asked: argparse.Namespace, model: Path) -> ActorRolloutWorker:
         {"data": data, "actor_rollout_ref": actor_rollout_ref, "trainer": trainer}
     )
     device, tokenizer = torch.device(asked.device), load_tokenizer(model)
-    worker = ActorRolloutWorker(
-        config.actor_rollout_ref, total_steps=1, device=device, tokenizer=tokenizer
+    actor = ActorWorker(config.actor_rollout_ref, total_steps=1, device=device, tokenizer=tokenizer)
+    rollout = RolloutWorker(
+        config.actor_rollout_ref, device=device, tokenizer=tokenizer, actor=actor
     )
-    worker.sync_weights()
-    return worker
+    rollout.take_weights()
+    return rollout
 
 
 def roll_out(
-    worker: ActorRolloutWorker, prompts: Prompts, *, samples: int, tokens: int, step: int
+    worker: RolloutWorker, prompts: Prompts, *, samples: int, tokens: int, step: int
 ) -> list[Completion]:
     ids = [tuple(range(row * samples, (row + 1) * samples)) for row in range(len(prompts))]
     requests = [Request(prompt_ids=prompt, sample_ids=own) for prompt, own in zip(prompts, ids)]
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    return list(worker.rollout.generate(requests, params, seed=0, step=step))
+    return list(worker.engine.generate(requests, params, seed=0, step=step))
 
 
-def make_prompts(worker: ActorRolloutWorker, asked: argparse.Namespace) -> Prompts:
+def make_prompts(worker: RolloutWorker, asked: argparse.Namespace) -> Prompts:
     if asked.model in SHAPES:
         return draw_prompts(
             asked.prompts, asked.prompt_tokens, SHAPES[asked.model]["vocab_size"], seed=0, draw=0
@@ -125,14 +126,14 @@ def roll_out_vllm(asked: argparse.Namespace, model: Path, prompts: Prompts) -> l
 
 
 def both_log_probs(
-    worker: ActorRolloutWorker, prompts: Prompts, completions: list[Completion]
+    worker: RolloutWorker, prompts: Prompts, completions: list[Completion]
 ) -> tuple[Tensor, Tensor]:
     """The trainer's and the rollout's (B, R); all responses have R tokens, so nothing is masked."""
     rollout, samples = worker.config.rollout, len(completions) // len(prompts)
     rows = [prompt for prompt in prompts for _ in range(samples)]
     sizes = {"prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
     columns = assemble(rows, completions, **sizes, pad_token_id=worker.tokenizer.pad_token_id)
-    answer = worker.compute_log_prob(DataProto.from_dict(tensors=columns))
+    answer = worker.actor.compute_log_prob(DataProto.from_dict(tensors=columns))
     return answer.batch["old_log_probs"].cpu(), columns["rollout_log_probs"]
 
 
@@ -194,7 +195,7 @@ def main() -> None:
             rollouts["ours"] = roll_out(
                 worker, prompts, samples=asked.samples, tokens=asked.new_tokens, step=1
             )
-        worker.rollout.sleep()  # vLLM needs the memory
+        worker.engine.sleep()  # vLLM needs the memory
         if "vllm" in asked.engines:
             rollouts["vLLM"] = roll_out_vllm(asked, model, prompts)
         sizes = (

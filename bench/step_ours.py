@@ -59,7 +59,7 @@ def run(job: StepJob) -> dict[str, Any]:
     )
     trainer.reads_old_log_probs = job.old_log_probs
     trainer.init_workers()
-    impose_lengths(trainer.actor_rollout_wg.worker.rollout, job)
+    impose_lengths(trainer.rollout_wg.worker.engine, job)
     trainer.fit()
     text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     lines: list[dict[str, float]] = [json.loads(line) for line in text.splitlines()]

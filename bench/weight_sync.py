@@ -6,7 +6,7 @@ plain all-gather.
     script
 
 Random weights of the shapes in `rollout_models.py`, fp32 in FSDP2's shards, go to an engine's bf16
-copies at stable addresses, as `ActorRolloutWorker.sync_weights` does it with a trainer that stays
+copies at stable addresses, as `RolloutWorker.take_weights` does it with a trainer that stays
 on the device. GB/s count what the engine has afterwards. The bound is measured in the same run: as
 many bytes all-gathered in flat buckets, over several GPUs; on one, as many numbers cast from one
 flat fp32 buffer into one of bf16. "fingerprints" is what a proved hand-over takes beyond one that

@@ -192,11 +192,11 @@ APART = HYBRID | {"critic_placement": [2, 3]}
         ),
         (
             {"enable_hybrid_engine": False},
-            r"but critic would be on the actor's ranks \[0\], whose rollout engine",
+            r"but critic would be on the actor's ranks \[0\]\. Set rollout_placement, critic",
         ),
         (
             HYBRID | {"enable_hybrid_engine": False, "algorithm": {"adv_estimator": "grpo"}},
-            "the actor is alone, whose rollout engine always lives with it",
+            "the actor is alone with its rollout",
         ),
         (
             {"gradient_accumulation_steps": 2},
@@ -237,7 +237,7 @@ def test_a_hybrid_engine_of_one_copy_and_models_apart_are_fine(log):
     )
     made(**APART, enable_hybrid_engine=False)
     assert re.search(
-        r"enable_hybrid_engine=False: .*critic.*\[2, 3\].* the rollout engine is with the actor",
+        r"enable_hybrid_engine=False: .*critic.*\[2, 3\].* the rollout engine on \[0, 1\]",
         log.text,
     )
 

@@ -332,7 +332,7 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
         == max(phase["device"] for phase in told["phases"])
         == max(sum(phase["parts"].values()) for phase in told["phases"])
     )
-    assert told["ranks"] == {"actor": list(range(8))}
+    assert told["ranks"] == {"actor": [*range(8)], "rollout": [*range(8)]}
     assert told["advice"][0]["device"] <= 12 * GIB
     assert command.main(["--device-gib", "12", *words, model, *told["advice"][0]["changes"]]) == 0
     assert command.main(["--device-gib", "H1000", *words, model]) == 1

@@ -22,7 +22,7 @@ from verl.engine.microbatch import TokenBudget
 from verl.models.packed import PackedRewardModel
 from verl.utils.errors import ConfigError, ModelError
 from verl.utils.units import GIB
-from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+from verl.workers import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 PPO = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
 SCORER = Qwen2Config(
@@ -71,7 +71,7 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
     device, tokenizer = torch.device("cpu"), tiny_tokenizer()
     roles = config.actor_rollout_ref
     workers = {
-        "actor": ActorRolloutWorker(roles, total_steps=5, device=device, tokenizer=tokenizer),
+        "actor": ActorWorker(roles, total_steps=5, device=device, tokenizer=tokenizer),
         "critic": CriticWorker(
             config.critic, max_length=40, total_steps=5, device=device, tokenizer=tokenizer
         ),

@@ -64,7 +64,7 @@ def hand_over(
     try:
         with torch.cuda.device(device):
             sender = SharedMemorySender(
-                ours,
+                [ours],
                 device=memory,
                 bucket_bytes=BUCKET_BYTES,
                 dtype=torch.bfloat16,

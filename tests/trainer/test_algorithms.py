@@ -84,7 +84,7 @@ def test_every_estimator_takes_three_steps_with_every_loss(trainer, monkeypatch,
             trainer, "collect", lambda prompts: PPOTrainer.collect(trainer, prompts)
         )
     trainer.estimator = advantage_estimators.get(estimator)
-    worker = trainer.actor_rollout_wg.worker
+    worker = trainer.actor_wg.worker
     for loss in LOSSES:
         worker.config.actor.policy_loss.loss_mode = loss
         worker.objective = PolicyObjective(worker.config.actor)
@@ -312,7 +312,7 @@ def test_pf_ppo_learns_from_samples_with_a_reward(tmp_path, monkeypatch):
     )
     seen = []
     for group, name in (
-        (trainer.actor_rollout_wg, "update_actor"),
+        (trainer.actor_wg, "update_actor"),
         (trainer.critic_wg, "update_critic"),
     ):
         update = getattr(group, name)
@@ -369,7 +369,7 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
         f"{ACTOR}.use_kl_loss=True",
     )
     batch = off_policy(trainer, torch.zeros(16, 1))
-    objective = trainer.actor_rollout_wg.worker.objective
+    objective = trainer.actor_wg.worker.objective
     names = ["advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs"]
     mask = batch.batch["response_mask"].bool()
     columns = {name: batch.batch[name][mask] for name in names}
@@ -397,7 +397,7 @@ def test_bypass_takes_the_rollouts_log_probs(tmp_path, monkeypatch):
     trainer = trainer_of(
         tmp_path, "trainer.logger=[]", f"{CORRECTION}.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"
     )
-    monkeypatch.delattr(type(trainer.actor_rollout_wg.worker), "compute_log_prob")
+    monkeypatch.delattr(type(trainer.actor_wg.worker), "compute_log_prob")
     batch = off_policy(trainer, torch.full((16, 1), -0.1))
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
     trainer.update(batch)
@@ -484,7 +484,7 @@ def test_a_skipped_update_counts_its_rows_once(tmp_path, monkeypatch):
     """Looking for the rows that spoilt it runs the loss again; the mismatch is of the update
     alone."""
     trainer = trainer_of(tmp_path, "trainer.logger=[]", "trainer.max_steps=1")
-    objective = trainer.actor_rollout_wg.worker.objective
+    objective = trainer.actor_wg.worker.objective
     tokens = []
     take = objective.take_mismatch
     monkeypatch.setattr(

@@ -114,7 +114,7 @@ def test_it_trains_with_the_bits_of_the_entry_point_whatever_was_asked_before(tm
     assert metrics["training/global_step"] == 2
     assert metrics == trainer.metrics
 
-    state = trainer.ppo.actor_rollout_wg.worker.engine.hf_model.state_dict()
+    state = trainer.ppo.actor_wg.worker.engine.hf_model.state_dict()
     assert before == by_transformers()
     assert trainer.rollout(ASKED, greedy=True) == by_transformers(state) != before, (
         "the weights of now"

@@ -10,7 +10,7 @@ import torch
 from tests.trainer.runs import command_line, run, same_bits, step_lines, weights
 from verl.config import load_config
 from verl.trainer import PPOTrainer, RayPPOTrainer
-from verl.workers import ActorRolloutWorker
+from verl.workers import ActorWorker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,14 +25,14 @@ def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> Any:
 def calls_of(patch: pytest.MonkeyPatch, name: str) -> list[int]:
     """Grows by the number of rows with every call of a method of the actor's worker."""
     calls: list[int] = []
-    original = getattr(ActorRolloutWorker, name)
+    original = getattr(ActorWorker, name)
 
     def counted(self, batch, *args, **kwargs):
         calls.append(len(batch))
         return original(self, batch, *args, **kwargs)
 
     counted.__dict__.update(original.__dict__)  # what @register noted
-    patch.setattr(ActorRolloutWorker, name, counted)
+    patch.setattr(ActorWorker, name, counted)
     return calls
 
 

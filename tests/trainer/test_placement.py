@@ -41,12 +41,12 @@ def test_an_actor_apart_from_critic_and_reference_learns_the_same(alone, tmp_pat
     processes = sorted(event["args"]["name"] for event in events if event["name"] == "process_name")
     assert [name.partition(" (")[0] for name in processes] == [
         "critic 0, reference 0",
-        "driver, actor_rollout 0",
+        "driver, actor 0, rollout 0",
     ]
     begun, ended = (
         {event["name"]: event["ts"] for event in events if event["ph"] == phase} for phase in "be"
     )
-    assert begun["reference.compute_ref_log_prob"] < ended["actor_rollout.compute_log_prob"], (
+    assert begun["reference.compute_ref_log_prob"] < ended["actor.compute_log_prob"], (
         "at the same time"
     )
 
@@ -101,25 +101,28 @@ def placed(*overrides: str) -> dict[str, list[int]]:
 
 
 def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
-    assert placed(*PPO) == {"actor_rollout": [0], "critic": [0]}
+    assert placed(*PPO) == {"actor": [0], "rollout": [0], "critic": [0]}
     assert placed("trainer.placement.actor=[1,0]", "trainer.placement.critic=[2,3]", *PPO) == {
-        "actor_rollout": [0, 1],
+        "actor": [0, 1],
+        "rollout": [0, 1],
         "critic": [2, 3],
     }
     on_four = ("trainer.n_gpus_per_node=2", "trainer.nnodes=2", *KL)
     assert placed("trainer.placement.reference=[3]", *on_four, *PPO) == {
-        "actor_rollout": [0, 1, 2],
+        "actor": [0, 1, 2],
+        "rollout": [0, 1, 2],
         "critic": [0, 1, 2],
         "reference": [3],
     }
-    assert placed("trainer.placement.critic=[3]", *on_four)["actor_rollout"] == [0, 1, 2, 3], (
+    assert placed("trainer.placement.critic=[3]", *on_four)["actor"] == [0, 1, 2, 3], (
         "there is no critic"
     )
     lora = "actor_rollout_ref.model.lora_rank=4"
-    assert set(placed("trainer.placement.reference=[3]", lora, *on_four)) == {"actor_rollout"}
+    assert set(placed("trainer.placement.reference=[3]", lora, *on_four)) == {"actor", "rollout"}
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert placed("trainer.placement.critic=[3]", *PPO) == {
-        "actor_rollout": [0, 1, 2],
+        "actor": [0, 1, 2],
+        "rollout": [0, 1, 2],
         "critic": [3],
     }
 
@@ -129,7 +132,7 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
     [
         (
             ["critic=[0,1]", "actor=[1,2]"],
-            r"share all their ranks or none, got \[1, 2\] for actor_rollout and \[0, 1\]",
+            r"share all their ranks or none, got \[1, 2\] for actor and \[0, 1\]",
         ),
         (["critic=[0,0]"], r"placement.critic must list different ranks from 0 to 3, got \[0, 0\]"),
         (["critic=[4]"], r"from 0 to 3, got \[4\]"),

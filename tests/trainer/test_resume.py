@@ -367,7 +367,7 @@ def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
     told.lowered = {key: 40}
 
     def raises(*_: Any) -> None:
-        raise WorkerError("actor_rollout.update_actor raised on rank 1") from told
+        raise WorkerError("actor.update_actor raised on rank 1") from told
 
     with monkeypatch.context() as patch:
         patch.setattr(PPOTrainer, "update", raises)

@@ -47,7 +47,7 @@ def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
     )
     spans = rows_of(tmp_path / "timeline" / "global_step_2.json")
     ((process,),) = [{process for process, _ in spans}]
-    assert process.startswith("driver, actor_rollout 0, critic 0 (pid ")
+    assert process.startswith("driver, actor 0, rollout 0, critic 0 (pid ")
     phases = {event["name"]: event for event in spans[process, "phases"]}
     assert len(phases) == len(spans[process, "phases"]), "nothing of step 1"
     assert phases.keys() >= {
@@ -63,10 +63,11 @@ def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
     for event in phases.values():
         end = phases["step"]["ts"] + phases["step"]["dur"]
         assert phases["step"]["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= end
-    methods = [event["name"] for event in spans[process, "actor_rollout"]]
-    assert methods[0] == "generate_sequences"
-    assert methods[-2:] == ["update_actor", "sync_weights"]
-    update = spans[process, "actor_rollout"][-2]
+    rollout = [event["name"] for event in spans[process, "rollout"]]
+    assert rollout[0] == "generate_sequences"
+    assert rollout[-1] == "take_weights"
+    update = spans[process, "actor"][-1]
+    assert update["name"] == "update_actor"
     assert phases["update_actor"]["ts"] <= update["ts"]
     assert update["dur"] > 0.8 * phases["update_actor"]["dur"]
     calls = spans[process, "calls"]

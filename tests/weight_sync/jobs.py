@@ -16,6 +16,7 @@ from tests.distributed import jobs
 from tests.tiny_models import tiny_model
 from verl.distributed.collectives import ALONE, Axis
 from verl.distributed.mesh import Mesh, init_mesh
+from verl.distributed.peers import PeerGroup, find_store, open_store
 from verl.rollout.twin import ModelTwin
 from verl.utils.errors import RolloutError
 from verl.weight_sync import (
@@ -126,19 +127,25 @@ def travel(trip: Trip) -> tuple[Any, str]:
 def _sender(trip: Trip, axis: Axis) -> WeightSender:
     device, options = torch.device(trip.device), {"bucket_bytes": BUCKET_BYTES, "dtype": trip.dtype}
     if trip.transport == "broadcast":
-        return BroadcastSender(axis, device=device, **options)
+        store, port = open_store("127.0.0.1")
+        (trip.folder / "port").write_text(str(port))
+        dist.barrier()
+        return BroadcastSender(PeerGroup(store, 0, 2, device), device=device, **options)
     if trip.transport == "disk":
         return DiskSender(trip.folder, **options)
     with Listener(str(trip.folder / "socket"), family="AF_UNIX") as listener:
         dist.barrier()
         pin = trip.device == "cuda"
-        return SharedMemorySender(listener.accept(), device=torch.device("cpu"), pin=pin, **options)
+        ends = [listener.accept()]
+        return SharedMemorySender(ends, device=torch.device("cpu"), pin=pin, **options)
 
 
 def _receiver(trip: Trip, axis: Axis) -> WeightReceiver:
     device = torch.device(trip.device)
     if trip.transport == "broadcast":
-        return BroadcastReceiver(axis, root=0, device=device)
+        dist.barrier()
+        store = find_store("127.0.0.1", int((trip.folder / "port").read_text()))
+        return BroadcastReceiver(PeerGroup(store, 1, 2, device), device=device)
     if trip.transport == "disk":
         return DiskReceiver(trip.folder)
     dist.barrier()

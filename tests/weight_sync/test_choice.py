@@ -1,4 +1,4 @@
-"""The transport follows from facts, and the log says which and why."""
+"""The transport and the sender follow from where the two ends are."""
 
 import logging
 
@@ -6,54 +6,66 @@ import pytest
 import torch
 
 from verl.utils.errors import RolloutError
-from verl.weight_sync import Endpoint, Link, choose_transport
+from verl.weight_sync import Endpoint, Route, choose_transport, plan_routes
 from verl.weight_sync import choice as choice_module
 
-TRAINER = Endpoint("a", 1, "GPU-1")
-ALL = Link(process_group=True)
-ALONE = Link(process_group=False)
+TRAINER = Endpoint("a", 1, "GPU-1", unreachable_gpus=("GPU-9",))
 
 
 @pytest.mark.parametrize(
-    ("receiver", "link", "transport", "reason"),
+    ("receiver", "transport", "reason"),
     [
-        (Endpoint("a", 1, "GPU-1"), ALL, "direct", "both are in one process"),
-        (Endpoint("a", 2, "GPU-1"), ALL, "ipc", "two processes on one GPU, GPU-1"),
-        (Endpoint("a", 2, "GPU-1"), Link(True, connection=False), "disk", "without a connection"),
-        (
-            Endpoint("a", 2, "GPU-2"),
-            ALL,
-            "broadcast",
-            "two GPUs of one machine that reach each other",
-        ),
-        (Endpoint("a", 2, "GPU-2"), Link(True, peer_access=False), "host", "without peer access"),
-        (Endpoint("a", 2, "GPU-2"), ALONE, "host", "without a process group"),
-        (Endpoint("a", 2), ALL, "host", "not both on a GPU"),
-        (Endpoint("a", 2), Link(True, connection=False), "broadcast", "without a connection"),
-        (
-            Endpoint("b", 2, "GPU-2"),
-            ALL,
-            "broadcast",
-            "on two machines, and ranks of one process group",
-        ),
-        (Endpoint("b", 1, "GPU-1"), ALONE, "disk", "share no process group"),
-        (Endpoint("a", 2, "GPU-2"), Link(False, connection=False), "disk", "or a process group"),
+        (Endpoint("a", 1, "GPU-1"), "direct", "both are in one process"),
+        (Endpoint("a", 2, "GPU-1"), "ipc", "two processes on one GPU, GPU-1"),
+        (Endpoint("a", 2, "GPU-2"), "broadcast", "two GPUs of one machine"),
+        (Endpoint("a", 2, "GPU-9"), "host", "without peer access"),
+        (Endpoint("a", 2), "host", "not both on a GPU"),
+        (Endpoint("b", 1, "GPU-1"), "broadcast", "they are on two machines"),
     ],
 )
-def test_the_transport_follows_from_facts(
-    caplog, receiver: Endpoint, link: Link, transport: str, reason: str
-):
-    with caplog.at_level(logging.INFO, logger="verl"):
-        assert choose_transport(TRAINER, receiver, link) == transport
-    [line] = caplog.messages
-    assert f"by {transport}: " in line
-    assert reason in line
+def test_the_transport_follows_from_facts(receiver: Endpoint, transport: str, reason: str):
+    chosen, because = choose_transport(TRAINER, receiver)
+    assert chosen == transport
+    assert reason in because
 
 
 def test_this_process_is_in_one_place():
     cpu = torch.device("cpu")
     assert Endpoint.here(cpu) == Endpoint.here(cpu)
-    assert choose_transport(Endpoint.here(cpu), Endpoint.here(cpu), ALONE) == "direct"
+    assert choose_transport(Endpoint.here(cpu), Endpoint.here(cpu))[0] == "direct"
+
+
+def test_receivers_are_spread_over_the_senders_of_their_machine(caplog):
+    senders = [Endpoint("a", 1), Endpoint("a", 2)]
+    receivers = [Endpoint("a", process) for process in (3, 4, 5)]
+    with caplog.at_level(logging.INFO, logger="verl"):
+        routes = plan_routes(senders, receivers)
+    assert routes == [
+        Route("host", 0, (0, 2), "127.0.0.1"),
+        Route("host", 1, (1,), "127.0.0.1"),
+    ]
+    [line] = caplog.messages
+    assert "by host: two processes of one machine" in line
+
+
+def test_one_broadcast_reaches_all_other_machines():
+    senders = [Endpoint("a", 1, host="first"), Endpoint("a", 2, host="first")]
+    receivers = [Endpoint("a", 3), Endpoint("b", 1), Endpoint("c", 1)]
+    assert plan_routes(senders, receivers) == [
+        Route("host", 0, (0,), "127.0.0.1"),
+        Route("broadcast", 0, (1, 2), "first"),
+    ]
+
+
+def test_a_receiver_on_a_senders_gpu_is_served_by_that_sender():
+    senders = [Endpoint("a", 1, "GPU-1"), Endpoint("a", 2, "GPU-2")]
+    [route] = plan_routes(senders, [Endpoint("a", 3, "GPU-2")])
+    assert route == Route("ipc", 1, (0,), "127.0.0.1")
+
+
+def test_the_user_may_choose_the_transport():
+    [route] = plan_routes([Endpoint("a", 1)], [Endpoint("a", 2)], "disk")
+    assert route.transport == "disk"
 
 
 def test_a_gpu_is_found_by_its_uuid(monkeypatch):

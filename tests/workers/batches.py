@@ -9,7 +9,7 @@ from tests.tiny_models import save_tiny, tiny_tokenizer
 from verl.config import TrainConfig, config_from_dict
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker
+from verl.workers import ActorWorker, CriticWorker, ReferenceWorker, RolloutWorker
 
 P, R = 12, 10
 CPU = torch.device("cpu")
@@ -38,10 +38,15 @@ def config(folder: Path, **actor: object) -> TrainConfig:
     )
 
 
-def actor_of(config: TrainConfig, total_steps: int = 4) -> ActorRolloutWorker:
-    return ActorRolloutWorker(
+def actor_of(config: TrainConfig, total_steps: int = 4) -> ActorWorker:
+    return ActorWorker(
         config.actor_rollout_ref, total_steps=total_steps, device=CPU, tokenizer=tiny_tokenizer()
     )
+
+
+def rollout_of(actor: ActorWorker) -> RolloutWorker:
+    """A rollout next to the actor."""
+    return RolloutWorker(actor.config, device=CPU, tokenizer=tiny_tokenizer(), actor=actor)
 
 
 def critic_of(config: TrainConfig) -> CriticWorker:
@@ -72,10 +77,10 @@ def prompts(count: int = 4, first_row: int = 0) -> DataProto:
     )
 
 
-def trajectories(actor: ActorRolloutWorker, count: int = 4, n: int = 2) -> DataProto:
+def trajectories(actor: ActorWorker, count: int = 4, n: int = 2) -> DataProto:
     """What `generate` gives, with random advantages and returns."""
     asked = prompts(count)
-    answer = actor.generate_sequences(
+    answer = rollout_of(actor).generate_sequences(
         asked, n=n, params=SamplingParams(max_new_tokens=R), seed=0, step=1
     )
     answer.meta_info.clear()

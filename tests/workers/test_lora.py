@@ -13,6 +13,7 @@ from tests.workers.batches import (
     critic_of,
     prompts,
     reference_of,
+    rollout_of,
     trajectories,
 )
 from verl.models.lora import adapted_layers
@@ -33,14 +34,15 @@ def settings(tmp_path):
 def test_rollouts_are_those_of_the_merged_model(settings, tmp_path, engine):
     settings.actor_rollout_ref.rollout.name = engine
     actor = actor_of(settings)
+    rollout = rollout_of(actor)
     for _ in range(3):
         batch = trajectories(actor)
         batch = batch.union(actor.compute_ref_log_prob(batch))
         actor.update_actor(batch)
-        actor.sync_weights()
+        rollout.take_weights()
     actor.save_checkpoint(tmp_path / "saved")
     greedy = SamplingParams(max_new_tokens=R, temperature=0.0)
-    answer = actor.generate_sequences(prompts(), n=1, params=greedy, seed=0, step=1)
+    answer = rollout.generate_sequences(prompts(), n=1, params=greedy, seed=0, step=1)
     merged = PeftModel.from_pretrained(
         tiny_model("qwen2"), tmp_path / "saved" / "lora_adapter"
     ).merge_and_unload()
@@ -69,7 +71,7 @@ def test_the_reference_is_the_base_model_within_the_actor(settings):
 
 def test_the_engine_owns_merged_weights_alone(settings):
     actor = actor_of(settings)
-    twin = actor.rollout.twin
+    twin = rollout_of(actor).engine.twin
     adapted = sum(
         layer.base_layer.weight.numel() for layer in adapted_layers(actor.engine.hf_model).values()
     )

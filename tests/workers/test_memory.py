@@ -10,6 +10,7 @@ from tests.workers.batches import (
     critic_of,
     prompts,
     reference_of,
+    rollout_of,
     trajectories,
 )
 from verl.rollout.types import SamplingParams
@@ -85,16 +86,16 @@ def test_evaluations_name_their_phase_and_key(tmp_path, caplog, make, call, phas
 
 
 def test_generation_names_the_keys_of_the_rollout(tmp_path, monkeypatch):
-    actor = actor_of(config(tmp_path))
+    rollout = rollout_of(actor_of(config(tmp_path)))
 
     def generate(*arguments, **settings):
         raise SHORTAGE
         yield
 
-    monkeypatch.setattr(actor.rollout, "generate", generate)
+    monkeypatch.setattr(rollout.engine, "generate", generate)
     with pytest.raises(
         OutOfMemoryError, match="Out of GPU memory in generation: 2.00 GiB.*gpu_memory_utilization"
     ):
-        actor.generate_sequences(
+        rollout.generate_sequences(
             prompts(), n=1, params=SamplingParams(max_new_tokens=R), seed=0, step=1
         )

@@ -21,6 +21,7 @@ _ACTOR, _ROLLOUT, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollou
 # Keyword: the keys that it sets.
 KEYWORDS = {
     "actor_placement": ("trainer.placement.actor",),
+    "rollout_placement": ("trainer.placement.rollout",),
     "critic_placement": ("trainer.placement.critic",),
     "reference_placement": ("trainer.placement.reference",),
     "reward_model_placement": ("trainer.placement.reward_model",),
@@ -156,7 +157,8 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
     """A hybrid engine is one set of weights on the devices that actor and rollout share."""
     ranks = ranks_of_roles(config)
-    actor = ranks.pop("actor_rollout")
+    actor = ranks.pop("actor")
+    rollout = ranks.pop("rollout")
     shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if enabled and config.trainer.placement.actor is not None and len(actor) > shared_by:
         raise ConfigError(
@@ -170,20 +172,23 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
     if enabled:
         return
     beside = [role for role, numbers in ranks.items() if numbers == actor]
-    if beside or not ranks:
+    is_apart = rollout != actor
+    if beside or not (ranks or is_apart):
         raise ConfigError(
             "enable_hybrid_engine=False asks for models on ranks of their own, but "
             + (
                 f"{' and '.join(beside)} would be on the actor's ranks {actor}"
                 if beside
-                else "the actor is alone"
+                else "the actor is alone with its rollout"
             )
-            + ", whose rollout engine always lives with it in this version. Set "
-            "critic_placement, reference_placement or reward_model_placement to other ranks, "
-            "or leave enable_hybrid_engine out."
+            + ". Set rollout_placement, critic_placement, reference_placement or "
+            "reward_model_placement to other ranks, or leave enable_hybrid_engine out."
         )
     logger.info(
-        "enable_hybrid_engine=False: %s; the rollout engine is with the actor on %s.", ranks, actor
+        "enable_hybrid_engine=False: %s; the actor is on %s, the rollout engine on %s.",
+        ranks,
+        actor,
+        rollout,
     )
 
 
@@ -221,7 +226,7 @@ def _update_sizes(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} counts passes of "
                 "micro_batch_size responses, which is not set. Give micro_batch_size too."
             )
-        members = ranks["critic" if section == _CRITIC else "actor_rollout"]
+        members = ranks["critic" if section == _CRITIC else "actor"]
         shares = len(members) // role.ulysses_sequence_parallel_size
         rows, n = micro * gradient_accumulation_steps * shares, config.actor_rollout_ref.rollout.n
         if rows % n:

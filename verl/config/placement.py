@@ -5,13 +5,8 @@ from collections.abc import Iterator
 
 from verl.config.train import TrainConfig
 
-# By the names of the keys, those that roles are started under.
-ROLES = {
-    "actor": "actor_rollout",
-    "critic": "critic",
-    "reference": "reference",
-    "reward_model": "reward_model",
-}
+# The roles that `trainer.placement` has keys for.
+ROLES = ("actor", "rollout", "critic", "reference", "reward_model")
 
 
 def number_of_ranks(config: TrainConfig) -> int:
@@ -30,13 +25,21 @@ def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
     taken = {rank for role, ranks in given.items() if role != "actor" for rank in ranks}
     everyone = range(number_of_ranks(config))
     actor = given.get("actor") or [rank for rank in everyone if rank not in taken] or list(everyone)
-    return {ROLES[role]: given.get(role, actor) for role in ("actor", *_active(config))}
+    return {role: given.get(role, actor) for role in ("actor", *_active(config))}
+
+
+def rollout_is_apart(config: TrainConfig) -> bool:
+    """Whether the rollout has ranks of its own, none of them the actor's."""
+    ranks = ranks_of_roles(config)
+    return ranks["rollout"] != ranks["actor"]
 
 
 def _active(config: TrainConfig) -> list[str]:
-    """The roles beside the actor. With LoRA the reference is the actor without its adapters."""
+    """The roles that are active besides the actor. With LoRA the reference is the actor without
+    its adapters."""
     has_reference = config.needs_reference and config.actor_rollout_ref.model.lora_rank == 0
     has = {
+        "rollout": True,
         "critic": config.needs_critic,
         "reference": has_reference,
         "reward_model": config.reward_model.enable,

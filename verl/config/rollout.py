@@ -116,6 +116,11 @@ class RolloutConfig:
         ),
         above=0,
     )
+    weight_transport: str | None = setting(
+        None,
+        "how a rollout on ranks of its own gets the weights; null: chosen by where they are",
+        choices=("broadcast", "disk", "host", "ipc"),
+    )
     log_prob_micro_batch_size: int | None = setting(
         None, "old name", alias_of="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
     )

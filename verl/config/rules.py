@@ -148,11 +148,11 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
     """Every size of a group of ranks divides the number of ranks of its role."""
     roles = config.actor_rollout_ref
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
-    of_actor = counts["actor_rollout"]
+    of_actor = counts["actor"]
     for section, role, ulysses, fsdp_key, fsdp in (
         (
             "actor_rollout_ref.actor",
-            "actor_rollout",
+            "actor",
             roles.actor.ulysses_sequence_parallel_size,
             "",
             roles.actor.fsdp_config,
@@ -190,10 +190,12 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
                 f"{_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
             )
     shared_by = roles.rollout.tensor_model_parallel_size
-    if of_actor % shared_by:
+    of_rollout = counts["rollout"]
+    if of_rollout % shared_by:
         yield (
             "actor_rollout_ref.rollout.tensor_model_parallel_size must divide the number of ranks, "
-            f"got {shared_by} and {of_actor}. Set it to {_nearest_divisor(of_actor, shared_by)}."
+            f"got {shared_by} and {of_rollout}. Set it to "
+            f"{_nearest_divisor(of_rollout, shared_by)}."
         )
 
 

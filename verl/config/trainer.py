@@ -12,7 +12,10 @@ class PlacementConfig:
     devices, others have none in common and work at the same time."""
 
     actor: list[int] | None = setting(
-        None, "ranks of the actor and its rollout, [0,1] say; null: all that no other role is given"
+        None, "ranks of the actor, [0,1] for example; null: all that no other role is given"
+    )
+    rollout: list[int] | None = setting(
+        None, "ranks that generate, if they are not the actor's; null: the actor's"
     )
     critic: list[int] | None = setting(None, "ranks of the critic; null: the actor's")
     reference: list[int] | None = setting(None, "ranks of the reference; null: the actor's")

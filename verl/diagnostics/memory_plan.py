@@ -1,6 +1,7 @@
 """The memory of a run before it starts: the peak of every phase on a device and on a host, from
 shapes alone."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class _Planner:
         """In the order of a run."""
         config, rollout = self.config, self.rollout
         yield from self._loading()
-        yield self._phase("actor", "rollout", rollout.parts)
+        yield self._phase("rollout" if self._is_apart else "actor", "rollout", rollout.parts)
         if "reward_model" in self.roles:
             yield self._passes("reward_model", "scores")
         if reads_old_log_probs(config):
@@ -126,6 +127,9 @@ class _Planner:
         yield self._passes("actor", "actor update")
         parts = {**self._handed_over("actor"), "gathered": self._gathered()}
         yield self._phase("actor", "weights to the rollout", parts, brings_parameters=True)
+        if self._is_apart:
+            parts = {**self._handed_over("rollout"), "buckets": self._buckets()}
+            yield self._phase("rollout", "weights from the actor", parts)
         if config.trainer.save_freq > 0:
             yield from self._checkpoints()
 
@@ -139,11 +143,11 @@ class _Planner:
         for name, role in self.roles.items():
             footprint, on_cuda = role.footprint, self.placement.on_cuda
             kept = footprint.setup.param_offload or footprint.setup.offload_policy
-            beside = [there[other] for other in self.placement.beside(name) if other in there]
+            beside = [there[other] for other in self._engines_beside(name) if other in there]
             parts = {part: count for each in beside for part, count in each.items()}
             parts[f"{name} parameters"] = footprint.load()
             there[name] = {f"{name} parameters": 0 if kept else footprint.parameters}
-            if name == "actor":
+            if "rollout" in self.placement.beside(name) and name == "actor":
                 there[name]["rollout weights"] = self.rollout.weights
                 parts["rollout weights"] = 0 if kept else self.rollout.weights
             held, first = dict(on_host), role.full_bytes if on_cuda or footprint.setup.shards else 0
@@ -152,12 +156,14 @@ class _Planner:
             host = self._host(name, parts, held, there) + first
             yield PhasePlan(role=name, phase="load", device=_present(parts), host=host)
             on_host[name] = footprint.parameters if kept else 0
+        if self._is_apart:
+            yield self._phase("rollout", "load", {"rollout weights": self.rollout.weights})
 
     def _passes(self, name: str, phase: str) -> PhasePlan:
         role = self.roles[name]
         trains = phase.endswith("update")
         predict = role.footprint.update if trains else role.footprint.forward
-        awake = self._awake() if name in self.placement.beside("actor") else 0
+        awake = self._awake() if name in self.placement.beside("rollout") else 0
         beside = self._beside(name, brings_parameters=True, brings_moments=trains)
         usable = self.placement.usable_bytes
         room = None if usable is None else usable - sum(beside.values()) - awake
@@ -195,6 +201,20 @@ class _Planner:
 
     # ---------------------------------------------------------------- terms
 
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the rollout has ranks of its own."""
+        return self.placement.roles["rollout"] != self.placement.roles["actor"]
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether the rollout gives its memory back to an actor on the same devices."""
+        return self.config.actor_rollout_ref.rollout.free_cache_engine and not self._is_apart
+
+    def _engines_beside(self, role: str) -> list[str]:
+        """The training engines on the devices of `role`; the rollout's terms are its own."""
+        return [name for name in self.placement.beside(role) if name in self.roles]
+
     def _phase(
         self,
         role: str,
@@ -218,7 +238,7 @@ class _Planner:
             for name, each in self.roles.items()
         }
         others = {name: {"": each.footprint.resident} for name, each in self.roles.items()}
-        others["actor"]["rollout"] = self._awake()
+        others["rollout"] = {"rollout": self._awake()}
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
 
@@ -231,7 +251,7 @@ class _Planner:
     ) -> int:
         """Of the fullest host. A CPU's devices are its hosts: also what the roles on other ranks
         have `there`."""
-        total = dict(held)
+        total = Counter(held)
         if not self.placement.on_cuda:
             total[role] += sum(device.values())
             for name in there.keys() - self.placement.beside(role):
@@ -244,7 +264,7 @@ class _Planner:
         """Parameters and moments of all roles that lie on the devices of `role` in one of its
         phases."""
         parts: dict[str, int] = {}
-        for name in self.placement.beside(role):
+        for name in self._engines_beside(role):
             footprint, own = self.roles[name].footprint, name == role
             setup = footprint.setup
             if not setup.offload_policy:
@@ -266,8 +286,11 @@ class _Planner:
                 * 4
                 * max(each.numel() for each in footprint.shape.weights if each.in_layer)
             )
-        if not several:
-            return 0
+        return self._buckets() if several or self._is_apart else 0
+
+    def _buckets(self) -> int:
+        """Two buckets of whole tensors in the engine's dtype."""
+        footprint = self.roles["actor"].footprint
         width = self.rollout.itemsize
         largest = width * max(weight.numel() for weight in footprint.shape.weights)
         bucket = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
@@ -276,25 +299,21 @@ class _Planner:
     def _awake(self) -> int:
         """Of the rollout engine while others compute. Asleep, it keeps its weights on a CPU
         alone."""
-        if self.config.actor_rollout_ref.rollout.free_cache_engine:
+        if self._sleeps:
             return 0 if self.placement.on_cuda else self.rollout.weights
         return self.rollout.weights + self.rollout.page_memory
 
     def _handed_over(self, role: str) -> dict[str, int]:
         """Of the rollout engine beside a phase of `role` from the hand-over to the next
         generation."""
-        if role not in self.placement.beside("actor"):
+        if role not in self.placement.beside("rollout"):
             return {}
-        pages = (
-            0
-            if self.config.actor_rollout_ref.rollout.free_cache_engine
-            else self.rollout.page_memory
-        )
+        pages = 0 if self._sleeps else self.rollout.page_memory
         return {"rollout weights": self.rollout.weights, "pages": pages}
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:
         setup = self.roles["actor"].footprint.setup
-        beside = self._beside("actor", brings_parameters=False, brings_moments=False)
+        beside = self._beside("rollout", brings_parameters=False, brings_moments=False)
         usable = self.placement.usable_bytes
         model, rollout = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.rollout
         return plan_rollout(
@@ -302,7 +321,13 @@ class _Planner:
             plain,
             self.batch,
             on_cuda=self.placement.on_cuda,
-            aliases=not self.placement.on_cuda and not setup.shards and model.lora_rank == 0,
+            aliases=(
+                not self.placement.on_cuda
+                and not setup.shards
+                and model.lora_rank == 0
+                and not self._is_apart
+            ),
+            ranks=len(self.placement.roles["rollout"]),
             room=None if usable is None else usable - sum(beside.values()),
         )
 

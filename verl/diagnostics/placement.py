@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from verl.config import TrainConfig
-from verl.config.placement import ROLES, number_of_ranks, ranks_of_roles
+from verl.config.placement import number_of_ranks, ranks_of_roles
 from verl.utils.errors import ConfigError
 from verl.utils.registry import nearest_names
 from verl.utils.units import GIB
@@ -86,7 +86,6 @@ class Placement:
         ranks_a_host = trainer.n_gpus_per_node or int(
             os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
         )
-        known_as = {started_as: name for name, started_as in ROLES.items()}
         visible = torch.cuda.is_available() and trainer.device != "cpu"
         on_cuda = trainer.device != "cpu" and (
             visible or device_gib is not None or trainer.device == "cuda"
@@ -97,9 +96,7 @@ class Placement:
         elif visible:
             num_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return cls(
-            roles={
-                known_as[role]: tuple(numbers) for role, numbers in ranks_of_roles(config).items()
-            },
+            roles={role: tuple(numbers) for role, numbers in ranks_of_roles(config).items()},
             ranks=ranks,
             ranks_a_host=ranks_a_host,
             device=torch.device("cuda" if on_cuda else "cpu"),

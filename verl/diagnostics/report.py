@@ -141,7 +141,7 @@ def _drawing(plan: MemoryPlan) -> list[str]:
         setup = role.footprint.setup
         cut = f"in {setup.shard_ranks} part(s)" if setup.shards else "whole"
         copies = role.ranks // setup.shard_ranks if setup.shards else role.ranks
-        apart = len(placement.beside(role.name)) < len(plan.roles)
+        apart = len(placement.beside(role.name)) < len(placement.roles)
         away = [
             name
             for name, is_away in (

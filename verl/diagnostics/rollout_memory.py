@@ -58,10 +58,11 @@ def plan_rollout(
     *,
     on_cuda: bool,
     aliases: bool,
+    ranks: int,
     room: float | None,
 ) -> RolloutPlan:
     """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they
-    are, `room` the bytes that are free beside the trainer (None: not known)."""
+    are, `ranks` those that generate, `room` the bytes that are free beside the trainer (None: not known)."""
     itemsize = (
         ROLLOUT_DTYPES[config.dtype].itemsize
         if config.dtype
@@ -77,7 +78,7 @@ def plan_rollout(
     weights = 0 if aliases else numel * itemsize
     token_bytes = shape.layers * 2 * shape.key // parts * itemsize
     longest = config.max_model_len or batch.longest
-    engines = max(1, batch.ranks // parts)
+    engines = max(1, ranks // parts)
     prompts = -(-batch.prompts // engines)
     samples = prompts * batch.samples
     logits = (_LOGITS if on_cuda else 1) * config.max_num_seqs * shape.vocabulary * 4

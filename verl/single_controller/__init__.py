@@ -11,11 +11,12 @@ from verl.single_controller.dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from verl.single_controller.host import OnTold, tell
+from verl.single_controller.host import Colocated, OnTold, tell
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerGroup
 
 __all__ = [
+    "Colocated",
     "Dealt",
     "Dispatch",
     "Execute",

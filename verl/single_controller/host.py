@@ -2,7 +2,7 @@
 are run."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,21 @@ def tell(value: Any) -> None:
     nothing without one."""
     if (on_told := _on_told.get()) is not None:
         on_told(value)
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """Stands for the worker of `role` in the same process, as a keyword of a new worker."""
+
+    role: str
+
+
+def found_here(kwargs: dict[str, Any], workers: Mapping[str, Worker]) -> dict[str, Any]:
+    """Put the worker of this process in place of every `Colocated`."""
+    return {
+        name: workers[value.role] if isinstance(value, Colocated) else value
+        for name, value in kwargs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class Host:
         try:
             if method == BUILD:
                 worker_class, *rest = args
-                worker = self.roles[role] = worker_class(*rest, **kwargs)
+                worker = self.roles[role] = worker_class(*rest, **found_here(kwargs, self.roles))
                 answer = (worker.shares(), worker.data_size)
             else:
                 answer = call_method(self.roles[role], role, method, args, kwargs, on_told)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
-from verl.single_controller.host import Host, OnTold, Raised
+from verl.single_controller.host import Host, OnTold, Raised, found_here
 from verl.single_controller.links import Links, Peer
 from verl.single_controller.parts import SpmdPart, split_launch
 from verl.single_controller.rank_thread import RankThread
@@ -67,6 +67,7 @@ class LocalPool:
 
     def __init__(self) -> None:
         self._background = Background()
+        self._workers: dict[str, Worker] = {}
 
     def start(
         self,
@@ -76,7 +77,9 @@ class LocalPool:
         deadline_s: float = DEADLINE_S,
         **kwargs: Any,
     ) -> WorkerGroup:
-        return WorkerGroup(worker_class(*args, **kwargs), role, self._background)
+        worker = worker_class(*args, **found_here(kwargs, self._workers))
+        self._workers[role] = worker
+        return WorkerGroup(worker, role, self._background)
 
     def split(self, parts: Sequence[Sequence[int]]) -> "list[LocalPool]":
         """Itself: there is one part at most."""

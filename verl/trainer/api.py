@@ -283,7 +283,7 @@ class RLTrainer:
                 )
         assign(self.config, changed)
         if self.has_models:
-            self.ppo.actor_rollout_wg.set_config(self.config.actor_rollout_ref)
+            self.ppo.actor_wg.set_config(self.config.actor_rollout_ref)
             if self.ppo.critic_wg is not None:
                 self.ppo.critic_wg.set_config(self.config.critic)
 

@@ -26,7 +26,7 @@ from verl.trainer.placement import join_pool
 from verl.utils.devices import describe_device, visible_device
 from verl.utils.errors import DataError
 from verl.utils.logging import logger
-from verl.workers.generation import GenerationWorker
+from verl.workers import RolloutWorker
 
 _READ_BYTES = 1 << 16
 _READS_A_FILE = 32
@@ -99,11 +99,12 @@ def generate(config: GenerationConfig) -> None:
     if waiting:
         logger.info("Device: %s", describe_device(device))
         group: Any = pool.start(
-            "actor_rollout",
-            GenerationWorker,
+            "rollout",
+            RolloutWorker,
             train.actor_rollout_ref,
             device=device,
             tokenizer=tokenizer,
+            loads_weights=True,
             deadline_s=config.trainer.deadline_s,
         )
         progress = Progress(sum(map(len, waiting.values())), data.n_samples)

@@ -34,9 +34,7 @@ class PlacedPools:
         self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any
     ) -> WorkerGroup:
         """`start` in the pool of the role; one that has no place is with the actor."""
-        return self.pools.get(role, self.pools["actor_rollout"]).start(
-            role, worker_class, *args, **kwargs
-        )
+        return self.pools.get(role, self.pools["actor"]).start(role, worker_class, *args, **kwargs)
 
     def shutdown(self) -> None:
         """End the processes of all pools."""

@@ -11,10 +11,11 @@ from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.kl import get_kl_controller
 from verl.config import TrainConfig
 from verl.config.keywords import config_from_keywords
+from verl.config.placement import rollout_is_apart
 from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import GroupFuture, OnTold
+from verl.single_controller import Colocated, GroupFuture, OnTold
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
@@ -31,10 +32,17 @@ from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
+from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink
 from verl.utils.errors import RewardError
 from verl.utils.logging import logger
 from verl.utils.user_parts import is_our_own
-from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+from verl.workers import (
+    ActorWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
 
 
 class PPOTrainer(TrainingRun[TrainConfig]):
@@ -56,7 +64,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     # then.
     reads_old_log_probs = False
 
-    actor_rollout_wg: Any
+    actor_wg: Any
+    rollout_wg: Any
     critic_wg: Any
     ref_policy_wg: Any
     rm_wg: Any
@@ -106,14 +115,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             logger.info("%s", line)
         self.start_tracker()
         roles = self.config.actor_rollout_ref
-        self.actor_rollout_wg = self.start_role(
-            "actor_rollout",
-            ActorRolloutWorker,
+        self.actor_wg = self.start_role(
+            "actor",
+            ActorWorker,
             roles,
             total_steps=self.total_steps,
             device=self.device,
             tokenizer=self.tokenizer,
         )
+        self.rollout_wg = self.start_rollout()
         self.critic_wg = self.ref_policy_wg = self.rm_wg = None
         if self.config.needs_critic:
             self.critic_wg = self.start_role(
@@ -128,7 +138,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 seed=self.config.trainer.seed,
             )
         if self.config.needs_reference and roles.model.lora_rank > 0:
-            self.ref_policy_wg = self.actor_rollout_wg  # its frozen weights, without the adapters
+            self.ref_policy_wg = self.actor_wg  # its frozen weights, without the adapters
         elif self.config.needs_reference:
             self.ref_policy_wg = self.start_role(
                 "reference", ReferenceWorker, roles, device=self.device
@@ -141,6 +151,36 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
                 device=self.device,
             )
+
+        self.weights = self.link_weights()
+
+    def start_rollout(self) -> Any:
+        """Start the rollout: in the actor's processes, or on ranks of its own."""
+        is_apart = rollout_is_apart(self.config)
+        return self.start_role(
+            "rollout",
+            RolloutWorker,
+            self.config.actor_rollout_ref,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            actor=None if is_apart else Colocated("actor"),
+        )
+
+    def link_weights(self) -> WeightLink:
+        """Connect the rollout with the actor, whose weights it generates with."""
+        if not rollout_is_apart(self.config):
+            return ColocatedLink(self.rollout_wg)
+        return RemoteLink(
+            self.actor_wg,
+            self.rollout_wg,
+            self.config.actor_rollout_ref.rollout.weight_transport,
+            self.checkpoints.root / "rollout_weights",
+        )
+
+    @property
+    def actor_rollout_wg(self) -> "ActorRolloutGroups":
+        """Both groups under the name that verl 0.5 has for one that does the work of two."""
+        return ActorRolloutGroups(self.actor_wg, self.rollout_wg)
 
     # ---------------------------------------------------------------- the run
 
@@ -231,7 +271,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             [f"{step}-{row}" for row in numbers], dtype=object
         )
         prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
-        generated = self.actor_rollout_wg.generate_sequences(
+        self.weights.provide()
+        generated = self.rollout_wg.generate_sequences(
             prompts, n=n, params=params, seed=seed, step=step, **call
         )
         return prompts.repeat(n, interleave=True).union(generated)
@@ -283,7 +324,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
         passes: dict[str, Callable[..., GroupFuture]] = {}
         if self.needs_old_log_probs():
-            passes["old_log_prob"] = self.actor_rollout_wg.compute_log_prob
+            passes["old_log_prob"] = self.actor_wg.compute_log_prob
         if self.ref_policy_wg is not None:
             passes["ref"] = self.ref_policy_wg.compute_ref_log_prob
         if self.critic_wg is not None:
@@ -333,9 +374,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.metrics.update(self.timed("update_critic", self.critic_wg.update_critic, rows))
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
-            rows = dealt_by_prompts(batch, self.actor_rollout_wg, samples)
+            rows = dealt_by_prompts(batch, self.actor_wg, samples)
             update, entropy_coeff = (
-                self.actor_rollout_wg.update_actor,
+                self.actor_wg.update_actor,
                 self.entropy_controller.value,
             )
             self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff))
@@ -349,7 +390,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     def sync_weights(self) -> None:
         """Training layout to rollout layout."""
-        self.actor_rollout_wg.sync_weights()
+        self.weights.sync()
 
     # ---------------------------------------------------------------- around the phases
 
@@ -408,7 +449,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     def checkpointed_groups(self) -> dict[str, Any]:
         critic = {"critic": self.critic_wg} if self.critic_wg is not None else {}
-        return {"actor": self.actor_rollout_wg, **critic}
+        return {"actor": self.actor_wg, **critic}
 
     def load_checkpoint(self) -> None:
         """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path`

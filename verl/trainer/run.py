@@ -25,6 +25,7 @@ from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
 from verl.utils.timing import PhaseTimer
+from verl.workers.trained import EngineWorker
 
 # In the folder of checkpoints: sizes of passes that another start begins with.
 LOWERED_BUDGETS = "lowered_budgets.json"
@@ -241,7 +242,8 @@ class TrainingRun(ABC, Generic[Config]):
                 file,
             )
             for group in self.worker_groups():
-                group.lower_budgets(sizes)  # pyright: ignore[reportAttributeAccessIssue]
+                if issubclass(group.worker_class, EngineWorker):
+                    group.lower_budgets(sizes)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def _lowered_budgets_file(self) -> Path:

@@ -72,7 +72,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         """Load the model; before it the trackers, for a missing package is told in seconds."""
         self.start_tracker()
         self.sft_wg = self.start_role(
-            "actor_rollout",  # by whose name ranks are placed
+            "actor",  # by whose name ranks are placed
             SFTWorker,
             self.train_config.actor_rollout_ref,
             max_length=self.config.data.max_length,

@@ -77,15 +77,17 @@ class ProofSchedule:
         return FingerprintLog() if due else None
 
 
-def receive_into(engine: WeightTaker, receiver: WeightReceiver) -> None:
-    """One hand-over: the engine takes all tensors, proves them if asked to, and the sender is told.
+def receive_into(engine: WeightTaker, receiver: WeightReceiver, sharing: Axis = ALONE) -> None:
+    """Give the engine all tensors of one hand-over, prove them if asked to, and report to the
+    sender.
 
-    Raises what the engine raises, or RolloutError naming the tensors that differ.
+    Raises what the engine raises, or RolloutError naming the tensors that differ. `sharing`: the
+    ranks whose engines have parts of the same tensors, all of which must call this.
     """
     tensors = receiver.tensors()
     try:
         engine.update_weights(tensors)
-        check(receiver.expected(), engine)
+        check(receiver.expected(), engine, world=sharing, sharing=sharing)
     except Exception as error:
         # The sender, and with it the other receivers, would wait for ever for one that has left.
         for _ in tensors:

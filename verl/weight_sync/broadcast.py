@@ -1,4 +1,4 @@
-"""From one rank of a process group to the others: NCCL to other GPUs, gloo between CPUs."""
+"""From one process to several others, on any machines: NCCL between GPUs, gloo between CPUs."""
 
 import itertools
 from collections import deque
@@ -6,21 +6,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from verl.distributed.collectives import Axis, gather_objects
+from verl.distributed.peers import PeerGroup
 from verl.utils.errors import RolloutError
 from verl.weight_sync.base import NamedTensors
-from verl.weight_sync.buckets import End, Piece, Unpacker, new_slots, pack
+from verl.weight_sync.buckets import (
+    End,
+    Piece,
+    Unpacker,
+    from_message,
+    new_slots,
+    pack,
+    to_message,
+)
 from verl.weight_sync.fingerprint import FingerprintLog
 
 _SLOTS = 2
 
 
 class BroadcastSender:
-    """A `WeightSender` to all other ranks of `axis`, each of which makes a `BroadcastReceiver` for
-    every hand-over.
+    """A `WeightSender` to all other members of `peers`, which have a `BroadcastReceiver` each.
 
     Args:
         dtype: the receivers', for what is wider.
@@ -28,14 +34,16 @@ class BroadcastSender:
 
     def __init__(
         self,
-        axis: Axis,
+        peers: PeerGroup,
         *,
         device: torch.device,
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._axis, self._device = axis, device
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
+        self._peers = peers
+        self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         """See `WeightSender.send`."""
@@ -50,15 +58,8 @@ class BroadcastSender:
 
         try:
             for bucket, pieces in pack(named_tensors, free_slots(), self._dtype):
-                self._tell(pieces)
-                works.append(
-                    dist.broadcast(
-                        bucket[: _used(pieces)],
-                        group=self._axis.group,
-                        group_src=self._axis.rank,
-                        async_op=True,
-                    )
-                )
+                self._peers.say(to_message(pieces))
+                works.append(self._peers.broadcast(bucket[: _used(pieces)]))
             for work in works:
                 work.wait()
             end = End(None if log is None else log.read())
@@ -66,23 +67,24 @@ class BroadcastSender:
             # The receivers would wait for ever for what does not come.
             self._finish(End(fault=f"{type(error).__name__}: {error}"))
             raise
-        faults = [f"Rank {rank}: {fault}" for rank, fault in enumerate(self._finish(end)) if fault]
+
+        faults = [fault for fault in self._finish(end) if fault]
         if faults:
-            raise RolloutError(f"{len(faults)} ranks did not take the weights. {' '.join(faults)}")
+            raise RolloutError(
+                f"{len(faults)} rollout ranks did not take the weights. {' '.join(faults)}"
+            )
 
     def _finish(self, end: End) -> list[str | None]:
-        self._tell(end)
-        return gather_objects(None, self._axis)
-
-    def _tell(self, value: Any) -> None:
-        _broadcast_object(value, self._axis.rank, self._axis)
+        self._peers.say(to_message(end))
+        return self._peers.answers()
 
 
 class BroadcastReceiver:
-    """A `WeightReceiver` of what rank `root` of `axis` sends."""
+    """A `WeightReceiver` of what member 0 of `peers` sends."""
 
-    def __init__(self, axis: Axis, *, root: int, device: torch.device) -> None:
-        self._axis, self._root, self._device = axis, root, device
+    def __init__(self, peers: PeerGroup, *, device: torch.device) -> None:
+        self._peers = peers
+        self._device = device
         self._fingerprints: Mapping[str, int] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -96,7 +98,7 @@ class BroadcastReceiver:
             work.wait()
             yield from unpacker.unpack(bucket, pieces)
         if coming.fault is not None:
-            raise RolloutError(f"Rank {self._root} did not send all weights. {coming.fault}")
+            raise RolloutError(f"The trainer did not send all weights. {coming.fault}")
         self._fingerprints = coming.fingerprints
 
     def expected(self) -> Mapping[str, int] | None:
@@ -105,23 +107,17 @@ class BroadcastReceiver:
 
     def report(self, fault: str | None) -> None:
         """See `WeightReceiver.report`. The other receivers do not raise for this one's fault."""
-        gather_objects(fault, self._axis)
+        self._peers.answer(fault)
 
     def _next_bucket(self) -> tuple[Tensor, list[Piece], Any] | End:
-        pieces: list[Piece] | End = _broadcast_object(None, self._root, self._axis)
-        if isinstance(pieces, End):
-            return pieces
-        bucket = torch.empty(_used(pieces), dtype=torch.uint8, device=self._device)
-        work = dist.broadcast(bucket, group=self._axis.group, group_src=self._root, async_op=True)
-        return bucket, pieces, work
+        message = from_message(self._peers.hear())
+        if isinstance(message, End):
+            return message
+        bucket = torch.empty(_used(message), dtype=torch.uint8, device=self._device)
+        return bucket, message, self._peers.broadcast(bucket)
 
 
 def _used(pieces: list[Piece]) -> int:
     """Bytes of a bucket with these pieces."""
-    return pieces[-1].offset + pieces[-1].count * pieces[-1].dtype.itemsize
-
-
-def _broadcast_object(value: Any, root: int, axis: Axis) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, group=axis.group, group_src=root)
-    return values[0]
+    last = pieces[-1]
+    return last.offset + last.count * last.dtype.itemsize

@@ -2,7 +2,7 @@
 cut."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ class End(NamedTuple):
 
     fingerprints: dict[str, int] | None = None
     fault: str | None = None  # why not all was sent
+
+
+def to_message(content: list[Piece] | End) -> Any:
+    """Turn a bucket's table of contents, or the end, into a JSON value."""
+    if isinstance(content, End):
+        return {"fingerprints": content.fingerprints, "fault": content.fault}
+    return [[*piece._replace(dtype=str(piece.dtype).split(".")[-1])] for piece in content]
+
+
+def from_message(message: Any) -> list[Piece] | End:
+    """Undo `to_message`."""
+    if isinstance(message, dict):
+        return End(**message)
+    pieces = []
+    for name, shape, dtype, first, count, offset in message:
+        pieces.append(Piece(name, tuple(shape), getattr(torch, dtype), first, count, offset))
+    return pieces
 
 
 def pack(

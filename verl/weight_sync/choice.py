@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,39 +10,50 @@ from typing import Literal
 import torch
 
 from verl.utils.errors import RolloutError
-from verl.utils.logging import logger
 
 Transport = Literal["direct", "ipc", "broadcast", "host", "disk"]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where weights lie, or shall lie. A GPU is known by its UUID: its number is another one in
+    """Where weights are trained or used. A GPU is known by its UUID: its number is another one in
     every process."""
 
     machine: str
     process: int
     gpu: str | None = None  # UUID; None: a CPU
+    host: str = "127.0.0.1"  # under which other machines reach this one
+    dtype: torch.dtype | None = None  # of the weights that a receiver keeps
+    unreachable_gpus: tuple[str, ...] = ()  # UUIDs; seen here, without peer access to `gpu`
 
     @classmethod
-    def here(cls, device: torch.device) -> "Endpoint":
-        return cls(_machine(), os.getpid(), gpu_uuid(device) if device.type == "cuda" else None)
+    def here(cls, device: torch.device, dtype: torch.dtype | None = None) -> "Endpoint":
+        """Describe this process."""
+        on_gpu = device.type == "cuda"
+        return cls(
+            machine=_machine(),
+            process=os.getpid(),
+            gpu=gpu_uuid(device) if on_gpu else None,
+            host=socket.gethostname(),
+            dtype=dtype,
+            unreachable_gpus=_unreachable_gpus(device) if on_gpu else (),
+        )
 
 
-@dataclass(frozen=True)
-class Link:
-    """What two processes can do with each other."""
-
-    process_group: bool  # both are ranks of one, over NCCL or gloo
-    peer_access: bool = True  # of their GPUs, where these are two of one machine
-    connection: bool = True  # a pipe, or a socket of this machine
-
-
-def choose_transport(sender: Endpoint, receiver: Endpoint, link: Link) -> Transport:
-    """The fastest way from one to the other. Says in the log which, and why."""
-    transport, reason = _choose(sender, receiver, link)
-    logger.info("Weights go to the rollout by %s: %s.", transport, reason)
-    return transport
+def choose_transport(sender: Endpoint, receiver: Endpoint) -> tuple[Transport, str]:
+    """Choose the fastest way from one to the other; gives it with the reason."""
+    if sender.machine != receiver.machine:
+        return "broadcast", "they are on two machines"
+    if sender.process == receiver.process:
+        return "direct", "both are in one process"
+    if sender.gpu is not None and sender.gpu == receiver.gpu:
+        # NCCL refuses to serve two ranks of one GPU.
+        return "ipc", f"two processes on one GPU, {sender.gpu}"
+    if sender.gpu is None or receiver.gpu is None:
+        return "host", "two processes of one machine, not both on a GPU"
+    if receiver.gpu in sender.unreachable_gpus:
+        return "host", "two GPUs of one machine without peer access"
+    return "broadcast", "two GPUs of one machine"
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -54,35 +66,20 @@ def device_of(uuid: str) -> torch.device:
     if uuid not in seen:
         raise RolloutError(
             f"The weights lie on the GPU {uuid}, and this process sees "
-            f"{', '.join(seen) or 'none'}. Add it to CUDA_VISIBLE_DEVICES (in any order), or send "
-            "through host memory."
+            f"{', '.join(seen) or 'none'}. Add it to CUDA_VISIBLE_DEVICES (in any order), or set "
+            "actor_rollout_ref.rollout.weight_transport=host."
         )
     return torch.device("cuda", seen.index(uuid))
 
 
-def _choose(sender: Endpoint, receiver: Endpoint, link: Link) -> tuple[Transport, str]:
-    if sender.machine != receiver.machine:
-        if link.process_group:
-            return "broadcast", "they are on two machines, and ranks of one process group"
-        return "disk", "they are on two machines, and share no process group"
-    if sender.process == receiver.process:
-        return "direct", "both are in one process"
-    if sender.gpu is not None and sender.gpu == receiver.gpu:
-        if link.connection:
-            # of which NCCL refuses to serve two ranks
-            return "ipc", f"two processes on one GPU, {sender.gpu}"
-        return "disk", "two processes on one GPU, without a connection"
-    on_two_gpus = sender.gpu is not None and receiver.gpu is not None
-    if link.process_group and on_two_gpus and link.peer_access:
-        return "broadcast", "two GPUs of one machine that reach each other"
-    if link.connection:
-        if not on_two_gpus:
-            return "host", "two processes of one machine, not both on a GPU"
-        lack = "a process group" if link.peer_access else "peer access"
-        return "host", f"two GPUs of one machine without {lack}"
-    if link.process_group:
-        return "broadcast", "two processes of one machine without a connection"
-    return "disk", "two processes of one machine without a connection or a process group"
+def _unreachable_gpus(device: torch.device) -> tuple[str, ...]:
+    """The GPUs that this process sees and that `device` has no peer access to."""
+    unreachable = []
+    for index in range(torch.cuda.device_count()):
+        other = torch.device("cuda", index)
+        if other != device and not torch.cuda.can_device_access_peer(device, other):
+            unreachable.append(gpu_uuid(other))
+    return tuple(unreachable)
 
 
 def _machine() -> str:

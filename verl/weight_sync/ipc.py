@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -50,45 +50,48 @@ class _Filled:
 
 
 class SharedMemorySender:
-    """A `WeightSender` to the process at the other end of `connection`, which made a
-    `SharedMemoryReceiver`.
+    """A `WeightSender` to the processes at the other ends of `connections`, each of which has made
+    a `SharedMemoryReceiver`.
 
     Args:
-        device: where the memory is. A GPU: the receiver's own, by UUID, whatever its number there.
+        device: where the memory is. A GPU: the receivers' own, by UUID, whatever its number there.
             CPU: host memory, which a sender or receiver on a GPU pins.
-        dtype: the receiver's, for what is wider.
+        dtype: the receivers', for what is wider.
         pin: whether the sender's tensors come from a GPU.
     """
 
     def __init__(
         self,
-        connection: Connection,
+        connections: Sequence[Connection],
         *,
         device: torch.device,
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
         pin: bool = False,
     ) -> None:
-        self._connection = connection
+        self._connections = connections
         self._dtype = dtype
         self._wait = _wait_of(device, current=pin)
         bucket_bytes = slot_bytes(bucket_bytes)
         if device.type == "cuda":
             memory = torch.empty(_SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
-            connection.send(_Memory(bucket_bytes, gpu_uuid(device), reduce_tensor(memory)[1]))
+            handle = reduce_tensor(memory)[1]
+            for connection in connections:
+                connection.send(_Memory(bucket_bytes, gpu_uuid(device), handle))
         else:
             descriptor = _new_file(_SLOTS * bucket_bytes)
             memory = _map(descriptor, _SLOTS * bucket_bytes, pin=pin)
-            connection.send(_Memory(bucket_bytes))
-            peer = connection.recv()
-            send_handle(connection, descriptor, peer)
+            for connection in connections:
+                connection.send(_Memory(bucket_bytes))
+                peer = connection.recv()
+                send_handle(connection, descriptor, peer)
             os.close(descriptor)
-        self._memory = memory  # as long as the receiver may read it
+        self._memory = memory  # as long as a receiver may read it
         self._slots = memory.split(bucket_bytes)
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
         """See `WeightSender.send`."""
-        unread: deque[int] = deque()  # slots that the receiver has not done with
+        unread: deque[int] = deque()  # slots that some receiver may still read
 
         def free_slots() -> Iterator[Tensor]:
             for slot in itertools.cycle(range(_SLOTS)):
@@ -105,28 +108,32 @@ class SharedMemorySender:
                 unread.append(slot)
             end = End(None if log is None else log.read())
         except Exception as error:
-            # The receiver would wait for ever for what does not come.
+            # The receivers would wait for ever for what does not come.
             self._finish(End(fault=f"{type(error).__name__}: {error}"), len(unread))
             raise
-        fault = self._finish(end, len(unread))
-        if fault is not None:
-            raise RolloutError(f"The rollout process did not take the weights. {fault}")
 
-    def _finish(self, end: End, unread: int) -> str | None:
+        faults = [fault for fault in self._finish(end, len(unread)) if fault is not None]
+        if faults:
+            raise RolloutError(f"The rollout process did not take the weights. {' '.join(faults)}")
+
+    def _finish(self, end: End, num_unread: int) -> list[str | None]:
+        """Say the end; gives the fault of every receiver, or None."""
         self._send(end)
-        for _ in range(unread):
+        for _ in range(num_unread):
             self._receive()
         return self._receive()
 
     def _send(self, message: Any) -> None:
         try:
-            self._connection.send(message)
+            for connection in self._connections:
+                connection.send(message)
         except OSError as error:
             raise RolloutError(_GONE) from error
 
-    def _receive(self) -> Any:
+    def _receive(self) -> list[Any]:
+        """The next message of every receiver."""
         try:
-            return self._connection.recv()
+            return [connection.recv() for connection in self._connections]
         except (EOFError, OSError) as error:
             raise RolloutError(_GONE) from error
 

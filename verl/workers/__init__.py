@@ -1,8 +1,15 @@
 """SPMD roles: thin, each a model, an engine and the calls a driver makes on it."""
 
-from verl.workers.actor import ActorRolloutWorker
+from verl.workers.actor import ActorWorker
 from verl.workers.critic import CriticWorker
 from verl.workers.reference import ReferenceWorker
 from verl.workers.reward_model import RewardModelWorker
+from verl.workers.rollout import RolloutWorker
 
-__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker"]
+__all__ = [
+    "ActorWorker",
+    "CriticWorker",
+    "ReferenceWorker",
+    "RewardModelWorker",
+    "RolloutWorker",
+]

@@ -1,50 +1,44 @@
-"""The actor: samples responses, tells log-probs, learns; one set of weights, one rollout engine
-beside it."""
+"""The actor role: computes log-probs, learns, and gives its weights to the rollout."""
 
 import time
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.config import ActorRolloutRefConfig, log_prob_micro_batch, update_micro_batch
-from verl.distributed.collectives import all_reduce_sum, gather_objects
-from verl.distributed.mesh import init_rollout_mesh
+from verl.config import (
+    ActorRolloutRefConfig,
+    ModelConfig,
+    log_prob_micro_batch,
+    update_micro_batch,
+)
+from verl.distributed.collectives import all_reduce_sum
 from verl.engine.base import TrainEngine
 from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
-from verl.engine.memory import told_as_out_of_memory
 from verl.engine.microbatch import TokenBudget
-from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
+from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
-from verl.rollout import assemble, create_rollout_engine
-from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
-from verl.rollout.types import Request, SamplingParams
-from verl.single_controller import Dispatch, register, tell
+from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
-from verl.weight_sync import DirectSender, ProofSchedule
+from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
 from verl.workers.losses import PolicyObjective, mismatch_of_all
 from verl.workers.reference import reference_budget
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
 
-_LESS_ROLLOUT = (
-    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
-    "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
-    "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
-)
 
-
-class ActorRolloutWorker(TrainedWorker):
-    """Trains and generates with the same weights.
+class ActorWorker(TrainedWorker):
+    """Train a causal LM with a policy loss.
 
     Args:
         config: the `actor_rollout_ref` section.
         total_steps: training steps of the run, for the learning-rate schedule.
-        tokenizer: for stop strings and the padding token.
+        device: where the model is trained.
+        tokenizer: saved with the weights.
     """
 
     def __init__(
@@ -58,26 +52,20 @@ class ActorRolloutWorker(TrainedWorker):
         self.config = config
         self.tokenizer = tokenizer
         self.checkpoint = config.actor.checkpoint
-        model_config, actor = config.model, config.actor
-        assert model_config.path is not None
+        model_config = config.model
+        actor = config.actor
+        rollout = config.rollout
         import_user_code(model_config.external_lib)
-        source: dict[str, Any] = {
-            "path": model_config.path,
-            "trust_remote_code": model_config.trust_remote_code,
-            "override_config": model_config.override_config,
-        }
-        tensor_parallel_size = config.rollout.tensor_model_parallel_size
-        if tensor_parallel_size > 1:
-            check_tensor_parallel(load_model_config(**source), tensor_parallel_size)
+
         model = load_causal_lm(
-            **source,
+            **model_source(model_config),
             dtype=parameter_dtype(model_config, device),
-            max_length=config.rollout.max_model_len
-            or config.rollout.prompt_length + config.rollout.response_length,
+            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
             weights=self.reads_weights,
         )
         check_vocabulary(model, tokenizer)
         add_adapters(model, model_config, "actor_rollout_ref.model")
+
         self.objective = PolicyObjective(actor)
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=model_config.attention_kernel),
@@ -97,80 +85,8 @@ class ActorRolloutWorker(TrainedWorker):
             share_prompts=actor.share_prompts,
         )
         self.flops = FlopsModel.from_model(model)
-        self.rollout_mesh = init_rollout_mesh(self.engine.mesh, tensor_parallel_size)
-        self.rollout = create_rollout_engine(
-            config.rollout,
-            model=model,
-            tokenizer=tokenizer,
-            device=self.engine.device,
-            ranks=self.rollout_mesh.tensor,
-        )
-        self.weight_sender = DirectSender(
-            self.rollout, world=self.engine.mesh.world, sharing=self.rollout_mesh.tensor
-        )
-        self.proofs = ProofSchedule(config.rollout.fingerprint_interval)
-        self.rollout_is_asleep = False
-        self.rollout_has_weights = False
-
-    @property
-    def rollout_rank(self) -> int:
-        """See `Worker.rollout_rank`."""
-        return self.rollout_mesh.data.rank
-
-    @register(dispatch_mode=Dispatch.ROLLOUT_COMPUTE_PROTO)
-    def generate_sequences(
-        self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int, step: int
-    ) -> DataProto:
-        """n responses to each of B prompts: the columns of phase "generate", B * n rows, samples of
-        a prompt together.
-
-        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the
-        whole batch: sample ids, and with them the noise, do not depend on how the batch is dealt to
-        the ranks.
-
-        Tells (sample id, token ids) of every response when it is finished.
-        """
-        prompt_ids = [
-            tuple(int(token) for token in ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]
-        ]
-        rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
-        requests = [
-            Request(prompt_ids=ids, sample_ids=tuple(range(row * n, (row + 1) * n)))
-            for row, ids in zip(rows, prompt_ids)
-        ]
-        place = {
-            row * n + sample: number * n + sample
-            for number, row in enumerate(rows)
-            for sample in range(n)
-        }
-        if not self.rollout_has_weights:
-            self.sync_weights()
-        self.rollout.forget_prefixes()
-        with self._told_as_out_of_memory("generation"):
-            completions = []
-            for completion in self.rollout.generate(requests, params, seed=seed, step=step):
-                completions.append(completion)
-                if self.rollout_mesh.tensor.rank == 0:  # of the ranks that share an engine
-                    tell((completion.sample_id, completion.token_ids))
-        if self.config.rollout.free_cache_engine:
-            self.rollout.sleep()
-            self.rollout_is_asleep, self.rollout_has_weights = True, False
-        columns = assemble(
-            [ids for ids in prompt_ids for _ in range(n)],
-            [
-                replace(completion, sample_id=place[completion.sample_id])
-                for completion in completions
-            ],
-            prompt_length=self.config.rollout.prompt_length,
-            response_length=self.config.rollout.response_length,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        # What a clock says goes to perf/: all other metrics are the same in every run of one seed.
-        metrics = {
-            f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}": value
-            for name, value in self._statistics_of_all().items()
-        }
-        return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
+        self.proofs = ProofSchedule(rollout.fingerprint_interval)
+        self._offers: list[Offer] = []
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -246,34 +162,80 @@ class ActorRolloutWorker(TrainedWorker):
             metrics["perf/mfu/actor"] = share
         return {**metrics, **self.objective.take_mismatch(self.engine.mesh.data)}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self) -> None:
-        """Hand the trainer's weights to the rollout engine."""
-        with self._told_as_out_of_memory("the hand-over of weights to the rollout"):
-            if self.rollout_is_asleep:
-                self.rollout.wake()
-                self.rollout_is_asleep = False
-            log = self.proofs.next()
-            named_tensors = self.engine.parameters_for_rollout(
-                dtype=self.rollout.weight_dtype,
-                bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
-                log=log,
-                place=self.rollout.weight_place,
-            )
-            self.weight_sender.send(named_tensors, log)
-            self.rollout_has_weights = True
+    # ---------------------------------------------------------------- weights
 
-    def _statistics_of_all(self) -> dict[str, float]:
-        """The rollout's numbers over all engines: what was counted is added up, what was measured
-        is the largest."""
-        statistics = gather_objects(self.rollout.statistics(), self.rollout_mesh.data)
-        counted = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
-        return {
-            name: (sum if name.endswith(counted) else max)(each[name] for each in statistics)
-            for name in statistics[0]
-        }
-
-    def _told_as_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
-        return told_as_out_of_memory(
-            phase, self.engine.device, _LESS_ROLLOUT, rank=self.engine.guard.rank
+    def named_weights(
+        self,
+        dtype: torch.dtype,
+        log: FingerprintLog | None = None,
+        place: Callable[[str], torch.Tensor | None] = lambda name: None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give (name, whole tensor) of every weight; see `TrainEngine.parameters_for_rollout`."""
+        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        return self.engine.parameters_for_rollout(
+            dtype=dtype, bucket_bytes=megabytes << 20, log=log, place=place
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_endpoint(self) -> Endpoint:
+        """Where the weights are trained."""
+        return Endpoint.here(self.engine.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offer_weights(
+        self, routes: Sequence[Route], dtype: torch.dtype, folder: Path
+    ) -> list[Meeting]:
+        """Open this rank's ends of `routes` to rollouts on ranks of their own.
+
+        Gives the meetings where the receivers find this rank; `accept_receivers` waits for them.
+        """
+        rank = self.engine.mesh.world.rank
+        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        self._rounds = max(
+            sum(route.sender == sender for route in routes)
+            for sender in {route.sender for route in routes}
+        )
+        self._receivers_dtype = dtype
+        self._offers = [
+            Offer(
+                route,
+                device=self.engine.device,
+                bucket_bytes=megabytes << 20,
+                dtype=dtype,
+                folder=folder,
+            )
+            for route in routes
+            if route.sender == rank
+        ]
+        return [offer.meeting for offer in self._offers]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def accept_receivers(self) -> None:
+        """Wait for the receivers of every route of this rank."""
+        self._senders = [offer.accept() for offer in self._offers]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> None:
+        """Send the weights to rollouts on ranks of their own, which `receive_weights` meanwhile.
+
+        Every rank gathers; a rank without a route of its own reads what is gathered and drops it.
+        """
+        log_of_all = self.proofs.next()
+        for number in range(self._rounds):
+            log = None if log_of_all is None else FingerprintLog()
+            named_tensors = self.named_weights(self._receivers_dtype, log)
+            if number < len(self._senders):
+                self._senders[number].send(named_tensors, log)
+                continue
+            for _ in named_tensors:
+                pass
+
+
+def model_source(model: ModelConfig) -> dict[str, Any]:
+    """Give the arguments that `load_causal_lm` and `load_model_config` take from the section."""
+    assert model.path is not None, "the configuration was checked"
+    return {
+        "path": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "override_config": model.override_config,
+    }

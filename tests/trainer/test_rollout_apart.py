@@ -1,0 +1,113 @@
+"""A rollout on ranks of its own: the tokens and weights of a run in which it lives with the
+actor."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.runs import PPO, command_line, metric_lines, same_bits, weights, without_times
+from tests.trainer.test_ranks import ALONE, TORCHRUN
+from verl.config import load_config
+from verl.config.placement import ranks_of_roles
+from verl.diagnostics.memory_plan import plan_memory
+from verl.utils.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=2"]
+APART = "trainer.placement.rollout=[1]"
+
+
+def train(launcher: list[str], folder: Path, *more: str) -> list[dict]:
+    """Run the main job; gives the metrics that depend on neither clocks nor copies."""
+    overrides = command_line(folder, *STEPS, *more)
+    command = [*launcher, "-m", "verl.trainer.main_ppo", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = without_times(metric_lines(folder))
+    for line in lines:
+        # The weights are a copy on ranks of their own, and the cache is never given back.
+        line.pop("rollout/memory_gib", None)
+        line.pop("rollout/num_pages", None)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("together")
+    return folder, train(ALONE, folder)
+
+
+@pytest.mark.parametrize("transport", ["null", "broadcast", "disk"])
+def test_under_torchrun(together, tmp_path, transport):
+    folder, expected = together
+    way = f"actor_rollout_ref.rollout.weight_transport={transport}"
+    assert train(TORCHRUN, tmp_path, APART, way) == expected
+    assert same_bits(weights(tmp_path, 3), weights(folder, 3))
+
+
+def test_on_ray(together, tmp_path):
+    pytest.importorskip("ray", reason="the optional backend is not installed")
+    folder, expected = together
+    apart = train(ALONE, tmp_path, APART, "trainer.n_gpus_per_node=2", "ray_init.num_cpus=2")
+    assert apart == expected
+    assert same_bits(weights(tmp_path, 3), weights(folder, 3))
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(together, tmp_path):
+    folder, expected = together
+    killed = command_line(tmp_path, *STEPS[1:], APART, "trainer.save_freq=1", "trainer.max_steps=3")
+    program = (
+        "import os, sys\n"
+        "from verl.trainer import PPOTrainer, main_ppo\n"
+        "step = PPOTrainer.run_step\n"
+        "def die(self, prompts):\n"
+        "    step(self, prompts)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "PPOTrainer.run_step = die\n"
+        "sys.exit(main_ppo.main())\n"
+    )
+    script = tmp_path / "killed.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [*TORCHRUN, str(script), *killed], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode != 0
+    assert (tmp_path / "global_step_1").exists()
+    assert not (tmp_path / "global_step_2").exists()
+
+    assert train(TORCHRUN, tmp_path, APART, "trainer.save_freq=1") == expected
+    assert same_bits(weights(tmp_path, 3), weights(folder, 3))
+
+
+def test_the_rollout_is_with_the_actor_unless_it_is_placed():
+    config = load_config(["data.dataset_name=toy", "trainer.n_gpus_per_node=4"])
+    ranks = ranks_of_roles(config)
+    assert ranks["rollout"] == ranks["actor"] == [0, 1, 2, 3]
+    placed = ["trainer.placement.rollout=[2,3]", "trainer.n_gpus_per_node=4", *PPO]
+    ranks = ranks_of_roles(load_config(["data.dataset_name=toy", *placed]))
+    assert ranks == {
+        "actor": [0, 1],
+        "rollout": [2, 3],
+        "critic": [0, 1],
+        "reference": [0, 1],
+    }
+
+
+def test_an_engine_is_shared_by_ranks_of_the_rollout():
+    placed = ["trainer.placement.rollout=[1,2,3]", "trainer.n_gpus_per_node=4"]
+    shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    with pytest.raises(ConfigError, match="must divide the number of ranks, got 2 and 3"):
+        load_config(["data.dataset_name=toy", *placed, shared])
+
+
+def test_the_plan_counts_the_rollout_where_it_is():
+    command = ["data.dataset_name=toy", "trainer.n_gpus_per_node=2", "trainer.device=cuda"]
+    together = plan_memory(load_config(command), device_gib=80)
+    apart = plan_memory(load_config([*command, APART]), device_gib=80)
+    phases = {(each.role, each.phase): each.device for each in apart.phases}
+    assert phases["rollout", "rollout"]["rollout weights"] == apart.rollout.weights > 0
+    assert "actor parameters" not in phases["rollout", "rollout"]
+    assert "rollout weights" not in phases["actor", "actor update"]
+    assert apart.rollout.samples == 2 * together.rollout.samples, "one engine instead of two"

@@ -1,0 +1,87 @@
+"""The driver's side of a hand-over: the actor's weights to the rollout, wherever that lives."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.weight_sync import Meeting, Route, plan_routes
+
+
+class WeightLink(Protocol):
+    """Hands the actor's weights to the rollout."""
+
+    def sync(self) -> None:
+        """Hand the present weights over."""
+        ...
+
+    def provide(self) -> None:
+        """Hand the weights over if the rollout has none yet."""
+        ...
+
+
+class ColocatedLink:
+    """The rollout lives in the actor's processes and takes the weights itself: also before it
+    generates, where it has none or has given its memory back."""
+
+    def __init__(self, rollout: Any) -> None:
+        self._rollout = rollout
+
+    def sync(self) -> None:
+        """See `WeightLink.sync`."""
+        self._rollout.take_weights()
+
+    def provide(self) -> None:
+        """See `WeightLink.provide`."""
+
+
+class RemoteLink:
+    """The rollout has ranks of its own, and every hand-over is a call on both groups at once.
+
+    Args:
+        actor, rollout: the worker groups.
+        transport: taken instead of the one that fits best; None: chosen.
+        folder: for the transport `disk`, one that all ranks see.
+    """
+
+    def __init__(self, actor: Any, rollout: Any, transport: Any, folder: Path) -> None:
+        self._actor = actor
+        self._rollout = rollout
+        self._has_weights = False
+
+        receivers = rollout.weight_endpoint()
+        routes = plan_routes(actor.weight_endpoint(), receivers, transport)
+        self._through_files = all(route.transport == "disk" for route in routes)
+        self._connect(routes, receivers[0].dtype, folder)
+
+    def sync(self) -> None:
+        """See `WeightLink.sync`."""
+        sent = self._actor.send_weights(blocking=False)
+        if self._through_files:
+            sent.result()  # files are read once they are complete
+        received = self._rollout.receive_weights(blocking=False)
+        sent.result()
+        received.result()
+        self._has_weights = True
+
+    def provide(self) -> None:
+        """See `WeightLink.provide`."""
+        if not self._has_weights:
+            self.sync()
+
+    def _connect(self, routes: list[Route], dtype: Any, folder: Path) -> None:
+        offers: list[list[Meeting]] = self._actor.offer_weights(routes, dtype, folder)
+        meetings = [meeting for of_rank in offers for meeting in of_rank]
+        accepted = self._actor.accept_receivers(blocking=False)
+        joined = self._rollout.join_meetings(meetings, blocking=False)
+        accepted.result()
+        joined.result()
+
+
+class ActorRolloutGroups:
+    """The groups of actor and rollout as one: a name is looked up in the one, then in the other."""
+
+    def __init__(self, actor: Any, rollout: Any) -> None:
+        self._groups = (actor, rollout)
+
+    def __getattr__(self, name: str) -> Any:
+        actor, rollout = self._groups
+        return getattr(actor if hasattr(actor, name) else rollout, name)

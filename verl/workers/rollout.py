@@ -1,0 +1,273 @@
+"""The rollout role: owns a rollout engine, next to the actor or on ranks of its own."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from verl.config import ActorRolloutRefConfig
+from verl.distributed.collectives import gather_objects
+from verl.distributed.mesh import init_mesh, init_rollout_mesh
+from verl.engine.memory import told_as_out_of_memory
+from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
+from verl.protocol import DataProto
+from verl.rollout import assemble, create_rollout_engine
+from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
+from verl.rollout.types import Completion, Request, SamplingParams
+from verl.single_controller import Dispatch, Worker, register, tell
+from verl.utils.errors import RolloutError
+from verl.utils.imports import import_user_code
+from verl.weight_sync import DirectSender, Endpoint, Meeting, WeightReceiver, join, receive_into
+from verl.workers.actor import ActorWorker, model_source
+
+_WAY_OUT = (
+    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
+    "max_num_batched_tokens (without the section's name for verl generate), or split the model "
+    "over more GPUs: rollout.tensor_model_parallel_size."
+)
+_WAY_OUT_NEXT_TO_THE_ACTOR = (
+    "Lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or "
+    "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
+)
+# The counters of an engine that are added up over all engines; of the others the largest counts.
+_ADDED_UP = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
+
+
+class RolloutWorker(Worker):
+    """Generate responses with an engine of its own.
+
+    Args:
+        config: the `actor_rollout_ref` section; `model` and `rollout` are read.
+        device: where the engine computes, unless an actor of this process says.
+        tokenizer: for stop strings, the padding token and texts.
+        actor: the actor of this process. Its weights become the engine's without a copy wherever
+            layout and dtype agree. None: the rollout has ranks of its own.
+        loads_weights: whether an engine without an actor reads the weights from the model's files;
+            if not, they come from the actor's ranks before the first generation.
+    """
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        *,
+        device: torch.device,
+        tokenizer: Any,
+        actor: ActorWorker | None = None,
+        loads_weights: bool = False,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.actor = actor
+        self.is_asleep = False
+        self.has_weights = loads_weights
+        self._receiver: WeightReceiver | None = None
+        import_user_code(config.model.external_lib)
+
+        mesh = init_mesh(device, shard=False) if actor is None else actor.engine.mesh
+        size = config.rollout.tensor_model_parallel_size
+        self.mesh = mesh
+        self.device = mesh.device
+        self.rollout_mesh = init_rollout_mesh(mesh, size)
+        if size > 1:
+            check_tensor_parallel(load_model_config(**model_source(config.model)), size)
+
+        with self._names_out_of_memory("loading"):
+            model = self._load(loads_weights) if actor is None else actor.engine.hf_model
+            self.engine = create_rollout_engine(
+                config.rollout,
+                model=model,
+                tokenizer=tokenizer,
+                device=self.device,
+                ranks=self.rollout_mesh.tensor,
+            )
+        self._direct = DirectSender(self.engine, world=mesh.world, sharing=self.rollout_mesh.tensor)
+
+    @property
+    def data_rank(self) -> int:
+        """See `Worker.data_rank`. Ranks that share an engine (tensor parallel) have the same."""
+        return self.rollout_mesh.data.rank
+
+    @property
+    def data_size(self) -> int:
+        """See `Worker.data_size`."""
+        return self.rollout_mesh.data.size
+
+    # ---------------------------------------------------------------- generation
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(
+        self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int, step: int
+    ) -> DataProto:
+        """Sample n responses to each of B prompts: B * n rows, the samples of a prompt together.
+
+        Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the
+        whole batch: sample ids, and with them the noise, do not depend on how the batch is dealt to
+        the ranks. Gives the columns of phase "generate".
+
+        Tells (sample id, token ids) of every response when it is finished.
+        """
+        prompt_ids = [tuple(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
+
+        if not self.has_weights:
+            self.take_weights()
+        completions = []
+        for completion in self._generate(prompt_ids, rows, n, params, seed, step):
+            completions.append(completion)
+            if self.rollout_mesh.tensor.rank == 0:  # of the ranks that share an engine
+                tell((completion.sample_id, completion.token_ids))
+        self._make_room()
+
+        local_id = {}  # sample id in the whole batch -> row of this rank's share
+        for place, row in enumerate(rows):
+            for sample in range(n):
+                local_id[row * n + sample] = place * n + sample
+        columns = assemble(
+            [ids for ids in prompt_ids for _ in range(n)],
+            [replace(each, sample_id=local_id[each.sample_id]) for each in completions],
+            prompt_length=self.config.rollout.prompt_length,
+            response_length=self.config.rollout.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        return DataProto.from_dict(tensors=columns, meta_info={"metrics": self._metrics()})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_texts(
+        self, prompts: DataProto, *, n: int, params: SamplingParams, seed: int
+    ) -> DataProto:
+        """Sample n texts for each of B prompts.
+
+        Reads `raw_prompt_ids` and `prompt_row` as `generate_sequences` does. Gives the object
+        columns `responses` (lists of n texts without special tokens), and of all n together
+        `num_tokens` and `num_cut` (responses that the limit ended).
+        """
+        prompt_ids = [tuple(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
+        finished = {
+            each.sample_id: each
+            for each in self._generate(prompt_ids, rows, n, params, seed, step=0)
+        }
+        wanted = [row * n + sample for row in rows for sample in range(n)]
+        if finished.keys() != set(wanted):
+            raise RolloutError(
+                f"Expected {len(wanted)} samples from the engine, got {len(finished)}, or others."
+            )
+
+        token_ids = [finished[number].token_ids for number in wanted]
+        is_cut = [finished[number].finish_reason == "length" for number in wanted]
+        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        groups = [slice(start, start + n) for start in range(0, len(wanted), n)]
+        return DataProto.from_dict(
+            non_tensors={
+                "responses": [texts[group] for group in groups],
+                "num_tokens": [sum(map(len, token_ids[group])) for group in groups],
+                "num_cut": [sum(is_cut[group]) for group in groups],
+            }
+        )
+
+    def _generate(
+        self,
+        prompt_ids: Sequence[tuple[int, ...]],
+        rows: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        seed: int,
+        step: int,
+    ) -> Iterator[Completion]:
+        """Sample ids are those of the whole batch: prompt number times n, plus the sample's."""
+        if not self.has_weights:
+            raise RolloutError(
+                "The rollout has no weights yet. Hand the actor's over before it generates "
+                "(`sync_weights`)."
+            )
+        requests = []
+        for row, ids in zip(rows, prompt_ids):
+            sample_ids = tuple(range(row * n, (row + 1) * n))
+            requests.append(Request(prompt_ids=ids, sample_ids=sample_ids))
+
+        # A resumed run starts without the prefixes of earlier prompts.
+        self.engine.forget_prefixes()
+        with self._names_out_of_memory("generation"):
+            yield from self.engine.generate(requests, params, seed=seed, step=step)
+
+    def _make_room(self) -> None:
+        """Give the device to the actor of this process, if the configuration says so."""
+        if self.actor is not None and self.config.rollout.free_cache_engine:
+            self.engine.sleep()
+            self.is_asleep = True
+            self.has_weights = False
+
+    def _metrics(self) -> dict[str, float]:
+        """Counters of the last generation over all engines."""
+        statistics = gather_objects(self.engine.statistics(), self.rollout_mesh.data)
+        metrics = {}
+        for name in statistics[0]:
+            combine = sum if name.endswith(_ADDED_UP) else max
+            # Metrics of a clock are under perf/: all others are the same in every run of a seed.
+            key = f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}"
+            metrics[key] = combine(each[name] for each in statistics)
+        return metrics
+
+    # ---------------------------------------------------------------- weights
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_weights(self) -> None:
+        """Take the weights of the actor in this process. Every rank must call it."""
+        if self.actor is None:
+            raise RolloutError("Only a rollout in the actor's process can take its weights.")
+        with self._names_out_of_memory("the hand-over of weights to the rollout"):
+            if self.is_asleep:
+                self.engine.wake()
+                self.is_asleep = False
+            log = self.actor.proofs.next()
+            named_tensors = self.actor.named_weights(
+                self.engine.weight_dtype, log, place=self.engine.weight_place
+            )
+            self._direct.send(named_tensors, log)
+            self.has_weights = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_endpoint(self) -> Endpoint:
+        """Where the engine's weights are."""
+        return Endpoint.here(self.device, self.engine.weight_dtype)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_meetings(self, meetings: Sequence[Meeting]) -> None:
+        """Connect to the sender that serves this rank."""
+        rank = self.mesh.world.rank
+        mine = [meeting for meeting in meetings if rank in meeting.route.receivers]
+        assert len(mine) == 1, f"{len(mine)} senders for rank {rank}"
+        self._receiver = join(mine[0], rank, self.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self) -> None:
+        """Take what the actor's ranks send; see `ActorWorker.send_weights`."""
+        assert self._receiver is not None, "join_meetings comes first"
+        with self._names_out_of_memory("the hand-over of weights to the rollout"):
+            self.has_weights = False
+            receive_into(self.engine, self._receiver, sharing=self.rollout_mesh.tensor)
+            self.has_weights = True
+
+    # ---------------------------------------------------------------- inner parts
+
+    def _load(self, weights: bool) -> Any:
+        rollout = self.config.rollout
+        dtype = rollout.dtype or self.config.model.dtype
+        if dtype is None:
+            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        model = load_causal_lm(
+            **model_source(self.config.model),
+            dtype=dtype,
+            max_length=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+            weights=weights,
+        )
+        check_vocabulary(model, self.tokenizer)
+        return model
+
+    def _names_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
+        way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
+        rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
+        return told_as_out_of_memory(phase, self.device, way_out, rank=rank)
