@@ -88,11 +88,10 @@ def test_evaluations_name_their_phase_and_key(tmp_path, caplog, make, call, phas
 def test_generation_names_the_keys_of_the_rollout(tmp_path, monkeypatch):
     rollout = rollout_of(actor_of(config(tmp_path)))
 
-    def generate(*arguments, **settings):
+    def step():
         raise SHORTAGE
-        yield
 
-    monkeypatch.setattr(rollout.engine, "generate", generate)
+    monkeypatch.setattr(rollout.engine, "step", step)
     with pytest.raises(
         OutOfMemoryError, match="Out of GPU memory in generation: 2.00 GiB.*gpu_memory_utilization"
     ):

@@ -1,6 +1,6 @@
 """Rollout engines: requests in, completions out."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.assemble import assemble
-from verl.rollout.base import RolloutEngine, rollout_engines
+from verl.rollout.base import GenerateOnly, RolloutEngine, generate, rollout_engines
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.rollout.types import Completion, Request, SamplingParams
@@ -23,6 +23,7 @@ __all__ = [
     "SamplingParams",
     "assemble",
     "create_rollout_engine",
+    "generate",
     "rollout_engines",
 ]
 
@@ -52,4 +53,14 @@ def create_rollout_engine(
     factory = rollout_engines.get(config.name)
     # by the rules only `embedded` can be
     shared: dict[str, Any] = {"ranks": ranks} if ranks.size > 1 else {}
-    return factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)
+    engine: Any = factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)
+    verbs = {"submit", "step", "abort", "has_work"}
+    missing = sorted(verbs - set(dir(engine)))
+    if not missing:
+        return engine
+    if callable(getattr(engine, "generate", None)):
+        return cast(RolloutEngine, GenerateOnly(engine))
+    raise ConfigError(
+        f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, step, "
+        "abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
+    )

@@ -1,7 +1,8 @@
 """The slow reference engine: transformers' own `generate`, drawing by our noise."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,15 @@ class _Row:
     key: np.uint64
 
 
+@dataclass(eq=False)
+class _Batch:
+    """The rows of one `submit` that have not been generated yet."""
+
+    rows: list[_Row]
+    params: SamplingParams
+    rule: StopRule
+
+
 class HFEngine(LocalEngine):
     """A `RolloutEngine` without a cache of its own: left-padded batches of max_num_seqs samples,
     eager attention.
@@ -57,58 +67,99 @@ class HFEngine(LocalEngine):
         )
         # Whatever the model ships (top-p, repetition penalty ...) would be applied before our draw.
         self.twin.module.generation_config = GenerationConfig()
+        self._batches: deque[_Batch] = deque()
+        self._counts: Counter[str] = Counter()
+        self._started = 0.0
 
-    def generate(
+    @property
+    def has_work(self) -> bool:
+        """See `RolloutEngine.has_work`."""
+        return bool(self._batches)
+
+    def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
-    ) -> Iterator[Completion]:
-        """Sample every request; see `RolloutEngine.generate`. What is wrong with the call is raised
-        at once."""
-        rule = self._begin(requests, params)
+    ) -> None:
+        """Add requests; see `RolloutEngine.submit`. Those of one call are padded together."""
+        rule = self.check_call(requests, params)
         ids = [sample_id for request in requests for sample_id in request.sample_ids]
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
-        rows = [
-            _Row(sample_id, request.prompt_ids, limit, next(keys))
-            for request in requests
-            for sample_id, limit in zip(
-                request.sample_ids, response_limits(request, params, self.max_model_len)
-            )
-        ]
-        return self._run(rows, params, rule)
+        rows = []
+        for request in requests:
+            limits = response_limits(request, params, self.max_model_len)
+            for sample_id, limit in zip(request.sample_ids, limits):
+                rows.append(_Row(sample_id, request.prompt_ids, limit, next(keys)))
 
-    def _run(
-        self, rows: list[_Row], params: SamplingParams, rule: StopRule
-    ) -> Iterator[Completion]:
-        start = time.perf_counter()
-        generated = steps = 0
-        for chunk in self._chunks(rows):
-            recorder = self._generate_chunk(chunk, params, rule)
-            steps += len(recorder.token_ids)
-            for completion in recorder.completions(chunk):
-                generated += len(completion.token_ids)
-                yield completion
-        seconds = time.perf_counter() - start
+        if not self.has_work:
+            self._started = time.perf_counter()
+            self._counts = Counter()
+            self._note_statistics()
+        if rows:
+            self._counts["prefill_tokens"] += sum(len(row.prompt) for row in rows)
+            self._batches.append(_Batch(rows, params, rule))
+
+    def step(self) -> list[Completion]:
+        """Generate the next rows to their ends; see `RolloutEngine.step`."""
+        if not self.has_work:
+            return []
+        batch = self._batches[0]
+        chunk = self._next_chunk(batch.rows)
+        try:
+            recorder = self._generate_chunk(chunk, batch.params, batch.rule)
+            completions = list(recorder.completions(chunk))
+        except BaseException:
+            self._batches.clear()
+            raise
+
+        self._counts["decode_steps"] += len(recorder.token_ids)
+        self._counts["generated_tokens"] += sum(len(each.token_ids) for each in completions)
+        del batch.rows[: len(chunk)]
+        if not batch.rows:
+            self._batches.popleft()
+        self._note_statistics()
+        return completions
+
+    def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Give up samples, none of which has begun; see `RolloutEngine.abort`."""
+        wanted = None if sample_ids is None else set(sample_ids)
+        aborted = []
+        for batch in list(self._batches):
+            staying = []
+            for row in batch.rows:
+                if wanted is not None and row.sample_id not in wanted:
+                    staying.append(row)
+                    continue
+                aborted.append(
+                    Completion(
+                        sample_id=row.sample_id, token_ids=[], log_probs=[], finish_reason="abort"
+                    )
+                )
+            batch.rows = staying
+            if not staying:
+                self._batches.remove(batch)
+        return aborted
+
+    def _note_statistics(self) -> None:
+        seconds = time.perf_counter() - self._started
         self._statistics = {
-            "prefill_tokens": float(sum(len(row.prompt) for row in rows)),
-            "decode_steps": float(steps),
-            "generated_tokens": float(generated),
+            "prefill_tokens": float(self._counts["prefill_tokens"]),
+            "decode_steps": float(self._counts["decode_steps"]),
+            "generated_tokens": float(self._counts["generated_tokens"]),
             "generate_s": seconds,
-            "tokens_per_s": generated / seconds,
+            "tokens_per_s": self._counts["generated_tokens"] / seconds,
         }
 
-    def _chunks(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Up to max_num_seqs rows at a time. All of them go on until the last has ended: none may
-        come to positions that the model does not have, or at which it computes all of them
+    def _next_chunk(self, rows: list[_Row]) -> list[_Row]:
+        """Take up to max_num_seqs rows from the front. All of them go on until the last has ended:
+        none may come to positions that the model does not have, or at which it computes all of them
         differently (dynamic rotary embeddings)."""
         chunk: list[_Row] = []
         for row in rows:
             together = [*chunk, row]
             longest = max(len(row.prompt) for row in together) + max(row.limit for row in together)
             if len(together) > self.config.max_num_seqs or longest > self.max_model_len:
-                yield chunk
-                together = [row]
+                break
             chunk = together
-        if chunk:
-            yield chunk
+        return chunk
 
     def _generate_chunk(
         self, rows: list[_Row], params: SamplingParams, rule: StopRule

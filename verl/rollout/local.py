@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.rollout.base import Completions, RolloutEngine, generate
 from verl.rollout.checks import check_params, check_requests, longest_sequence
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import ModelTwin, engine_dtype
@@ -17,7 +18,7 @@ from verl.weight_sync.fingerprint import Fingerprint
 
 
 class LocalEngine:
-    """Weights, sleep, and the checks at the door of `generate`."""
+    """Weights, sleep, and the checks at the door of `submit`."""
 
     def __init__(
         self,
@@ -42,6 +43,12 @@ class LocalEngine:
         self._statistics: dict[str, float] = {}
         self._hand_over: dict[str, float] = {}
 
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    ) -> Completions:
+        """Sample every request; see `verl.rollout.base.generate`."""
+        return generate(cast(RolloutEngine, self), requests, params, seed=seed, step=step)
+
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the
         trainer's own parameters become aliases again and are not copied."""
@@ -57,6 +64,11 @@ class LocalEngine:
             seconds = time.perf_counter() - start
             per_s = self.twin.copied_bytes / seconds / 1e9
             self._hand_over = {"update_weights_s": seconds, "update_weights_gb_per_s": per_s}
+
+    @property
+    def has_work(self) -> bool:
+        """See `RolloutEngine.has_work`."""
+        raise NotImplementedError
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -95,6 +107,12 @@ class LocalEngine:
         update_weights_gb_per_s."""
         return {**self._statistics, **self._hand_over}
 
+    def _refuse_while_busy(self) -> None:
+        if self.has_work:
+            raise RolloutError(
+                "A generate() of this engine is not finished; exhaust or close its iterator first."
+            )
+
     def _require_ready(self) -> None:
         if self._asleep:
             raise EngineAsleepError("The rollout engine is asleep; call wake() before generate().")
@@ -103,9 +121,8 @@ class LocalEngine:
                 "The engine's weights are incomplete; call update_weights() before generate()."
             )
 
-    def _begin(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
-        """Raise what is wrong with a call of `generate`; gives the rule that its responses end
-        by."""
+    def check_call(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
+        """Raise what is wrong with requests; gives the rule that their responses end by."""
         self._require_ready()
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)

@@ -13,7 +13,7 @@ from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import told_as_out_of_memory
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.protocol import DataProto
-from verl.rollout import assemble, create_rollout_engine
+from verl.rollout import assemble, create_rollout_engine, generate
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.single_controller import Dispatch, Worker, register, tell
@@ -191,7 +191,7 @@ class RolloutWorker(Worker):
         # A resumed run starts without the prefixes of earlier prompts.
         self.engine.forget_prefixes()
         with self._names_out_of_memory("generation"):
-            yield from self.engine.generate(requests, params, seed=seed, step=step)
+            yield from generate(self.engine, requests, params, seed=seed, step=step)
 
     def _make_room(self) -> None:
         """Give the device to the actor of this process, if the configuration says so."""

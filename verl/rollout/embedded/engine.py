@@ -5,7 +5,8 @@ import importlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens"
 
 
 class EmbeddedEngine(LocalEngine):
-    """A `RolloutEngine` inside the trainer's process. One `generate` at a time.
+    """A `RolloutEngine` inside the trainer's process, asked at any time.
 
     Several `ranks` share one engine (`TensorParallel`): each makes every call with the same
     arguments, takes every completion, and gives all of them.
@@ -70,25 +71,84 @@ class EmbeddedEngine(LocalEngine):
             cuts=self.parallel.cuts if self.parallel else None,
         )
         self.runner = self._make_runner()
-        self._scheduler: Scheduler | None = None
+        self._run: _Run | None = None
         self._has_slept = False
         self._pages = PageAllocator(0)
         # of the weights that the keys in the pages were computed with
         self._pages_version: object = None
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
-    ) -> Iterator[Completion]:
-        """Sample every request; see `RolloutEngine.generate`. What is wrong with the call is raised
-        at once.
+    @property
+    def has_work(self) -> bool:
+        """See `RolloutEngine.has_work`."""
+        return self._run is not None
 
-        Closing the iterator early gives all pages back.
+    def submit(
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    ) -> None:
+        """Add requests, also while others run; see `RolloutEngine.submit`.
+
+        Requests that do not fit the tables of those that run make all of them wait for larger
+        tables, which costs a prefill each.
         """
-        self._refuse_while_busy()
-        rule = self._begin(requests, params)
+        rule = self.check_call(requests, params)
         samples = self._samples(requests, params, seed, step)
-        self._provide_pages(samples)
-        return self._run(samples, params, rule)
+        run = self._run
+        if run is None:
+            if samples:
+                self._provide_pages(samples)
+                self._run = self._begin_run(samples, params, rule)
+            else:
+                self._statistics = dict.fromkeys(_COUNTS, 0.0)
+            return
+
+        if params != run.params:
+            raise RolloutError(
+                f"Requests with other sampling parameters are running: {run.params}, got {params}. "
+                "Submit these when the engine has no work, or give samples limits of their own."
+            )
+        run.scheduler.refuse_known(samples)
+        run.progress.total += len(samples)
+        if run.scheduler.has_room_for(samples):
+            run.scheduler.add(samples)
+        else:
+            self._begin_again(run, samples)
+
+    def step(self) -> list[Completion]:
+        """Take one step of the device; see `RolloutEngine.step`."""
+        run = self._run
+        if run is None:
+            return []
+        try:
+            completions = run.finished
+            run.finished = []
+            launched = self._launch(run)
+            run.flight.extend(launched)
+            # Tokens are looked at while the device computes the step after theirs.
+            while run.flight and (not launched or len(run.flight) > self.runner.lag):
+                completions += self._collect(run)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        if not run.scheduler.has_work:
+            self._end_run()
+        return completions
+
+    def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
+        """Give samples up; see `RolloutEngine.abort`. Tokens still on the device are waited for."""
+        run = self._run
+        if run is None:
+            return []
+        try:
+            self._drain(run)
+            scheduler = run.scheduler
+            ids = scheduler.sample_ids() if sample_ids is None else set(sample_ids)
+            aborted = scheduler.abort(ids)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        if not scheduler.has_work and not run.finished:
+            self._end_run()
+        return aborted
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights; see `RolloutEngine.update_weights`. Not during a `generate`, whose keys
@@ -119,8 +179,8 @@ class EmbeddedEngine(LocalEngine):
 
     def check_integrity(self) -> None:
         """Assert that the pages' books are right; outside of a `generate` no page is in use."""
-        if self._scheduler is not None:
-            self._scheduler.check_integrity()
+        if self._run is not None:
+            self._run.scheduler.check_integrity()
         else:
             self._pages.check_integrity([])
 
@@ -154,12 +214,6 @@ class EmbeddedEngine(LocalEngine):
             max_num_seqs=self.config.max_num_seqs,
             enforce_eager=self.config.enforce_eager,
         )
-
-    def _refuse_while_busy(self) -> None:
-        if self._scheduler is not None:
-            raise RolloutError(
-                "A generate() of this engine is not finished; exhaust or close its iterator first."
-            )
 
     def _samples(
         self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int
@@ -237,13 +291,10 @@ class EmbeddedEngine(LocalEngine):
         """No page is in use, and none is known to hold the keys of any tokens."""
         self._pages = PageAllocator(self.runner.num_pages)
 
-    def _run(
-        self, samples: list[Sample], params: SamplingParams, rule: StopRule
-    ) -> Iterator[Completion]:
-        # Asked again: the iterator may be started long after it was made.
-        self._refuse_while_busy()
-        self._require_ready()
-        self._provide_pages(samples)
+    def _begin_run(
+        self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule, slots: int = 0
+    ) -> "_Run":
+        """Make the tables for `samples`; `slots` of them at least run at once."""
         scheduler = Scheduler(
             samples,
             self._fresh_pages(),
@@ -251,51 +302,73 @@ class EmbeddedEngine(LocalEngine):
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),
-            # The keys of a token are not the same bits when they are computed beside others, or
-            # after the prompt.
+            # The keys of a token are not the same bits when they are computed with others, or after
+            # the prompt.
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
+            least_slots=slots,
         )
-        progress = _Progress(len(scheduler.waiting))
-        counts = Counter[str]()
-        flight: deque[Draws] = deque()
-        try:
-            self._scheduler = scheduler
-            self.runner.begin(params, sum(sample.limit for sample in samples))
-            while scheduler.has_work:
-                launched = self._launch(scheduler, counts, drained=not flight)
-                flight.extend(launched)
-                # Tokens are looked at while the device computes the step after theirs.
-                while flight and (not launched or len(flight) > self.runner.lag):
-                    completions = self._collect(scheduler, flight.popleft(), counts, rule)
-                    progress.note(scheduler, len(completions), counts["generated_tokens"])
-                    yield from completions
-        except BaseException as error:
-            if isinstance(error, RolloutError):
-                # Keys may be NaN. A masked one would have weight 0 for the next sample in its page:
-                # NaN again.
-                self.runner.release()
-            # Not given back one by one: pages are registered before their keys are computed, and an
-            # interrupt may have come when one was handed out and not noted yet.
-            self._begin_books()
-            raise
-        finally:
-            self._scheduler = None
-            counts["generated_tokens"] -= scheduler.discarded
-            self._statistics = {
-                **{name: float(counts[name]) for name in _COUNTS},
-                "preemptions": float(scheduler.preemptions),
-                "peak_pages": float(scheduler.pages.peak),
-                "num_pages": float(scheduler.pages.num_pages),
-                "generate_s": progress.seconds,
-                "memory_gib": (self.twin.copied_bytes + self.runner.kept_bytes) / GIB,
-                "capture_s": self.runner.capture_s,
-                "tokens_per_s": counts["generated_tokens"] / progress.seconds,
-            }
+        self.runner.begin(params, sum(sample.limit for sample in samples))
+        return _Run(params, rule, scheduler, _Progress(len(samples)))
 
-    def _launch(self, scheduler: Scheduler, counts: Counter[str], *, drained: bool) -> list[Draws]:
+    def _begin_again(self, run: "_Run", samples: Sequence[Sample]) -> None:
+        """Let everything wait, and go on with larger tables that `samples` fit in too."""
+        try:
+            self._drain(run)
+            old = run.scheduler
+            everyone = [*old.withdraw(), *samples]
+            self._begin_books()
+            self._provide_pages(everyone)
+            slots = 2 * old.num_slots
+            run.scheduler = self._begin_run(everyone, run.params, run.rule, slots).scheduler
+            run.scheduler.preemptions = old.preemptions
+            run.scheduler.discarded = old.discarded
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _drain(self, run: "_Run") -> None:
+        """Wait for the tokens that are on their way; what they finish comes with the next step."""
+        while run.flight:
+            run.finished += self._collect(run)
+
+    def _abandon(self, error: BaseException | None = None) -> None:
+        """Drop all requests and give their pages back."""
+        if self._run is None:
+            return
+        if isinstance(error, RolloutError):
+            # Keys may be NaN. A masked one would have weight 0 for the next sample in its page: NaN
+            # again.
+            self.runner.release()
+        # Not given back one by one: pages are registered before their keys are computed, and an
+        # interrupt may have come when one was handed out and not noted yet.
+        self._begin_books()
+        self._end_run()
+
+    def _end_run(self) -> None:
+        run = self._run
+        assert run is not None
+        self._run = None
+        scheduler = run.scheduler
+        counts = run.counts
+        counts["generated_tokens"] -= scheduler.discarded
+        seconds = run.progress.seconds
+        self._statistics = {
+            **{name: float(counts[name]) for name in _COUNTS},
+            "preemptions": float(scheduler.preemptions),
+            "peak_pages": float(scheduler.pages.peak),
+            "num_pages": float(scheduler.pages.num_pages),
+            "generate_s": seconds,
+            "memory_gib": (self.twin.copied_bytes + self.runner.kept_bytes) / GIB,
+            "capture_s": self.runner.capture_s,
+            "tokens_per_s": counts["generated_tokens"] / seconds,
+        }
+
+    def _launch(self, run: "_Run") -> list[Draws]:
         """Start samples, or let the running ones draw on; nothing where what is in flight must come
         back first."""
+        scheduler = run.scheduler
+        counts = run.counts
         admission = scheduler.admit()
         if admission is not None:
             slots = np.array(admission.slots, np.int64)
@@ -306,11 +379,12 @@ class EmbeddedEngine(LocalEngine):
                 counts["prefill_tokens"] += len(prefill.token_ids) - prefill.cached
                 counts["cached_tokens"] += prefill.cached
             return [draws]
+
         assert scheduler.running.size, (
             f"{len(scheduler.waiting)} samples wait, nothing runs, and none can start"
         )
         steps = scheduler.steps_ahead(self.runner.steps_at_once(scheduler))
-        copies, complete = scheduler.prepare_decode(steps, may_preempt=drained)
+        copies, complete = scheduler.prepare_decode(steps, may_preempt=not run.flight)
         if copies:
             self.runner.copy_pages(copies)
             counts["copied_pages"] += len(copies)
@@ -350,29 +424,45 @@ class EmbeddedEngine(LocalEngine):
                 rows.append(scheduler.group_of(slot).hidden)
         return torch.stack(rows)
 
-    def _collect(
-        self, scheduler: Scheduler, draws: Draws, counts: Counter[str], rule: StopRule
-    ) -> list[Completion]:
-        """Note the tokens that came back and end the samples that are done."""
+    def _collect(self, run: "_Run") -> list[Completion]:
+        """Note the oldest tokens that are on their way and end the samples that are done."""
+        scheduler = run.scheduler
+        draws = run.flight.popleft()
         tokens, log_probs = draws.result()
         # A sample that ended at the draw before left this slot, and the device has drawn once more
         # for it.
         current = scheduler.epoch[draws.slots] == draws.epochs
         slots, tokens, log_probs = draws.slots[current], tokens[current], log_probs[current]
-        counts["generated_tokens"] += len(slots)
+        run.counts["generated_tokens"] += len(slots)
         if not np.isfinite(log_probs).all():
-            raise not_finite(
-                scheduler.sample_id_of(int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]]))
-            )
+            first = int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])
+            raise not_finite(scheduler.sample_id_of(first))
+
         drawn = scheduler.record(slots, tokens, log_probs)
-        stopped = rule.ends(tokens)
-        if rule.strings:
+        stopped = run.rule.ends(tokens)
+        if run.rule.strings:
             for row in np.flatnonzero(~stopped).tolist():
-                stopped[row] = rule.completes_string(scheduler.token_ids[slots[row], : drawn[row]])
+                so_far = scheduler.token_ids[slots[row], : drawn[row]]
+                stopped[row] = run.rule.completes_string(so_far)
         done = stopped | (drawn >= scheduler.limits[slots])
-        if not done.any():
-            return []
-        return scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
+        completions: list[Completion] = []
+        if done.any():
+            completions = scheduler.finish(slots[done].tolist(), set(slots[stopped].tolist()))
+        run.progress.note(scheduler, len(completions), run.counts["generated_tokens"])
+        return completions
+
+
+@dataclass
+class _Run:
+    """The requests at work, from the first `submit` until the last of them has ended."""
+
+    params: SamplingParams
+    rule: StopRule
+    scheduler: Scheduler
+    progress: "_Progress"
+    counts: Counter[str] = field(default_factory=Counter)
+    flight: deque[Draws] = field(default_factory=deque)
+    finished: list[Completion] = field(default_factory=list)  # for the next step to give
 
 
 class _Progress:

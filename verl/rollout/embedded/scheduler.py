@@ -3,7 +3,7 @@ state."""
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.types import Completion
+from verl.utils.errors import RolloutError
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +81,7 @@ class Scheduler:
         refill: int = 1,
         prefix_caching: bool = False,
         redraw: bool = False,
+        least_slots: int = 0,
     ) -> None:
         self.waiting = deque(samples)
         self.pages = pages
@@ -88,7 +90,8 @@ class Scheduler:
         self.refill = refill
         self.prefix_caching = prefix_caching
         self.redraw = redraw
-        slots = min(max_num_seqs, len(self.waiting))
+        self.max_num_seqs = max_num_seqs
+        slots = min(max_num_seqs, max(len(self.waiting), least_slots))
         longest = max((sample.limit for sample in self.waiting), default=1)
         longest_sequence = max(
             (len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1
@@ -117,6 +120,71 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting) or self.running.size > 0
+
+    @property
+    def num_slots(self) -> int:
+        """How many samples can run at once."""
+        return len(self._samples)
+
+    def sample_ids(self) -> set[int]:
+        """Those that wait or run."""
+        running = [sample.sample_id for sample in self._samples if sample is not None]
+        return {*running, *(sample.sample_id for sample in self.waiting)}
+
+    def refuse_known(self, samples: Sequence[Sample]) -> None:
+        """Raise RolloutError where a sample id waits or runs already."""
+        known = self.sample_ids()
+        doubled = [sample.sample_id for sample in samples if sample.sample_id in known]
+        if doubled:
+            raise RolloutError(
+                f"Sample id {doubled[0]} is being generated already; ids must be unique among the "
+                "requests at work."
+            )
+
+    def has_room_for(self, samples: Sequence[Sample]) -> bool:
+        """Whether `add` can take these: as many slots as may run, and tables that are wide
+        enough."""
+        longest = max((sample.limit for sample in samples), default=0)
+        sequence = max((len(each.group.prompt) + each.limit for each in samples), default=0)
+        pages = -(-sequence // self.page_size)
+        wanted = len(self.waiting) + self.running.size + len(samples)
+        return (
+            min(wanted, self.max_num_seqs) <= self.num_slots
+            and longest <= self.token_ids.shape[1]
+            and pages <= min(self.table.shape[1], self.pages.num_pages)
+        )
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Let samples wait behind the others."""
+        self.waiting.extend(samples)
+
+    def abort(self, sample_ids: Collection[int]) -> list[Completion]:
+        """End samples with what they have drawn so far, which may be nothing; no token of theirs
+        may be on its way."""
+        completions = []
+        for slot in self.running.tolist():
+            if self.sample_id_of(slot) in sample_ids:
+                completions += self.finish([slot], set(), reason="abort")
+
+        staying: deque[Sample] = deque()
+        for sample in self.waiting:
+            if sample.sample_id not in sample_ids:
+                staying.append(sample)
+                continue
+            if not sample.token_ids:
+                sample.group.unstarted -= 1
+            completions.append(_completion(sample, "abort"))
+        self.waiting = staying
+        self.release_started_prompts()
+        return completions
+
+    def withdraw(self) -> list[Sample]:
+        """Take all samples back, with what they have drawn, in the order in which they would go on.
+        Their pages are forgotten with this scheduler."""
+        self._drop_prompts()
+        for slot in reversed(self.running.tolist()):
+            self._preempt(slot)
+        return list(self.waiting)
 
     def admit(self) -> Admission | None:
         """Start as many waiting samples as slots, pages and the token budget of a prefill allow.
@@ -236,22 +304,18 @@ class Scheduler:
         self.drawn[slots] = place + 1
         return place + 1
 
-    def finish(self, slots: Sequence[int], stopped: set[int]) -> list[Completion]:
-        """End the samples in `slots`; those in `stopped` because of a stop token or string."""
+    def finish(
+        self, slots: Sequence[int], stopped: set[int], reason: str = "length"
+    ) -> list[Completion]:
+        """End the samples in `slots`; those in `stopped` because of a stop token or string, the
+        others because of `reason`."""
         completions = []
         for slot in slots:
             sample = self._save(slot)
             if self.prefix_caching:
                 known = [*sample.group.prompt, *sample.token_ids][: self.cached[slot]]
                 self.pages.register(known, self._held[slot], self.page_size)
-            completions.append(
-                Completion(
-                    sample_id=sample.sample_id,
-                    token_ids=sample.token_ids,
-                    log_probs=sample.log_probs,
-                    finish_reason="stop" if slot in stopped else "length",
-                )
-            )
+            completions.append(_completion(sample, "stop" if slot in stopped else reason))
             self._release(slot)
         self.running = self.running[~np.isin(self.running, slots)]
         return completions
@@ -374,3 +438,12 @@ class Scheduler:
         self._samples[slot] = None
         self.epoch[slot] += 1
         heapq.heappush(self._free_slots, slot)
+
+
+def _completion(sample: Sample, reason: str) -> Completion:
+    return Completion(
+        sample_id=sample.sample_id,
+        token_ids=sample.token_ids,
+        log_probs=sample.log_probs,
+        finish_reason=reason,
+    )

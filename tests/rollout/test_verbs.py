@@ -1,0 +1,162 @@
+"""An engine is asked at any time: samples come while others run, and are given up with what they
+have drawn."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rollout.engines import make_engine, talkative_model
+from verl.rollout import Completion, Request, SamplingParams
+from verl.rollout.base import GenerateOnly
+from verl.utils.errors import RolloutError
+
+PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True)
+LONG = tuple(range(5, 65))
+
+
+def requests(count: int, first: int = 0, samples: int = 2) -> list[Request]:
+    """Prompts of several lengths; sample ids count on from `first`."""
+    found = []
+    for number in range(first, first + count):
+        prompt = tuple(5 + (7 * number + place) % 90 for place in range(3 + number % 5))
+        ids = tuple(range(number * samples, (number + 1) * samples))
+        found.append(Request(prompt_ids=prompt, sample_ids=ids))
+    return found
+
+
+def finish(engine: Any) -> list[Completion]:
+    completions = []
+    while engine.has_work:
+        completions += engine.step()
+    return completions
+
+
+def by_id(completions: list[Completion]) -> dict[int, Completion]:
+    found = {completion.sample_id: completion for completion in completions}
+    assert len(found) == len(completions), "each sample once"
+    return found
+
+
+def small_engine(**settings: Any) -> Any:
+    return make_engine(talkative_model("qwen2"), page_size=4, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 3}, {"deterministic": True}])
+def test_late_samples_are_those_of_one_call(settings):
+    expected = by_id(list(small_engine(**settings).generate(requests(6), PARAMS, seed=0, step=1)))
+    engine = small_engine(**settings)
+    engine.submit(requests(2), PARAMS, seed=0, step=1)
+    completions = engine.step() + engine.step()
+    engine.submit(requests(3, first=2), PARAMS, seed=0, step=1)
+    completions += engine.step()
+    engine.submit(requests(1, first=5), PARAMS, seed=0, step=1)
+    found = by_id(completions + finish(engine))
+    assert found.keys() == expected.keys()
+    for number, completion in found.items():
+        assert completion.token_ids == expected[number].token_ids
+        np.testing.assert_allclose(completion.log_probs, expected[number].log_probs, atol=1e-4)
+    engine.check_integrity()
+
+
+def test_a_late_prompt_may_be_longer_than_all_before():
+    engine = small_engine(num_pages=None)
+    engine.submit(requests(1), PARAMS, seed=0, step=1)
+    first = engine.step()
+    long = Request(prompt_ids=LONG, sample_ids=(100, 101))
+    engine.submit([long], PARAMS, seed=0, step=1)
+    found = by_id(first + finish(engine))
+    alone = by_id(list(small_engine().generate([long], PARAMS, seed=0, step=1)))
+    assert found.keys() == {0, 1, 100, 101}
+    assert found[100].token_ids == alone[100].token_ids
+
+
+def test_what_is_aborted_comes_back_with_what_was_drawn():
+    whole = by_id(list(small_engine().generate(requests(3), PARAMS, seed=0, step=1)))
+    engine = small_engine(max_num_seqs=4)
+    engine.submit(requests(3), PARAMS, seed=0, step=1)
+    for _ in range(4):
+        assert engine.step() == []
+    aborted = by_id(engine.abort([1, 5, 77]))
+    assert aborted.keys() == {1, 5}, "an id that is not at work is ignored"
+    count = len(aborted[1].token_ids)
+    assert 1 <= count < 20
+    assert aborted[1].token_ids == whole[1].token_ids[:count]
+    np.testing.assert_allclose(aborted[1].log_probs, whole[1].log_probs[:count], atol=1e-4)
+    assert aborted[5].token_ids == [], "it has not begun"
+    assert {each.finish_reason for each in aborted.values()} == {"abort"}
+
+    rest = by_id(finish(engine))
+    assert rest.keys() == {0, 2, 3, 4}
+    assert rest[4].token_ids == whole[4].token_ids
+    engine.check_integrity()
+
+
+def test_an_engine_whose_work_is_aborted_is_free():
+    engine = small_engine()
+    engine.submit(requests(3), PARAMS, seed=0, step=1)
+    engine.step()
+    assert len(engine.abort()) == 6
+    assert not engine.has_work
+    assert engine.step() == []
+    engine.check_integrity()
+    engine.sleep()
+
+
+def test_an_iterator_that_is_closed_early_aborts():
+    engine = small_engine()
+    completions = engine.generate(requests(3), PARAMS, seed=0, step=1)
+    next(completions)
+    completions.close()
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_an_id_at_work_and_other_sampling_parameters_are_refused():
+    engine = small_engine()
+    engine.submit(requests(1), PARAMS, seed=0, step=1)
+    with pytest.raises(RolloutError, match="Sample id 0 is being generated already"):
+        engine.submit(requests(1), PARAMS, seed=0, step=1)
+    with pytest.raises(RolloutError, match="other sampling parameters"):
+        engine.submit(requests(1, first=7), SamplingParams(max_new_tokens=3), seed=0, step=1)
+    assert by_id(finish(engine)).keys() == {0, 1}, "what is at work goes on"
+
+
+def test_random_submissions_and_aborts_lose_no_sample_and_no_page():
+    random = np.random.default_rng(0)
+    engine = small_engine(num_pages=40, max_num_seqs=8, enable_prefix_caching=True)
+    expected = by_id(list(small_engine().generate(requests(60), PARAMS, seed=0, step=1)))
+    waiting = requests(60)
+    found: dict[int, Completion] = {}
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.4:
+            count = int(random.integers(1, 6))
+            engine.submit(waiting[:count], PARAMS, seed=0, step=1)
+            del waiting[:count]
+        completions = engine.step()
+        if random.random() < 0.15:
+            completions += engine.abort(random.integers(0, 120, 6).tolist())
+        for completion in completions:
+            assert completion.sample_id not in found
+            found[completion.sample_id] = completion
+    assert found.keys() == expected.keys()
+    for number, completion in found.items():
+        count = len(completion.token_ids)
+        assert completion.token_ids == expected[number].token_ids[:count]
+        assert completion.finish_reason == "abort" or count == 20
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["hf", "generate only"])
+def test_engines_that_generate_whole_calls_have_the_verbs_too(kind):
+    engine: Any = make_engine(talkative_model("qwen2"), "hf", max_num_seqs=2)
+    if kind == "generate only":
+        engine = GenerateOnly(small_engine())
+    engine.submit(requests(1), PARAMS, seed=0, step=1)
+    if kind == "hf":
+        engine.submit(requests(1, first=1), PARAMS, seed=0, step=1)
+    first = engine.step()
+    aborted = engine.abort([1, 3])
+    rest = finish(engine)
+    found = by_id(first + aborted + rest)
+    assert found.keys() == ({0, 1, 2, 3} if kind == "hf" else {0, 1})

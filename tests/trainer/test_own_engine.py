@@ -1,0 +1,116 @@
+"""Rollout engines of a user's own, registered from a file, train the toy task."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.runs import metric_lines, run
+
+pytestmark = pytest.mark.timeout(120)
+
+# Weights, sleep and checks come from LocalEngine; the rest is one sample at a time.
+VERBS = """
+import numpy as np
+import torch
+
+from verl.rollout import Completion, rollout_engines
+from verl.rollout.local import LocalEngine
+from verl.rollout.sampling import row_keys, sample, sample_keys
+
+
+class OneByOne(LocalEngine):
+    def __init__(self, **parts):
+        super().__init__(attention="eager", **parts)
+        self.waiting = []
+
+    @property
+    def has_work(self):
+        return bool(self.waiting)
+
+    def submit(self, requests, params, *, seed, step):
+        self.rule, self.params = self.check_call(requests, params), params
+        for request in requests:
+            keys = sample_keys(seed, step, np.array(request.sample_ids, np.int64))
+            self.waiting += [(i, list(request.prompt_ids), k) for i, k in zip(request.sample_ids, keys)]
+
+    def step(self):
+        number, prompt, key = self.waiting.pop(0)
+        tokens, log_probs = [], []
+        while len(tokens) < self.params.max_new_tokens:
+            with torch.inference_mode():
+                logits = self.twin.module(torch.tensor([prompt + tokens])).logits[:, -1]
+            noise = row_keys(np.array([key], np.uint64), np.array([len(tokens)], np.int64))
+            token, log_prob = sample(logits, self.params, torch.from_numpy(noise))
+            tokens.append(int(token)), log_probs.append(float(log_prob))
+            if self.rule.ends(np.array(tokens[-1:]))[0]:
+                return [Completion(sample_id=number, token_ids=tokens, log_probs=log_probs, finish_reason="stop")]
+        return [Completion(sample_id=number, token_ids=tokens, log_probs=log_probs, finish_reason="length")]
+
+    def abort(self, sample_ids=None):
+        gone = [row for row in self.waiting if sample_ids is None or row[0] in sample_ids]
+        self.waiting = [row for row in self.waiting if row not in gone]
+        return [Completion(sample_id=n, token_ids=[], log_probs=[], finish_reason="abort") for n, *_ in gone]
+
+
+rollout_engines.register("one_by_one")(OneByOne)
+"""
+# As engines were written before there were verbs.
+GENERATE = """
+from verl.rollout import EmbeddedEngine, rollout_engines
+
+
+class Whole:
+    def __init__(self, **parts):
+        self.engine = EmbeddedEngine(**parts)
+
+    def generate(self, requests, params, *, seed, step):
+        yield from self.engine.generate(requests, params, seed=seed, step=step)
+
+    def __getattr__(self, name):
+        if name in ("submit", "step", "abort", "has_work"):
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+
+rollout_engines.register("whole")(Whole)
+"""
+
+
+def rewards(folder: Path, *more: str) -> list[float]:
+    assert run(folder, "trainer.max_steps=2", *more) == 0
+    return [line["critic/score/mean"] for line in metric_lines(folder)]
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory) -> list[float]:
+    return rewards(tmp_path_factory.mktemp("embedded"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("one_by_one", VERBS), ("whole", GENERATE)], ids=["verbs", "generate"]
+)
+def test_it_draws_the_tokens_of_the_embedded_engine(embedded, tmp_path, name, text):
+    file = tmp_path / "engine.py"
+    file.write_text(text, encoding="utf-8")
+    own = rewards(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.external_lib={file}",
+        f"actor_rollout_ref.rollout.name={name}",
+    )
+    assert own == pytest.approx(embedded)
+
+
+def test_an_engine_without_verbs_is_an_error_that_names_them(tmp_path, capfd):
+    file = tmp_path / "engine.py"
+    file.write_text(
+        "from verl.rollout import rollout_engines\n"
+        "rollout_engines.register('empty')(lambda **parts: object())\n",
+        encoding="utf-8",
+    )
+    code = run(
+        tmp_path / "run",
+        f"actor_rollout_ref.model.external_lib={file}",
+        "actor_rollout_ref.rollout.name=empty",
+    )
+    assert code == 1
+    assert "lacks abort, has_work, step, submit" in capfd.readouterr().err
