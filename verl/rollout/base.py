@@ -68,21 +68,27 @@ class RolloutEngine(WeightTaker, Protocol):
 class Completions(Iterator[Completion]):
     """Steps an engine until it has no work. Closing it early aborts what is left."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, sample_ids: Iterable[int]) -> None:
         self._engine = engine
+        self._unfinished = set(sample_ids)
         self._finished: deque[Completion] = deque()
 
     def __next__(self) -> Completion:
         while not self._finished:
             if not self._engine.has_work:
+                self._unfinished.clear()
                 raise StopIteration
-            self._finished.extend(self._engine.step())
+            completions = self._engine.step()
+            self._finished.extend(completions)
+            self._unfinished.difference_update(each.sample_id for each in completions)
         return self._finished.popleft()
 
     def close(self) -> None:
-        """Abort what is left."""
-        if self._engine.has_work:
-            self._engine.abort()
+        """Abort what is left of these samples; an engine may be at others by now."""
+        if self._unfinished:
+            self._engine.abort(self._unfinished)
+            self._unfinished = set()
+        self._finished.clear()
 
     __del__ = close
 
@@ -104,7 +110,7 @@ def generate(
             "A generate() of this engine is not finished; exhaust or close its iterator first."
         )
     engine.submit(requests, params, seed=seed, step=step)
-    return Completions(engine)
+    return Completions(engine, [number for each in requests for number in each.sample_ids])
 
 
 class GenerateOnly:
