@@ -1,5 +1,6 @@
 """The same program on Ray: one local cluster for all tests, since a start takes seconds."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="the optional backend is not installed")
+import psutil
 import ray
 import torch
 
@@ -103,6 +105,24 @@ def ends_within(pid: int, seconds: float) -> bool:
     while is_running(pid) and time.monotonic() < gives_up_at:
         time.sleep(0.05)
     return not is_running(pid)
+
+
+def listening_addresses() -> set[str]:
+    """Addresses that Ray's processes of this test, and the test itself, listen on."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = set()
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(connection.laddr.ip)
+    return found
+
+
+def test_a_ray_of_the_runs_own_listens_on_the_loopback_address_alone(pools):
+    ranks = pools["whole"].start("troubled", workers.Troubled)._ranks
+    assert [place.address for place in ranks.places] == ["127.0.0.1"] * 2
+    assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 def test_two_actors_give_the_answers_of_one_process(pools):
@@ -208,7 +228,7 @@ def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks, before = group._ranks, group.fine()
     monkeypatch.setattr(ray_process, "Door", DoorElsewhere)
-    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors))
+    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors, {"another node"}))
     assert not any(peer.on_this_machine for peer in ranks.links.peers.values())
     assert group.fine(word="x" * 10**6) == before
     for peer in ranks.links.peers.values():
@@ -224,7 +244,7 @@ def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks, before = group._ranks, group.fine()
     monkeypatch.setattr(ray_process, "Door", ClosedDoor)
-    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors))
+    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors, {"another node"}))
     assert group.fine() == before
     assert "Calls without rows go through Ray as well" in caplog.text
     assert "rank 0 does not reach the driver ([Errno 111] Connection refused)" in caplog.text
@@ -344,7 +364,14 @@ def test_a_skipped_collective_is_told_at_the_deadline(pools):
     assert "one_skips_a_collective is done" in str(found.value)
 
 
-def test_a_cluster_without_room_says_what_it_has(pools):
+def test_a_request_that_the_runs_own_ray_cannot_serve_fails_at_once(pools):
+    for use_gpu, kind, way_out in ((False, "CPU", "num_cpus=64"), (True, "GPU", "n_gpus_per_node")):
+        with pytest.raises(ConfigError, match=f"64 ranks need 64 {kind}s.*has.*{way_out}"):
+            RayResourcePool([64], use_gpu=use_gpu).new_processes(timeout_s=60.0)
+
+
+def test_a_cluster_without_room_says_what_it_has(pools, monkeypatch):
+    monkeypatch.setattr("verl.single_controller.ray.is_own", lambda: False)
     with pytest.raises(
         ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"
     ):

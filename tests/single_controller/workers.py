@@ -189,6 +189,19 @@ class Troubled(Worker):
             self._collective()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_exits_between_collectives(self, rank: int) -> None:
+        self._collective()
+        if self.rank == rank:
+            os._exit(7)
+        self._collective()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listening_addresses(self) -> list[str]:
+        self._collective()
+        sockets = psutil.Process().net_connections("tcp")
+        return [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_gets(self, rank: int, signal_number: int) -> None:
         breadcrumb("on the way to the signal")
         if self.rank == rank:
@@ -398,6 +411,16 @@ def terminated_after_a_death(pool: Any) -> None:
     os.kill(group.fine()[1][1], signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
+
+
+def listening(pool: Any) -> list[list[str]]:
+    return pool.start("troubled", Troubled).listening_addresses()
+
+
+def driver_stops(pool: Any) -> None:
+    """Nothing within the driver can notice that."""
+    pool.start("troubled", Troubled)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stopped(pool: Any, rank: int, deadline_s: float) -> Any:

@@ -157,19 +157,12 @@ class GroupFuture:
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
         raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
         late = [rank for rank in self._replies if rank not in ended]
-        if raised:
-            self._fail(
-                WorkerError,
-                self._told_raised(raised),
-                late or lost,
-                next(iter(raised.values())).error,
-            )
         if lost:
-            told = [
-                f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}"
-                for rank, end in lost.items()
-            ]
-            self._fail(WorkerLostError, f"{self.label}: " + "; ".join(told), lost)
+            # First, also where others raised: a broken collective is the consequence of a death.
+            self._fail(WorkerLostError, self._describe_deaths(lost, raised), lost)
+        if raised:
+            cause = next(iter(raised.values())).error
+            self._fail(WorkerError, self._describe_errors(raised), late, cause)
         if late:
             told = ", ".join(f"{rank} ({self.ranks.describe(rank)})" for rank in late)
             self._fail(
@@ -189,7 +182,16 @@ class GroupFuture:
                 break
         return ended
 
-    def _told_raised(self, raised: dict[int, Raised]) -> str:
+    def _describe_deaths(self, lost: dict[int, Lost], raised: dict[int, Raised]) -> str:
+        deaths = []
+        for rank, end in lost.items():
+            deaths.append(f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}")
+        headline = f"{self.label}: " + "; ".join(deaths)
+        if not raised:
+            return headline
+        return f"{headline}\nAlso: {self._describe_errors(raised)}"
+
+    def _describe_errors(self, raised: dict[int, Raised]) -> str:
         by_summary: dict[str, list[int]] = {}
         for rank, end in raised.items():
             by_summary.setdefault(end.summary, []).append(rank)

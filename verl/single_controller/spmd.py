@@ -31,6 +31,7 @@ from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
+from verl.utils.launcher import end_with_launcher
 from verl.utils.logging import logger
 from verl.utils.sigterm import TERMINATED, handle_sigterm
 
@@ -87,18 +88,20 @@ class LocalPool:
         """There is nobody to end."""
 
 
-def join(connect_timeout_s: float = 300.0) -> "LocalPool | SpmdPool":
+def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPool | SpmdPool":
     """The pool of all processes that were launched together, on the one that drives (RANK 0).
 
     On every other rank this call serves until the driver has finished, and then ends the process
     (SystemExit). Raises ConfigError where torchrun's variables are incomplete, WorkerLostError
-    where ranks do not come.
+    where ranks do not come. The other ranks end a driver that gives no sign of life for
+    `silence_s`, because its process is stopped, say.
     """
     rank, world_size = launched_rank()
     if world_size == 1:
         return LocalPool()
+    end_with_launcher()
     if rank > 0:
-        serve(rank, connect_timeout_s)
+        serve(rank, world_size, connect_timeout_s, silence_s)
         raise SystemExit(0)
     return SpmdPool(SpmdRanks(*connect_all(world_size, connect_timeout_s)))
 
