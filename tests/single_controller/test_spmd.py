@@ -152,10 +152,10 @@ class EndedRanks(InProcess):
     """Ranks of which the first raised and the second died, noticed in this order."""
 
     size = 2
-    ends = ({0: Raised("RuntimeError: connection closed", "", None)}, {1: Lost("signal 9")})
+    raised = Raised("RuntimeError: connection closed", "", None)
 
     def __init__(self) -> None:
-        self.noticed = iter(self.ends)
+        self.noticed = iter([{0: self.raised}, {0: self.raised, 1: Lost("signal 9")}])
 
     def wait(self, replies, timeout_s):
         return next(self.noticed)

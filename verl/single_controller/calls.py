@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
@@ -75,6 +76,10 @@ class Ranks(Protocol):
 
     def breadcrumbs(self) -> dict[int, str]:
         """The last note of every rank; to be asked after `stacks`."""
+        ...
+
+    def progress(self) -> list[Progress]:
+        """How far the ranks are whose notes can be read on the driver's machine."""
         ...
 
     def abort(self, reason: str) -> None:

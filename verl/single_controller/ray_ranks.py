@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from verl.protocol import DataProto
-from verl.single_controller.breadcrumbs import read_breadcrumbs
+from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dispatch import Arguments
@@ -316,6 +316,9 @@ class RayRanks:
         unread = "cannot be read, its machine does not answer"
         self._notes = {rank: self._notes.get(rank, unread) for rank in range(self.size)}
         return self._notes
+
+    def progress(self) -> list[Progress]:
+        return read_progress(self.folder)
 
     def abort(self, reason: str) -> None:
         self._ended = reason

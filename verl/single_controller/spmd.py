@@ -19,7 +19,13 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.breadcrumbs import (
+    Progress,
+    format_stacks,
+    keep_breadcrumbs,
+    read_breadcrumbs,
+    read_progress,
+)
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, OnTold, Raised
@@ -270,6 +276,9 @@ class SpmdRanks:
 
     def breadcrumbs(self) -> dict[int, str]:
         return {**self._notes, **read_breadcrumbs(self.folder)}
+
+    def progress(self) -> list[Progress]:
+        return read_progress(self.folder)
 
     def abort(self, reason: str) -> None:
         self._ended = reason

@@ -23,7 +23,7 @@ from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Request, SamplingParams
-from verl.single_controller import Dispatch, register, tell
+from verl.single_controller import Dispatch, note_progress, register, tell
 from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, ProofSchedule
 from verl.workers.losses import PolicyObjective, mismatch_of_all
@@ -147,10 +147,12 @@ class ActorRolloutWorker(TrainedWorker):
             self.sync_weights()
         self.rollout.forget_prefixes()
         with self._told_as_out_of_memory("generation"):
-            completions = []
+            completions, total = [], len(requests) * n
+            is_first = self.rollout_mesh.tensor.rank == 0  # of the ranks that share an engine
             for completion in self.rollout.generate(requests, params, seed=seed, step=step):
                 completions.append(completion)
-                if self.rollout_mesh.tensor.rank == 0:  # of the ranks that share an engine
+                if is_first:
+                    note_progress(len(completions), total, "responses")
                     tell((completion.sample_id, completion.token_ids))
         if self.config.rollout.free_cache_engine:
             self.rollout.sleep()
