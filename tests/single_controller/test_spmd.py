@@ -202,7 +202,8 @@ def test_a_rank_reads_no_token_that_another_user_could_have_written(tmp_path, mo
 def test_a_stopped_rank_is_named_at_the_deadline(troubles):
     kind, text = error_of(troubles["stopped"])
     assert kind == "DeadlineError"
-    assert text.startswith("troubled.one_gets not done within 1 s by rank 0 (")
+    assert text.startswith("troubled.one_gets not done within 1 s: rank 1 (")
+    assert "; rank 0 (" in text.splitlines()[0]
     assert "Rank 1 does not answer; last breadcrumb: " in text
     assert "Rank 0 answers" in text
     assert troubles["stopped"].exit_codes[1] == -9, "a stopped process is killed"
@@ -221,7 +222,7 @@ def test_a_rank_that_raises_does_not_leave_the_others_in_a_collective(troubles, 
 def test_a_skipped_collective_is_told_at_the_deadline(troubles):
     kind, text = error_of(troubles["skipped"])
     assert kind == "DeadlineError"
-    assert text.startswith("troubled.one_skips_a_collective not done within 1 s by rank 0 (")
+    assert text.startswith("troubled.one_skips_a_collective not done within 1 s: rank 0 (")
     assert "rank 1 (" not in text.splitlines()[0], "it is done"
     assert "in _collective" in text
     assert "one_skips_a_collective is done" in text

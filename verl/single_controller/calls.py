@@ -169,12 +169,8 @@ class GroupFuture:
             cause = next(iter(raised.values())).error
             self._fail(WorkerError, self._describe_errors(raised), late, cause)
         if late:
-            told = ", ".join(f"{rank} ({self.ranks.describe(rank)})" for rank in late)
-            self._fail(
-                DeadlineError,
-                f"{self.label} not done within {self._deadline_s:g} s by rank {told}",
-                late,
-            )
+            stacks = self.ranks.stacks(ANSWER_S)
+            self._fail(DeadlineError, self._describe_late(late, stacks), late, stacks=stacks)
 
     def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
         """Most often they raise as well, or are done; if not, they never will be."""
@@ -196,6 +192,16 @@ class GroupFuture:
             return headline
         return f"{headline}\nAlso: {self._describe_errors(raised)}"
 
+    def _describe_late(self, late: list[int], stacks: dict[int, str]) -> str:
+        """The ranks that do not answer first: the others wait for them."""
+        parts = []
+        silent = [rank for rank in late if rank not in stacks]
+        waiting = [rank for rank in late if rank in stacks]
+        for ranks, state in ((silent, "does not answer"), (waiting, "still works or waits")):
+            for rank in ranks:
+                parts.append(f"rank {rank} ({self.ranks.describe(rank)}) {state}")
+        return f"{self.label} not done within {self._deadline_s:g} s: {'; '.join(parts)}"
+
     def _describe_errors(self, raised: dict[int, Raised]) -> str:
         by_summary: dict[str, list[int]] = {}
         for rank, end in raised.items():
@@ -210,12 +216,17 @@ class GroupFuture:
         return "\n".join(parts)
 
     def _fail(
-        self, kind: type[Exception], headline: str, broken: Any, cause: BaseException | None = None
+        self,
+        kind: type[Exception],
+        headline: str,
+        broken: Any,
+        cause: BaseException | None = None,
+        stacks: dict[int, str] | None = None,
     ) -> None:
         """Raise `kind`; where ranks are `broken` (dead or stuck), with all that can be known, and
         after ending all."""
         if broken:
-            stacks = self.ranks.stacks(ANSWER_S)
+            stacks = self.ranks.stacks(ANSWER_S) if stacks is None else stacks
             headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
             self.ranks.abort(headline.split("\n")[0])
         raise kind(headline) from cause
