@@ -43,7 +43,7 @@ def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse) -> None:
     # Counted in questions, not by the clock: after a whole machine was frozen, or a container, the
     # clock says that the driver was silent, and it was not asked.
     unanswered = 0
-    pause_s = patience_s / _QUESTIONS
+    pause_s = patience_s / (_QUESTIONS + 1)  # it may have stopped right after an answer
     while unanswered < _QUESTIONS:
         pulse.alive.clear()
         try:

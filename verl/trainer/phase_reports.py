@@ -71,6 +71,5 @@ class PhaseReports:
         of_ranks = [progress for progress in self._read() if progress.total > 0]
         if of_ranks:
             parts.append(str(sum(of_ranks[1:], start=of_ranks[0])))
-        return f"Phase {phases[-1].name}: {seconds:.0f} s so far" + "".join(
-            f", {part}" for part in parts
-        )
+        parts = [f", {part}" for part in parts]
+        return f"Phase {phases[-1].name}: {seconds:.0f} s so far{''.join(parts)}"
