@@ -19,7 +19,7 @@ import ray
 import torch
 
 from tests.single_controller import workers
-from verl.single_controller import calls, links, ray_process, ray_ranks
+from verl.single_controller import calls, links, ray_control, ray_process, ray_ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.ray import (
     RUNTIME_ENV,
@@ -44,13 +44,13 @@ def pools():
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     connect(
         address="local",
-        num_cpus=6,
+        num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
     )
     os.environ["NCCL_VERL_TEST"] = "heard"  # what Ray itself was not told
-    names = ("whole", "stopped")
+    names = ("whole", "stopped", "lonely")
     pools = {
         name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3)
         for name in names
@@ -311,6 +311,23 @@ def test_a_killed_rank_is_named_at_once(pools):
         WorkerLostError, match="cannot be called any more: troubled.one_gets: rank 1"
     ):
         troubled.fine()
+
+
+def test_a_control_service_that_is_gone_ends_the_wait_for_a_call(pools, monkeypatch):
+    """A port that refuses stands for the service, which all tests of this module need."""
+    monkeypatch.setattr(ray_control, "_OWN_GRACE_S", 0.5)
+    ranks = pools["lonely"].start("troubled", workers.Troubled)._ranks
+    group = pools["lonely"].start("again", workers.Troubled)
+    processes = [pid for _, pid in group.fine()]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ranks.control.close()
+    ranks.control = ray_control.ControlWatch()
+    ranks.control.address = address
+    with pytest.raises(WorkerLostError, match=r"control service \(GCS, .*is gone: .*refused"):
+        group.one_gets(1, 0, deadline_s=60)
+    assert [ends_within(pid, 30.0) for pid in processes] == [True, True]
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(pools):
