@@ -2,6 +2,7 @@
 everything."""
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -24,7 +25,13 @@ class Run:
     exit_codes: list[int | None]  # None: did not end
 
 
-def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: float = 30.0) -> Run:
+def launch(
+    scenario: Callable[..., Any],
+    *args: Any,
+    size: int = 2,
+    timeout_s: float = 30.0,
+    silence_s: float = 300.0,
+) -> Run:
     """Run `scenario(pool, *args)` on rank 0 of `size` ranks that call `join()`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -36,7 +43,8 @@ def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: f
     ours, theirs = context.Pipe()
     processes = [
         context.Process(
-            target=_rank, args=(rank, size, port, theirs if rank == 0 else None, scenario, args)
+            target=_rank,
+            args=(rank, size, port, silence_s, theirs if rank == 0 else None, scenario, args),
         )
         for rank in range(size)
     ]
@@ -46,7 +54,8 @@ def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: f
     started = time.perf_counter()
     value, error = None, ("no answer", "")
     if ours.poll(timeout_s):
-        value, error = ours.recv()
+        with contextlib.suppress(EOFError):  # the driver has died
+            value, error = ours.recv()
     seconds = time.perf_counter() - started
     for process in processes:
         process.join(max(timeout_s - (time.perf_counter() - started), 1.0))
@@ -57,7 +66,13 @@ def launch(scenario: Callable[..., Any], *args: Any, size: int = 2, timeout_s: f
 
 
 def _rank(
-    rank: int, size: int, port: int, answer: Connection | None, scenario: Any, args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    silence_s: float,
+    answer: Connection | None,
+    scenario: Any,
+    args: tuple[Any, ...],
 ) -> None:
     import torch
 
@@ -74,7 +89,7 @@ def _rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    pool: Any = join(connect_timeout_s=20)
+    pool: Any = join(connect_timeout_s=20, silence_s=silence_s)
     assert answer is not None, "only the driver comes back from join"
     try:
         answer.send((scenario(pool, *args), None))

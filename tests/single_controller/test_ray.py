@@ -1,5 +1,6 @@
 """The same program on Ray: one local cluster for all tests, since a start takes seconds."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="the optional backend is not installed")
+import psutil
 import ray
 import torch
 
 from tests.single_controller import workers
-from verl.single_controller import calls, links, ray_process, ray_ranks
+from verl.single_controller import calls, links, ray_control, ray_process, ray_ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.ray import (
     RUNTIME_ENV,
@@ -42,13 +44,13 @@ def pools():
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     connect(
         address="local",
-        num_cpus=6,
+        num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
     )
     os.environ["NCCL_VERL_TEST"] = "heard"  # what Ray itself was not told
-    names = ("whole", "stopped")
+    names = ("whole", "stopped", "lonely")
     pools = {
         name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3)
         for name in names
@@ -103,6 +105,24 @@ def ends_within(pid: int, seconds: float) -> bool:
     while is_running(pid) and time.monotonic() < gives_up_at:
         time.sleep(0.05)
     return not is_running(pid)
+
+
+def listening_addresses() -> set[str]:
+    """Addresses that Ray's processes of this test, and the test itself, listen on."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = set()
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add(connection.laddr.ip)
+    return found
+
+
+def test_a_ray_of_the_runs_own_listens_on_the_loopback_address_alone(pools):
+    ranks = pools["whole"].start("troubled", workers.Troubled)._ranks
+    assert [place.address for place in ranks.places] == ["127.0.0.1"] * 2
+    assert listening_addresses() <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 def test_two_actors_give_the_answers_of_one_process(pools):
@@ -208,7 +228,7 @@ def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks, before = group._ranks, group.fine()
     monkeypatch.setattr(ray_process, "Door", DoorElsewhere)
-    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors))
+    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors, {"another node"}))
     assert not any(peer.on_this_machine for peer in ranks.links.peers.values())
     assert group.fine(word="x" * 10**6) == before
     for peer in ranks.links.peers.values():
@@ -224,7 +244,7 @@ def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(
     group = pools["whole"].start("troubled", workers.Troubled)
     ranks, before = group._ranks, group.fine()
     monkeypatch.setattr(ray_process, "Door", ClosedDoor)
-    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors))
+    monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors, {"another node"}))
     assert group.fine() == before
     assert "Calls without rows go through Ray as well" in caplog.text
     assert "rank 0 does not reach the driver ([Errno 111] Connection refused)" in caplog.text
@@ -293,10 +313,27 @@ def test_a_killed_rank_is_named_at_once(pools):
         troubled.fine()
 
 
+def test_a_control_service_that_is_gone_ends_the_wait_for_a_call(pools, monkeypatch):
+    """A port that refuses stands for the service, which all tests of this module need."""
+    monkeypatch.setattr(ray_control, "_OWN_GRACE_S", 0.5)
+    ranks = pools["lonely"].start("troubled", workers.Troubled)._ranks
+    group = pools["lonely"].start("again", workers.Troubled)
+    processes = [pid for _, pid in group.fine()]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ranks.control.close()
+    ranks.control = ray_control.ControlWatch()
+    ranks.control.address = address
+    with pytest.raises(WorkerLostError, match=r"control service \(GCS, .*is gone: .*refused"):
+        group.one_gets(1, 0, deadline_s=60)
+    assert [ends_within(pid, 30.0) for pid in processes] == [True, True]
+
+
 def test_a_stopped_rank_is_named_at_the_deadline(pools):
     processes = [pid for _, pid in pools["stopped"].start("again", workers.Troubled).fine()]
     with pytest.raises(
-        DeadlineError, match=r"^troubled.one_gets not done within 1 s by rank 0 \("
+        DeadlineError, match=r"^troubled.one_gets not done within 1 s: rank 1 \(.*; rank 0 \("
     ) as found:
         workers.stopped(pools["stopped"], 1, 1.0)
     assert "Rank 1 does not answer; last breadcrumb: " in str(found.value)
@@ -336,7 +373,7 @@ def test_a_stopped_rank_is_killed_also_where_its_neighbour_stops_meanwhile(
 
 def test_a_skipped_collective_is_told_at_the_deadline(pools):
     with pytest.raises(
-        DeadlineError, match=r"one_skips_a_collective not done within 1 s by rank 0 \("
+        DeadlineError, match=r"one_skips_a_collective not done within 1 s: rank 0 \("
     ) as found:
         workers.trouble_within(pools["whole"], 1.0, "one_skips_a_collective", 1)
     assert "rank 1 (" not in str(found.value).splitlines()[0], "it is done"
@@ -344,7 +381,14 @@ def test_a_skipped_collective_is_told_at_the_deadline(pools):
     assert "one_skips_a_collective is done" in str(found.value)
 
 
-def test_a_cluster_without_room_says_what_it_has(pools):
+def test_a_request_that_the_runs_own_ray_cannot_serve_fails_at_once(pools):
+    for use_gpu, kind, way_out in ((False, "CPU", "num_cpus=64"), (True, "GPU", "n_gpus_per_node")):
+        with pytest.raises(ConfigError, match=f"64 ranks need 64 {kind}s.*has.*{way_out}"):
+            RayResourcePool([64], use_gpu=use_gpu).new_processes(timeout_s=60.0)
+
+
+def test_a_cluster_without_room_says_what_it_has(pools, monkeypatch):
+    monkeypatch.setattr("verl.single_controller.ray.is_own", lambda: False)
     with pytest.raises(
         ConfigError, match=r"no room for \[64\] processes with \{'CPU': 1.0, 'GPU': 1.0\} each"
     ):

@@ -24,8 +24,11 @@ from verl.single_controller.breadcrumbs import (
     keep_breadcrumbs,
     read_breadcrumbs,
 )
+from verl.single_controller.calls import GroupFuture, Lost
+from verl.single_controller.host import Raised
 from verl.single_controller.spmd import LocalPool, join
 from verl.single_controller.wire import Kind
+from verl.single_controller.worker_group import InProcess
 from verl.utils.errors import ConfigError, WorkerLostError
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,6 +43,7 @@ def troubles() -> dict[str, Run]:
         "driver raises": (workers.trouble, "one_raises_before_a_collective", 0),
         "rank raises": (workers.trouble, "one_raises_before_a_collective", 1),
         "terminated": (workers.terminated_after_a_death,),
+        "exits": (workers.trouble, "one_exits_between_collectives", 1),
         "skipped": (workers.trouble_within, 1.0, "one_skips_a_collective", 1),
     }
     launch(workers.two_roles)  # before the others, which can then fork
@@ -138,10 +142,68 @@ def test_a_driver_that_is_told_to_end_says_who_died_before(troubles):
     assert "troubled.fine is done" in text
 
 
+def test_a_death_within_a_collective_is_named_before_the_errors_that_follow(troubles):
+    kind, text = error_of(troubles["exits"])
+    assert kind == "WorkerLostError"
+    assert text.startswith("troubled.one_exits_between_collectives: rank 1 (")
+
+
+class EndedRanks(InProcess):
+    """Ranks of which the first raised and the second died, noticed in this order."""
+
+    size = 2
+    raised = Raised("RuntimeError: connection closed", "", None)
+
+    def __init__(self) -> None:
+        self.noticed = iter([{0: self.raised}, {0: self.raised, 1: Lost("signal 9")}])
+
+    def wait(self, replies, timeout_s):
+        return next(self.noticed)
+
+    def abort(self, reason):
+        """End no process."""
+
+
+def test_an_error_that_is_noticed_before_the_death_that_caused_it_comes_second():
+    future = GroupFuture(EndedRanks(), "actor.update", {0: None, 1: None}, [0, 1], list, 20.0)
+    with pytest.raises(WorkerLostError) as found:
+        future.result()
+    text = str(found.value)
+    assert text.startswith("actor.update: rank 1 (this process) died: signal 9\nAlso: ")
+    assert "raised on rank 0 (this process): RuntimeError: connection closed" in text
+
+
+def test_a_stopped_driver_is_ended_by_the_other_ranks():
+    run = launch(workers.driver_stops, silence_s=2.0)
+    assert run.error == ("no answer", "")
+    assert run.exit_codes == [-9, 1]
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_address_alone():
+    addresses = launch(workers.listening).value
+    assert {address for of_rank in addresses for address in of_rank} == {"127.0.0.1"}
+
+
+def test_a_rank_reads_no_token_that_another_user_could_have_written(tmp_path, monkeypatch):
+    door = links.Door(2, other_machines=False)
+    assert door.port == 0
+    folder = Path(door.folder)
+    assert links.read_token(folder) == door.token
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(WorkerLostError, match="must belong to user"):
+        links.read_token(folder)
+    with pytest.raises(WorkerLostError, match="same user and the same TMPDIR"):
+        links.read_token(tmp_path)
+    door.close()
+    shutil.rmtree(folder)
+
+
 def test_a_stopped_rank_is_named_at_the_deadline(troubles):
     kind, text = error_of(troubles["stopped"])
     assert kind == "DeadlineError"
-    assert text.startswith("troubled.one_gets not done within 1 s by rank 0 (")
+    assert text.startswith("troubled.one_gets not done within 1 s: rank 1 (")
+    assert "; rank 0 (" in text.splitlines()[0]
     assert "Rank 1 does not answer; last breadcrumb: " in text
     assert "Rank 0 answers" in text
     assert troubles["stopped"].exit_codes[1] == -9, "a stopped process is killed"
@@ -160,7 +222,7 @@ def test_a_rank_that_raises_does_not_leave_the_others_in_a_collective(troubles, 
 def test_a_skipped_collective_is_told_at_the_deadline(troubles):
     kind, text = error_of(troubles["skipped"])
     assert kind == "DeadlineError"
-    assert text.startswith("troubled.one_skips_a_collective not done within 1 s by rank 0 (")
+    assert text.startswith("troubled.one_skips_a_collective not done within 1 s: rank 0 (")
     assert "rank 1 (" not in text.splitlines()[0], "it is done"
     assert "in _collective" in text
     assert "one_skips_a_collective is done" in text
@@ -203,7 +265,7 @@ def test_a_process_alone_has_a_pool_of_itself(monkeypatch):
 
 def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeypatch):
     store = HashStore()
-    monkeypatch.setattr(spmd_rank, "_store", lambda timeout_s: store)
+    monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: store)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with ThreadPoolExecutor(1) as threads:
@@ -224,7 +286,7 @@ def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeyp
 
 def test_ranks_that_do_not_come_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(spmd_rank, "_store", lambda timeout_s: HashStore())
+    monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: HashStore())
     with pytest.raises(WorkerLostError, match=r"Ranks \[1, 2\] of 3 did not come within 0.1 s"):
         spmd_rank.connect_all(3, 0.1)
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 
 from verl.protocol import DataProto
-from verl.single_controller import Dispatch, Execute, Worker, breadcrumb, register, tell
+from verl.single_controller import (
+    Dispatch,
+    Execute,
+    Worker,
+    breadcrumb,
+    note_progress,
+    register,
+    tell,
+)
 from verl.utils.errors import ConfigError, WorkerError
 
 
@@ -187,6 +195,24 @@ class Troubled(Worker):
     def one_skips_a_collective(self, rank: int) -> None:
         if self.rank != rank:
             self._collective()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_at(self, done: int, total: int) -> None:
+        note_progress(done, total, "mini-batches")
+        time.sleep(0.5)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_exits_between_collectives(self, rank: int) -> None:
+        self._collective()
+        if self.rank == rank:
+            os._exit(7)
+        self._collective()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listening_addresses(self) -> list[str]:
+        self._collective()
+        sockets = psutil.Process().net_connections("tcp")
+        return [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_gets(self, rank: int, signal_number: int) -> None:
@@ -398,6 +424,27 @@ def terminated_after_a_death(pool: Any) -> None:
     os.kill(group.fine()[1][1], signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
+
+
+def progress_of_two(pool: Any) -> list[list[tuple[int, int, str]]]:
+    """How far the ranks are, as their driver sees it within a method and after it."""
+    group = pool.start("troubled", Troubled)
+    future = group.is_at(3, 8, blocking=False)
+    while not all(progress.total for progress in group.progress()):
+        time.sleep(0.01)
+    within = group.progress()
+    future.result()
+    return [within, group.progress()]
+
+
+def listening(pool: Any) -> list[list[str]]:
+    return pool.start("troubled", Troubled).listening_addresses()
+
+
+def driver_stops(pool: Any) -> None:
+    """Nothing within the driver can notice that."""
+    pool.start("troubled", Troubled)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stopped(pool: Any, rank: int, deadline_s: float) -> Any:

@@ -45,6 +45,8 @@ def train(launcher: list[str], folder: Path, *more: str) -> list[dict[str, Any]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("Training completed") == 1
+    ranks = 1 if launcher == ALONE and "trainer.n_gpus_per_node=2" not in more else 2
+    assert f"; {ranks} rank" in done.stdout
     return [line for line in metric_lines(folder) if line["step"] > 0]
 
 

@@ -26,6 +26,7 @@ def test_ten_steps_print_ten_lines_and_the_end(tmp_path, capfd):
     assert lines == [str(step) for step in range(1, 11)]
     assert re.search(r"^Training completed in \d+\.\ds$", out, flags=re.M)
     assert "Device: cpu" in out
+    assert "; 1 rank on 1 node" in out
 
     rewards = [line["critic/score/mean"] for line in step_lines(tmp_path)]
     assert sum(rewards[-3:]) / 3 >= sum(rewards[:3]) / 3 + 0.25

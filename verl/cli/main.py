@@ -8,6 +8,7 @@ import verl
 from verl.cli.commands import COMMANDS, Command
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
+from verl.utils.launcher import end_with_launcher
 from verl.utils.registry import nearest_names
 
 _DRY_RUN = "--dry-run"
@@ -15,6 +16,7 @@ _DRY_RUN = "--dry-run"
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status; 2 where there is no such command."""
+    end_with_launcher()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(_help())

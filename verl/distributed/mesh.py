@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.distributed.collectives import ALONE, Axis
 from verl.utils.errors import ConfigError
+from verl.utils.rendezvous import env_store
 
+_MEET_S = 1800.0  # PyTorch's own limit for ranks to find each other
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
 ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS = "rollout_data", "rollout_tensor"
@@ -152,7 +154,9 @@ def _start_process_group(device: torch.device, world_size: int) -> None:
                 f"{' and '.join(missing)} of the environment are not set. Launch with torchrun, "
                 "which sets them, or unset WORLD_SIZE for one process."
             )
-        dist.init_process_group(backend)
+        store = dist.PrefixStore("default_pg", env_store(_MEET_S))
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     # NCCL warns about leaked communicators when a process ends without this.
     atexit.register(close_process_group)
 

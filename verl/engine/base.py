@@ -35,6 +35,7 @@ from verl.engine.totals import LossOutput, Totals
 from verl.models.load import torch_dtype
 from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
 from verl.protocol import DataProto
+from verl.single_controller import note_progress
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
 from verl.weight_sync.fingerprint import FingerprintLog
@@ -229,7 +230,8 @@ class TrainEngine:
         def passes(plan: list[list[int]]) -> dict[str, torch.Tensor]:
             pieces: dict[str, list[torch.Tensor]] = {}
             with self._passes():
-                for rows in plan:
+                for number, rows in enumerate(plan):
+                    note_progress(number, len(plan), "micro-batches")
                     packed = self.budgets.saw(mini_batch.pack(rows)).packed
                     for name, values in self.module(packed, **forward_arguments).items():
                         pieces.setdefault(name, []).append(values)

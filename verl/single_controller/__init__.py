@@ -1,6 +1,6 @@
 """Single controller: one driver calls groups of SPMD workers."""
 
-from verl.single_controller.breadcrumbs import breadcrumb
+from verl.single_controller.breadcrumbs import breadcrumb, note_progress
 from verl.single_controller.calls import GroupFuture
 from verl.single_controller.dealing import Dealt
 from verl.single_controller.dispatch import (
@@ -26,6 +26,7 @@ __all__ = [
     "WorkerGroup",
     "breadcrumb",
     "get_predefined_dispatch_fn",
+    "note_progress",
     "register",
     "register_dispatch_mode",
     "tell",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
@@ -75,6 +76,10 @@ class Ranks(Protocol):
 
     def breadcrumbs(self) -> dict[int, str]:
         """The last note of every rank; to be asked after `stacks`."""
+        ...
+
+    def progress(self) -> list[Progress]:
+        """How far the ranks are whose notes can be read on the driver's machine."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -157,26 +162,15 @@ class GroupFuture:
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
         raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
         late = [rank for rank in self._replies if rank not in ended]
-        if raised:
-            self._fail(
-                WorkerError,
-                self._told_raised(raised),
-                late or lost,
-                next(iter(raised.values())).error,
-            )
         if lost:
-            told = [
-                f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}"
-                for rank, end in lost.items()
-            ]
-            self._fail(WorkerLostError, f"{self.label}: " + "; ".join(told), lost)
+            # First, also where others raised: a broken collective is the consequence of a death.
+            self._fail(WorkerLostError, self._describe_deaths(lost, raised), lost)
+        if raised:
+            cause = next(iter(raised.values())).error
+            self._fail(WorkerError, self._describe_errors(raised), late, cause)
         if late:
-            told = ", ".join(f"{rank} ({self.ranks.describe(rank)})" for rank in late)
-            self._fail(
-                DeadlineError,
-                f"{self.label} not done within {self._deadline_s:g} s by rank {told}",
-                late,
-            )
+            stacks = self.ranks.stacks(ANSWER_S)
+            self._fail(DeadlineError, self._describe_late(late, stacks), late, stacks=stacks)
 
     def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
         """Most often they raise as well, or are done; if not, they never will be."""
@@ -189,7 +183,26 @@ class GroupFuture:
                 break
         return ended
 
-    def _told_raised(self, raised: dict[int, Raised]) -> str:
+    def _describe_deaths(self, lost: dict[int, Lost], raised: dict[int, Raised]) -> str:
+        deaths = []
+        for rank, end in lost.items():
+            deaths.append(f"rank {rank} ({self.ranks.describe(rank)}) died: {end.reason}")
+        headline = f"{self.label}: " + "; ".join(deaths)
+        if not raised:
+            return headline
+        return f"{headline}\nAlso: {self._describe_errors(raised)}"
+
+    def _describe_late(self, late: list[int], stacks: dict[int, str]) -> str:
+        """The ranks that do not answer first: the others wait for them."""
+        parts = []
+        silent = [rank for rank in late if rank not in stacks]
+        waiting = [rank for rank in late if rank in stacks]
+        for ranks, state in ((silent, "does not answer"), (waiting, "still works or waits")):
+            for rank in ranks:
+                parts.append(f"rank {rank} ({self.ranks.describe(rank)}) {state}")
+        return f"{self.label} not done within {self._deadline_s:g} s: {'; '.join(parts)}"
+
+    def _describe_errors(self, raised: dict[int, Raised]) -> str:
         by_summary: dict[str, list[int]] = {}
         for rank, end in raised.items():
             by_summary.setdefault(end.summary, []).append(rank)
@@ -203,12 +216,17 @@ class GroupFuture:
         return "\n".join(parts)
 
     def _fail(
-        self, kind: type[Exception], headline: str, broken: Any, cause: BaseException | None = None
+        self,
+        kind: type[Exception],
+        headline: str,
+        broken: Any,
+        cause: BaseException | None = None,
+        stacks: dict[int, str] | None = None,
     ) -> None:
         """Raise `kind`; where ranks are `broken` (dead or stuck), with all that can be known, and
         after ending all."""
         if broken:
-            stacks = self.ranks.stacks(ANSWER_S)
+            stacks = self.ranks.stacks(ANSWER_S) if stacks is None else stacks
             headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
             self.ranks.abort(headline.split("\n")[0])
         raise kind(headline) from cause

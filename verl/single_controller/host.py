@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from verl.single_controller.breadcrumbs import breadcrumb
+from verl.single_controller.breadcrumbs import breadcrumb, note_progress
 from verl.single_controller.worker import Worker
 from verl.utils.errors import sendable
 from verl.utils.timeline import recorded_since, span
@@ -106,3 +106,4 @@ def call_method(
             return getattr(worker, method)(*args, **kwargs)
     finally:
         _on_told.reset(token)
+        note_progress(0, 0, "")

@@ -24,8 +24,10 @@ from verl.single_controller.calls import Lost
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import Host, OnTold, Raised
 from verl.single_controller.wire import Incoming, Kind, Link, Outgoing, Pickler
+from verl.utils.errors import WorkerLostError
 
 _TOKEN_BYTES = 32
+_TOKEN_FILE = "token"
 _KNOCK_S = 5  # for who comes to say who it is; strangers may stay silent
 _STALL_S = 60  # within a message: a peer that neither takes nor gives a byte for so long is gone
 _POLL_S = 0.5  # for deaths of ranks that a call does not wait for
@@ -69,6 +71,7 @@ class Door:
         self.folder = tempfile.mkdtemp(prefix="verl-")
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self.port = 0
+        _write_token(Path(self.folder), self.token)
         listeners = [socket.socket(socket.AF_UNIX)]
         listeners[0].bind(str(Path(self.folder) / "driver"))
         if other_machines:
@@ -94,6 +97,31 @@ class Door:
         for key in list(self._selector.get_map().values()):
             key.data.close()
         self._selector.close()
+
+
+def _write_token(folder: Path, token: str) -> None:
+    descriptor = os.open(folder / _TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token)
+
+
+def read_token(folder: Path) -> str:
+    """The token of a driver on this machine. Raises WorkerLostError where the folder is not this
+    user's own: whoever writes there could make this process unpickle anything."""
+    file = folder / _TOKEN_FILE
+    try:
+        owner, token = file.stat().st_uid, file.read_text()
+    except OSError as error:
+        raise WorkerLostError(
+            f"Expected the driver's token in {file}, which cannot be read ({error.strerror}). Give "
+            "all ranks of a machine the same user and the same TMPDIR."
+        ) from error
+    if owner != os.getuid() or folder.stat().st_uid != os.getuid():
+        raise WorkerLostError(
+            f"The driver's folder {folder} must belong to user {os.getuid()}, who runs this rank, "
+            f"and belongs to user {owner}. Start all ranks of a launch as the same user."
+        )
+    return token
 
 
 def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
@@ -234,6 +262,9 @@ class Links:
                         self._lose(rank, str(error))
 
     def _take(self, rank: int, message: Incoming) -> None:
+        if message.kind is Kind.ASK_ALIVE:
+            self.peers[rank].link.send(Kind.ALIVE, message.number, None)
+            return
         key = rank, message.number
         with self._lock:
             future, on_told = (self.pending.get if message.kind is Kind.TOLD else self.pending.pop)(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl.single_controller.dispatch import Dispatch, register
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, WorkerGroup, start_role
+from verl.utils.rendezvous import LOOPBACK, free_port
 
 if TYPE_CHECKING:
     from verl.single_controller.spmd import SpmdPool
@@ -19,7 +20,9 @@ class Seat(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def address(self) -> tuple[str, int]:
-        """Under which the first rank of a world can be reached, with a port that is free now."""
+        """Where the first rank of a world can be reached, with a port that is free now."""
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            return LOOPBACK, free_port(LOOPBACK)
         master = os.environ["MASTER_ADDR"]
         family, kind, protocol, _, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
         # no packet is sent, a route is looked up

@@ -5,6 +5,7 @@ import os
 import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import ray
 import yaml
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from verl.single_controller.ray_control import is_own, note_own, on_loopback, starts_its_own
 from verl.single_controller.ray_ranks import RayRanks, forwarded
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload
 from verl.single_controller.worker import Worker
@@ -21,6 +23,7 @@ from verl.utils.logging import logger
 from verl.utils.sigterm import sigterm_kept
 
 _ADDRESS_S = 10.0
+_OWN_ROOM_S = 30.0  # for room in a Ray of the run's own, which only the run itself can free
 RUNTIME_ENV: dict[str, Any] = {
     "excludes": EXCLUDES,
     "env_vars": {"TOKENIZERS_PARALLELISM": "false"},
@@ -97,9 +100,13 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     # them set.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     runtime_env = merged_runtime_env(runtime_env)
+    own = starts_its_own(ray_init.get("address"))
+    if own:
+        ray_init = {"include_dashboard": False, **ray_init, "address": "local"}
     try:
-        with sigterm_kept():
+        with sigterm_kept(), on_loopback() if own else nullcontext():
             ray.init(runtime_env=runtime_env, **ray_init)
+        note_own(own)
     except Exception as error:
         ray.shutdown()  # else the next try would find it initialised
         if isinstance(error, ValueError) and "num_cpus" in ray_init and "num_cpus" in str(error):
@@ -193,8 +200,29 @@ class RayResourcePool:
         self._all_ranks.append(ranks)
         return ranks
 
+    def _check_own_ray(self, bundle: Mapping[str, float]) -> None:
+        """Raise ConfigError where the Ray that this run has started is too small: it cannot
+        grow."""
+        size = ray.cluster_resources()
+        ways_out = {
+            "GPU": "Lower trainer.n_gpus_per_node, or join a larger cluster by ray_init.address",
+            "CPU": f"Set ray_init.num_cpus={self.world_size} where processes may share cores",
+        }
+        for kind, way_out in ways_out.items():
+            needed = self.world_size * bundle.get(kind, 0.0)
+            found = size.get(kind, 0.0)
+            if needed > found:
+                raise ConfigError(
+                    f"{self.world_size} ranks need {needed:g} {kind}s, but this machine's Ray, "
+                    f"which the run has started, has {found:g} and cannot grow. "
+                    f"{way_out}."
+                )
+
     def _reserve(self, timeout_s: float) -> list[PlacementGroup]:
         bundle = {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
+        if is_own():
+            self._check_own_ray(bundle)
+            timeout_s = min(timeout_s, _OWN_ROOM_S)
         groups = [
             placement_group(
                 [dict(bundle) for _ in range(count)],

@@ -27,6 +27,7 @@ from verl.single_controller.rank_thread import RankThread
 from verl.single_controller.wire import Link, Pickler
 from verl.utils.errors import WorkerError
 from verl.utils.logging import say_once
+from verl.utils.rendezvous import free_port
 
 _REACH_S = 5.0  # for an actor to reach the driver, which it does in milliseconds or never
 _CONNECT_S = 10.0  # for all of them
@@ -75,11 +76,8 @@ class RankProcess:
         self.host, self.calls = Host(), RankThread(f"rank {rank}")
 
     def place(self) -> Place:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return Place(socket.gethostname(), address, port, os.getpid(), node)
+        return Place(socket.gethostname(), address, free_port(""), os.getpid(), node)
 
     def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
         os.environ.update({**defaults, **os.environ, **values})
@@ -160,12 +158,17 @@ def kill_rank(pid: int) -> None:
 # ---------------------------------------------------------------- the driver's side
 
 
-def open_links(actors: Sequence[Any]) -> Links | None:
-    """A connection with every actor; None where one cannot be, which the log says."""
+def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
+    """Connect with every actor; None where one cannot be reached, which the log says.
+
+    `nodes`: ids of the nodes that the actors run on. Only where that is not the driver's alone does
+    the driver listen on a port.
+    """
     if ray_client.is_connected():
         return _no_links("the driver is a Ray Client, which only Ray reaches")
     try:
-        door = Door(len(actors), other_machines=True)
+        here = ray.get_runtime_context().get_node_id()
+        door = Door(len(actors), other_machines=nodes != {here})
     except OSError as error:
         return _no_links(str(error))
     entrance = Entrance(door.folder, ray.util.get_node_ip_address(), door.port, door.token)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.client import ray as ray_client
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -23,12 +24,13 @@ from ray.util.scheduling_strategies import (
 )
 
 from verl.protocol import DataProto
-from verl.single_controller.breadcrumbs import read_breadcrumbs
+from verl.single_controller.breadcrumbs import Progress, read_breadcrumbs, read_progress
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dispatch import Arguments
 from verl.single_controller.host import OnTold, Raised
 from verl.single_controller.links import Links
+from verl.single_controller.ray_control import ControlWatch
 from verl.single_controller.ray_process import (
     Call,
     HandedOn,
@@ -39,10 +41,12 @@ from verl.single_controller.ray_process import (
 )
 from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
+from verl.utils.rendezvous import LOOPBACK, loopback_settings
 
 # Beginnings of variables that workers on every node get from the driver.
 FORWARDED = ("NCCL_", "TORCH_NCCL_", "PYTORCH_")
 _POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
+_CHECK_S = 2.0  # between looks at Ray's own processes while a call goes on
 _LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
 _START_S = 300.0  # for Ray to start all processes, and for them to import this package
 _READ_S = 10.0  # for a task on a node none of whose ranks answers: Ray starts a process for it
@@ -124,6 +128,7 @@ class RayRanks:
             .remote(rank, self.size, str(self.folder))
             for rank, (group, number) in enumerate(bundles)
         ]
+        self.control = None if ray_client.is_connected() else ControlWatch()
         self.places: list[Place] = self._all_started("place", [()] * self.size)
         on_node: dict[str, int] = {}
         environments = []
@@ -133,13 +138,16 @@ class RayRanks:
             environments.append({"LOCAL_RANK": str(local_rank)})
         for environment, place in zip(environments, self.places):
             environment["LOCAL_WORLD_SIZE"] = str(on_node[place.node_id])
-            environment["MASTER_ADDR"] = self.places[0].address
+            environment["MASTER_ADDR"] = self.places[0].address if len(on_node) > 1 else LOOPBACK
             environment["MASTER_PORT"] = str(self.places[0].free_port)
-        self.links = open_links(self.actors)
+        self.links = open_links(self.actors, nodes=set(on_node))
+        defaults = forwarded()
+        if len(on_node) == 1:
+            defaults = {**loopback_settings(), **defaults}
         # Also for a Ray that somebody else has initialised; what a node or a runtime_env sets is
         # not touched.
         self._all_started(
-            "set_environment", [(environment, forwarded()) for environment in environments]
+            "set_environment", [(environment, defaults) for environment in environments]
         )
 
     def _all_started(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -167,6 +175,7 @@ class RayRanks:
     ) -> dict[int, Any]:
         if self._ended is not None:
             raise WorkerLostError(f"{role}.{method} cannot be called any more: {self._ended}")
+        self._check_control()
         links = self._links_for(arguments) if blocking else None
         if links is not None:
             return links.call(role, method, arguments, on_told)
@@ -202,12 +211,13 @@ class RayRanks:
         return self.links
 
     def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        if self.links is not None and any(isinstance(reply, Future) for reply in replies.values()):
-            return self._explained(self.links.wait(replies, timeout_s))
         ends_at = time.monotonic() + timeout_s
+        if self.links is not None and any(isinstance(reply, Future) for reply in replies.values()):
+            return self._explained(self._wait_for_links(self.links, replies, ends_at))
         waiting = dict(replies)
         ended = self._all_at_once(waiting, timeout_s)
         while waiting and not any(end is not None for end in ended.values()):
+            self._check_control()
             for reply in waiting.values():
                 reply.hear()
             left = ends_at - time.monotonic()
@@ -219,6 +229,28 @@ class RayRanks:
             if left <= 0:
                 break
         return ended
+
+    def _wait_for_links(
+        self, links: Links, replies: Mapping[int, Future], ends_at: float
+    ) -> dict[int, Raised | Lost | None]:
+        while True:
+            left = ends_at - time.monotonic()
+            ended = links.wait(replies, min(left, _CHECK_S))
+            badly = any(end is not None for end in ended.values())
+            if badly or len(ended) == len(replies) or left <= _CHECK_S:
+                return ended
+            self._check_control()
+
+    def _check_control(self) -> None:
+        """Raise WorkerLostError where Ray's control service is gone, after ending all processes
+        that can be ended without it."""
+        if self.control is None or self.control.reason is None:
+            return
+        self._ended = self.control.reason
+        for place in self.places:
+            if place.node_id == ray.get_runtime_context().get_node_id():
+                kill_rank(place.pid)
+        self.control.check()
 
     def _all_at_once(
         self, waiting: dict[int, Reply], timeout_s: float
@@ -285,8 +317,12 @@ class RayRanks:
         self._notes = {rank: self._notes.get(rank, unread) for rank in range(self.size)}
         return self._notes
 
+    def progress(self) -> list[Progress]:
+        return read_progress(self.folder)
+
     def abort(self, reason: str) -> None:
         self._ended = reason
+        self._stop_watching()
         self._kill(set(self._silent))
         for actor in self.actors:
             ray.kill(actor)
@@ -313,6 +349,10 @@ class RayRanks:
                 *(rank, self.describe(rank), _READ_S, self.places[rank].pid),
             )
 
+    def _stop_watching(self) -> None:
+        if self.control is not None:
+            self.control.close()
+
     def _neighbour(self, rank: int) -> int | None:
         """Another rank of its machine, which answered a moment ago."""
         node = self.places[rank].node_id
@@ -325,6 +365,7 @@ class RayRanks:
         """Let every rank finish what it was asked, then end; those that do not are killed."""
         if self._ended is None:
             self._ended = "the pool was shut down."
+            self._stop_watching()
             for actor in self.actors:
                 actor.finish.remote()
             leaving = {

@@ -19,7 +19,13 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.breadcrumbs import (
+    Progress,
+    format_stacks,
+    keep_breadcrumbs,
+    read_breadcrumbs,
+    read_progress,
+)
 from verl.single_controller.calls import ANSWER_S, Lost, Ranks
 from verl.single_controller.dispatch import Arguments, each_argument
 from verl.single_controller.host import Host, OnTold, Raised, found_here
@@ -31,6 +37,7 @@ from verl.single_controller.wire import Incoming, Kind, Outgoing
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import DEADLINE_S, Background, WorkerGroup, start_role
 from verl.utils.errors import WorkerLostError
+from verl.utils.launcher import end_with_launcher
 from verl.utils.logging import logger
 from verl.utils.sigterm import TERMINATED, handle_sigterm
 
@@ -90,18 +97,20 @@ class LocalPool:
         """There is nobody to end."""
 
 
-def join(connect_timeout_s: float = 300.0) -> "LocalPool | SpmdPool":
+def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPool | SpmdPool":
     """The pool of all processes that were launched together, on the one that drives (RANK 0).
 
     On every other rank this call serves until the driver has finished, and then ends the process
     (SystemExit). Raises ConfigError where torchrun's variables are incomplete, WorkerLostError
-    where ranks do not come.
+    where ranks do not come. The other ranks end a driver that gives no sign of life for
+    `silence_s`, because its process is stopped, say.
     """
     rank, world_size = launched_rank()
     if world_size == 1:
         return LocalPool()
+    end_with_launcher()
     if rank > 0:
-        serve(rank, connect_timeout_s)
+        serve(rank, world_size, connect_timeout_s, silence_s)
         raise SystemExit(0)
     return SpmdPool(SpmdRanks(*connect_all(world_size, connect_timeout_s)))
 
@@ -270,6 +279,9 @@ class SpmdRanks:
 
     def breadcrumbs(self) -> dict[int, str]:
         return {**self._notes, **read_breadcrumbs(self.folder)}
+
+    def progress(self) -> list[Progress]:
+        return read_progress(self.folder)
 
     def abort(self, reason: str) -> None:
         self._ended = reason

@@ -8,18 +8,18 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from verl.single_controller.breadcrumbs import format_stacks, keep_breadcrumbs, read_breadcrumbs
+from verl.single_controller.driver_watch import Pulse, exit_after_driver, watch_driver
 from verl.single_controller.host import Host
-from verl.single_controller.links import Door, Entrance, Peer, answer, connect
+from verl.single_controller.links import Door, Entrance, Peer, answer, connect, read_token
 from verl.single_controller.wire import Kind, Link
 from verl.utils.errors import ConfigError, WorkerLostError
+from verl.utils.rendezvous import env_store, loopback_settings
 from verl.utils.sigterm import handle_sigterm
 
 # after SIGTERM: for the driver to ask where this rank is, which it would not know otherwise
@@ -42,9 +42,15 @@ def launched_rank() -> tuple[int, int]:
     return int(os.environ["RANK"]), world_size
 
 
-def _store(timeout_s: float) -> PrefixStore:
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    return PrefixStore("verl/single_controller", store)
+def _store(world_size: int, timeout_s: float) -> PrefixStore:
+    if _on_one_machine(world_size):
+        for name, value in loopback_settings().items():
+            os.environ.setdefault(name, value)
+    return PrefixStore("verl/single_controller", env_store(timeout_s))
+
+
+def _on_one_machine(world_size: int) -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
 
 
 # ---------------------------------------------------------------- the driver's side
@@ -52,13 +58,13 @@ def _store(timeout_s: float) -> PrefixStore:
 
 def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Path]:
     """Wait for all other ranks; gives them, and the folder that notes are kept in."""
-    store = _store(timeout_s)
-    door = Door(
-        world_size, other_machines=os.environ.get("LOCAL_WORLD_SIZE", "") != str(world_size)
-    )
-    store.set("token", door.token)
+    store = _store(world_size, timeout_s)
+    door = Door(world_size, other_machines=not _on_one_machine(world_size))
+    if door.port:
+        # Whoever reaches the store can read it. Ranks of this machine read a file instead.
+        store.set("port", str(door.port))
+        store.set("token", door.token)
     store.set("folder", door.folder)
-    store.set("port", str(door.port))
     peers: dict[int, Peer] = {}
     ends_at = time.monotonic() + timeout_s
     while len(peers) < world_size - 1:
@@ -76,18 +82,21 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
 # ---------------------------------------------------------------- the side of those that serve
 
 
-def serve(rank: int, connect_timeout_s: float) -> None:
-    """Run the driver's calls on the main thread until it says to end."""
-    store = _store(connect_timeout_s)
-    token, folder = store.get("token").decode(), Path(store.get("folder").decode())
-    entrance = Entrance(str(folder), os.environ["MASTER_ADDR"], int(store.get("port")), token)
+def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float) -> None:
+    """Run the driver's calls on the main thread until it says to end.
+
+    `silence_s`: after so long without any sign of life the driver is ended, and this rank as well.
+    """
+    entrance = _find_entrance(world_size, connect_timeout_s)
+    folder = Path(entrance.folder)
     keep_breadcrumbs(folder, rank)
     link = connect(entrance, rank, connect_timeout_s)
+    pulse = watch_driver(link, rank, silence_s)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the driver decides
     handle_sigterm(_leave_later)
     calls: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(
-        target=_watch, args=(link, calls, folder), name="verl-watch", daemon=True
+        target=_watch, args=(link, calls, folder, rank, pulse), name="verl-watch", daemon=True
     ).start()
     host = Host()
     while True:
@@ -101,20 +110,35 @@ def serve(rank: int, connect_timeout_s: float) -> None:
         del message  # its memory is the batch
 
 
-def _watch(link: Link, calls: queue.SimpleQueue, folder: Path) -> None:
+def _find_entrance(world_size: int, timeout_s: float) -> Entrance:
+    store = _store(world_size, timeout_s)
+    folder = store.get("folder").decode()
+    if _on_one_machine(world_size):
+        return Entrance(folder, "", 0, read_token(Path(folder)))
+    port, token = int(store.get("port")), store.get("token").decode()
+    return Entrance(folder, os.environ["MASTER_ADDR"], port, token)
+
+
+def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse: Pulse) -> None:
     """Receives, and answers where the main thread is, whatever that is at. Ends the process with
     the driver."""
     while True:
         try:
             message = link.receive()
         except (OSError, EOFError):
-            os._exit(1)  # the main thread may be in a collective that nobody will join
+            exit_after_driver(rank)  # the main thread may be in a collective that no rank joins
+            return
         if message.kind is Kind.ABORT:
             sys.stdout.flush()
             os._exit(1)
+        if message.kind is Kind.ALIVE:
+            pulse.alive.set()
+            continue
         if message.kind is Kind.ASK_STACKS:
             link.send(Kind.STACKS, message.number, (format_stacks(), read_breadcrumbs(folder)))
             continue
+        if message.kind is Kind.END:
+            pulse.leaving.set()
         calls.put(message)
         if message.kind is Kind.END:
             return

@@ -45,6 +45,8 @@ class Kind(IntEnum):
     BYE = 7
     ABORT = 8  # leave at once
     TOLD = 9  # by a call that is still running
+    ASK_ALIVE = 10  # from a rank to the driver
+    ALIVE = 11
 
 
 class Pickler(pickle.Pickler):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
+from verl.single_controller.breadcrumbs import Progress, own_progress
 from verl.single_controller.calls import GroupFuture, Lost, Ranks
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dealing import Dealt
@@ -120,6 +121,9 @@ class InProcess:
 
     def breadcrumbs(self) -> dict[int, str]:
         return {}
+
+    def progress(self) -> list[Progress]:
+        return [own_progress()]
 
     def abort(self, reason: str) -> None:
         raise AssertionError(f"nobody but this process could end: {reason}")
@@ -249,6 +253,10 @@ class WorkerGroup:
                     args, kwargs, {key: shares for key, (shares, _) in handed_on.items()}
                 ), orders[0]
         return mode.split(num_shares, *each_argument(_resolved, args, kwargs))
+
+    def progress(self) -> list[Progress]:
+        """How far the ranks are with the method that they run, where that can be read here."""
+        return self._ranks.progress()
 
     def recent_spans(self, since_wall_ns: int) -> list[Recorded]:
         """What ran in the process of every rank since then, for a timeline; see

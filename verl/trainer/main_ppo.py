@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from verl.utils.entry import exit_code
 from verl.utils.garbage import loading_packages
+from verl.utils.launcher import end_with_launcher
 from verl.utils.logging import configure_logging
 from verl.utils.openmp import limit_spinning
 
@@ -17,6 +18,7 @@ DRY_RUN = "--dry-run"
 def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None = None) -> int:
     """Do `job` (by default `train`) and return the exit code; what a user can cause is one line, no
     traceback."""
+    end_with_launcher()
     # What all ranks would say is said once.
     configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     limit_spinning()

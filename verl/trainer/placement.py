@@ -19,6 +19,9 @@ from verl.utils.errors import ConfigError
 from verl.utils.imports import require
 from verl.utils.logging import logger
 
+# At most so long ranks wait for each other at start, and for a driver that does not answer.
+_PATIENCE_S = 300.0
+
 
 class PlacedPools:
     """Pools of disjoint ranks as one, which starts every role in its own; implements
@@ -64,7 +67,8 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
         if asked := _asked_of_ray(config):
             why = "torchrun has launched the ranks" if launched > 1 else "one rank needs no Ray"
             logger.info(f"ray_init.{', ray_init.'.join(asked)} without effect: {why}.")
-        pools = spmd.join().split(parts)
+        patience_s = min(trainer.deadline_s, _PATIENCE_S)
+        pools = spmd.join(patience_s, patience_s).split(parts)
     else:
         pools = _ray_pools(config, parts, device)
     if len(pools) == 1:

@@ -191,7 +191,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             return super().fit()
         try:
             self.load_checkpoint()
-            self.tracker.log(self.validate(), self.global_step)
+            with self.reports.phase("testing"):
+                metrics = self.validate()
+            self.tracker.log(metrics, self.global_step)
         finally:
             self.tracker.finish()
 
@@ -402,6 +404,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         rollout = self.config.actor_rollout_ref.rollout
         rows: list[dict[str, Any]] = []
         for number, prompts in enumerate(self.val_loader):
+            self.reports.note(number, len(self.val_loader), "batches")
             # A seed of its own and a step that counts batches: the same rows meet the same noise at
             # every validation.
             n, draw = rollout.val_kwargs.n, setup.validation_params(rollout)

@@ -2,6 +2,7 @@
 not finite."""
 
 import json
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,7 +19,9 @@ from verl.config.sft import SFTConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
 from verl.single_controller import Worker, WorkerGroup
+from verl.single_controller.breadcrumbs import Progress
 from verl.tracking import Tracker, TrackerSettings
+from verl.trainer.phase_reports import PhaseReports
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from verl.utils.logging import logger
@@ -62,24 +65,40 @@ class TrainingRun(ABC, Generic[Config]):
         self.skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
+        self.reports = PhaseReports(self.progress)
 
     def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
         """The group of workers of a role, on the ranks of its placement."""
-        return self.pool.start(
-            role, worker_class, *args, deadline_s=self.config.trainer.deadline_s, **kwargs
-        )
+        with self.reports.phase(f"load {role}"):
+            return self.pool.start(
+                role, worker_class, *args, deadline_s=self.config.trainer.deadline_s, **kwargs
+            )
 
     def worker_groups(self) -> list[WorkerGroup]:
         """Those of all roles, each once."""
-        return list(
-            dict.fromkeys(part for part in vars(self).values() if isinstance(part, WorkerGroup))
-        )
+        # A list first: the thread of the reports asks while others may set attributes.
+        parts = list(vars(self).values())
+        return list(dict.fromkeys(part for part in parts if isinstance(part, WorkerGroup)))
+
+    def progress(self) -> list[Progress]:
+        """How far the ranks are with the methods that they run."""
+        groups = {id(group._ranks): group for group in self.worker_groups()}
+        return [progress for group in groups.values() for progress in group.progress()]
 
     def start_tracker(self) -> None:
         """Before the models, for a missing tracker package is told in seconds, and so is a folder
         without a way in."""
         trainer = self.config.trainer
-        logger.info("Device: %s", describe_device(self.device))
+        # Under torchrun the launcher knows the number of nodes.
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.config.trainer.nnodes))
+        logger.info(
+            "Device: %s; %d rank%s on %d node%s",
+            describe_device(self.device),
+            self.pool.world_size,
+            "s" if self.pool.world_size > 1 else "",
+            nodes,
+            "s" if nodes > 1 else "",
+        )
         if trainer.save_freq > 0:
             self.checkpoints.require_writable()
         settings = TrackerSettings(
@@ -127,7 +146,8 @@ class TrainingRun(ABC, Generic[Config]):
         try:
             if self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger:
                 self.checkpoints.claim()
-            self.load_checkpoint()
+            with self.reports.phase("load_checkpoint"):
+                self.load_checkpoint()
             self.tracker.rewind(self.global_step)
             self.lower_budgets()
             if self.global_step >= self.total_steps:
@@ -144,7 +164,9 @@ class TrainingRun(ABC, Generic[Config]):
                 and self.config.trainer.val_before_train
                 and self.val_loader is not None
             ):
-                self.tracker.log(self.validate(), 0)
+                with self.reports.phase("testing"):
+                    metrics = self.validate()
+                self.tracker.log(metrics, 0)
             while self.global_step < self.total_steps:
                 for batch in self.train_loader:
                     self.run_step(batch)
@@ -183,11 +205,12 @@ class TrainingRun(ABC, Generic[Config]):
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
         self.tracker.log(self.metrics, self.global_step)
         if self._is_due(trainer.save_freq):
-            self.save_checkpoint()
+            with self.reports.phase("save_checkpoint"):
+                self.save_checkpoint()
 
     def timed(self, name: str, phase: Callable[..., Result], *args: Any) -> Result:
         """Run one phase under its name in `timing_s/*`."""
-        with self.timer.phase(name):
+        with self.timer.phase(name), self.reports.phase(name):
             result = phase(*args)
         self.checkpoints.advance()
         return result

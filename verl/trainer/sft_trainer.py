@@ -91,7 +91,8 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         """`val/loss`: the mean over all tokens of the validation set that would be learnt."""
         assert self.val_loader is not None
         loss = tokens = 0.0
-        for batch in self.val_loader:
+        for number, batch in enumerate(self.val_loader):
+            self.reports.note(number, len(self.val_loader), "batches")
             of_batch, count = self.sft_wg.sum_loss(pad_examples(batch))
             loss, tokens = loss + of_batch, tokens + count
         logger.info(

@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine, generate
 from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.rollout.types import Completion, Request, SamplingParams
-from verl.single_controller import Dispatch, Worker, register, tell
+from verl.single_controller import Dispatch, Worker, note_progress, register, tell
 from verl.utils.errors import RolloutError
 from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, Endpoint, Meeting, WeightReceiver, join, receive_into
@@ -115,9 +115,12 @@ class RolloutWorker(Worker):
         if not self.has_weights:
             self.take_weights()
         completions = []
+        total = len(rows) * n
+        speaks = self.rollout_mesh.tensor.rank == 0  # for the ranks that share an engine
         for completion in self._generate(prompt_ids, rows, n, params, seed, step):
             completions.append(completion)
-            if self.rollout_mesh.tensor.rank == 0:  # of the ranks that share an engine
+            if speaks:
+                note_progress(len(completions), total, "responses")
                 tell((completion.sample_id, completion.token_ids))
         self._make_room()
 

@@ -12,6 +12,7 @@ from verl.distributed.collectives import Axis, all_reduce_sum, max_of
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.protocol import DataProto
+from verl.single_controller import note_progress
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
 from verl.workers.losses import Objective
@@ -105,9 +106,10 @@ def run_updates(
     skipped, lr = 0, 0.0
     rows = rows_of_a_rank(engine, batch, mini_batch_rows)
     with engine.on_device(optimizer=True):
-        for mini_batch in mini_batches(
-            batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch)
-        ):
+        order = mini_batches(batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch))
+        total = epochs * -(-len(batch) // rows)
+        for number, mini_batch in enumerate(order):
+            note_progress(number, total, "mini-batches")
             mini_batch = mini_batch.select()  # a column more, and the caller's batch stays as it is
             mask = mini_batch.batch["response_mask"]
             mini_batch.batch["weights"] = global_weights(mask, loss_agg_mode, engine.mesh.data)

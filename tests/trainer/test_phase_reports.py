@@ -1,0 +1,45 @@
+"""Long phases say their name and how far they are; short ones are quiet."""
+
+import logging
+import time
+
+from tests.single_controller.launch import launch
+from tests.single_controller.workers import progress_of_two
+from verl.single_controller.breadcrumbs import Progress
+from verl.single_controller.spmd import LocalPool
+from verl.trainer.phase_reports import PhaseReports
+
+
+def wait_for_lines(caplog, count: int) -> list[str]:
+    gives_up_at = time.monotonic() + 30
+    while len(caplog.messages) < count and time.monotonic() < gives_up_at:
+        time.sleep(0.01)
+    return caplog.messages
+
+
+def test_a_long_phase_says_its_name_and_how_far_it_is(caplog):
+    caplog.set_level(logging.INFO)
+    of_ranks = [Progress(3, 8, "responses"), Progress(4, 8, "responses"), Progress(0, 0, "")]
+    reports = PhaseReports(lambda: of_ranks, every_s=0.05)
+    with reports.phase("testing"):
+        reports.note(1, 5, "batches")
+        with reports.phase("gen"):
+            first, second = wait_for_lines(caplog, 2)[:2]
+    for line in (first, second):
+        assert line.startswith("Phase gen: ")
+        assert line.endswith(" s so far, 1 of 5 batches, 7 of 16 responses")
+
+
+def test_short_phases_are_quiet(caplog):
+    caplog.set_level(logging.INFO)
+    reports = PhaseReports(lambda: [], every_s=0.3)
+    for _ in range(100):
+        with reports.phase("adv"):
+            time.sleep(0.01)
+    assert caplog.messages == []
+
+
+def test_the_driver_reads_how_far_the_ranks_are_while_they_run():
+    alone, two = progress_of_two(LocalPool()), launch(progress_of_two).value
+    assert alone == [[Progress(3, 8, "mini-batches")], [Progress(0, 0, "")]]
+    assert two == [[Progress(3, 8, "mini-batches")] * 2, [Progress(0, 0, "")] * 2]

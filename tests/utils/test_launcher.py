@@ -1,0 +1,44 @@
+"""A rank ends with the agent that launched it."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+AGENT = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+# The second one does not see a signal: its main thread waits in C, as in a rendezvous.
+LISTENS = "end_with_launcher(); print('ready', flush=True); time.sleep(60)"
+DEAF = "signal.signal(15, lambda *_: None); launcher._GRACE_S = 0.5; " + LISTENS
+IMPORTS = "import signal, time; from verl.utils import launcher; "
+IMPORTS += "from verl.utils.launcher import end_with_launcher; "
+
+
+@pytest.mark.parametrize("program", [LISTENS, DEAF], ids=["signal", "thread"])
+def test_a_rank_ends_when_its_agent_is_killed(program):
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "test", "LOCAL_RANK": "0"}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, IMPORTS + program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    rank = psutil.Process(int(agent.stdout.readline()))
+    assert agent.stdout.readline() == "ready\n"
+    agent.kill()
+    agent.wait()
+
+    gives_up_at = time.monotonic() + 30
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > gives_up_at:
+            rank.kill()
+            pytest.fail("the rank outlives its agent")
+        time.sleep(0.05)

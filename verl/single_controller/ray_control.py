@@ -1,0 +1,113 @@
+"""Ray's own processes: a Ray that a run starts for itself, and the watch over Ray's control service
+(GCS)."""
+
+import importlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from verl.utils.errors import WorkerLostError
+from verl.utils.logging import logger
+
+_POLL_S = 1.0
+_CONNECT_S = 5.0
+# Ray itself gives up after 60 s, and ends the driver without a word. The control service of a
+# cluster may be started anew meanwhile; that of a run's own Ray is not.
+_OWN_GRACE_S = 3.0
+_CLUSTER_GRACE_S = 45.0
+# By this variable Ray takes the loopback address for its node's, as it does on macOS.
+_RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+_own = False
+
+
+def is_own() -> bool:
+    """Whether the Ray that is connected was started by this run: one node, which cannot grow."""
+    return _own and ray.is_initialized()
+
+
+def note_own(own: bool) -> None:
+    """Remember whether this run has started the Ray that it is connected to."""
+    global _own
+    _own = own
+
+
+def starts_its_own(address: str | None) -> bool:
+    """Whether `ray.init(address)` starts a Ray on this machine instead of joining one."""
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    if address is not None:
+        return address == "local"
+    services: Any = importlib.import_module("ray._private.services")
+    return services.get_ray_address_from_environment(None, None) is None
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Within it a Ray that is started listens on the loopback address alone.
+
+    Otherwise its ports, and those of every worker, are open to the network.
+    """
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    name = "ENABLE_RAY_CLUSTER"
+    before, variable = getattr(constants, name), os.environ.get(_RAY_CLUSTERS)
+    os.environ[_RAY_CLUSTERS] = "0"  # read by the processes that Ray starts
+    setattr(constants, name, False)  # read already by this one
+    try:
+        yield
+    finally:
+        setattr(constants, name, before)
+        if variable is None:
+            del os.environ[_RAY_CLUSTERS]
+        else:
+            os.environ[_RAY_CLUSTERS] = variable
+
+
+class ControlWatch:
+    """Notices that Ray's control service is gone, long before Ray does."""
+
+    def __init__(self) -> None:
+        self.address: str = ray.get_runtime_context().gcs_address
+        self.grace_s = _OWN_GRACE_S if is_own() else _CLUSTER_GRACE_S
+        self.reason: str | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="verl-watch-gcs", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise WorkerLostError where the service is gone."""
+        if self.reason is not None:
+            raise WorkerLostError(self.reason)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        last_seen = time.monotonic()
+        while not self._closed.wait(_POLL_S):
+            error = _refusal(self.address)
+            if error is None:
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > self.grace_s:
+                self.reason = (
+                    f"Ray's control service (GCS, {self.address}) is gone: {error}. Without it Ray "
+                    "ends all processes within a minute. Look for the reason in the system's log "
+                    "(dmesg | grep -i kill) and in gcs_server.out of /tmp/ray/session_latest/logs, "
+                    "then start the same command again."
+                )
+                logger.error("%s", self.reason)
+                return
+
+
+def _refusal(address: str) -> OSError | None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        return error
+    return None

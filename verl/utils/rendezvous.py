@@ -1,0 +1,68 @@
+"""The key-value store in which the ranks of a world find each other."""
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+LOOPBACK = "127.0.0.1"
+
+# Stores that this process serves, by port: two worlds may follow each other at one address.
+_served: dict[int, TCPStore] = {}
+
+
+def env_store(timeout_s: float) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT.
+
+    Where rank 0 has to serve it at a loopback address, it listens there alone. PyTorch's own
+    listens on every interface, and whoever reaches it may read and write.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    serves = os.environ["RANK"] == "0" and not by_agent
+    if serves and _is_loopback(os.environ["MASTER_ADDR"]):
+        store: Store = _serve(int(os.environ["MASTER_PORT"]), timeout)
+    else:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def loopback_settings() -> dict[str, str]:
+    """Variables for ranks of one machine: gloo listens on the loopback interface, instead of the
+    one that the machine's name resolves to."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = names & {"lo", "lo0"}
+    return {"GLOO_SOCKET_IFNAME": loopback.pop()} if loopback else {}
+
+
+def free_port(host: str) -> int:
+    """Return a port that nothing uses now at an address of this machine."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _serve(port: int, timeout: timedelta) -> TCPStore:
+    if port not in _served:
+        listener = socket.create_server((os.environ["MASTER_ADDR"], port))
+        _served[port] = TCPStore(
+            os.environ["MASTER_ADDR"],
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # a worker of a user may call init_process_group() by itself
+            master_listen_fd=listener.detach(),
+        )
+    return _served[port]
