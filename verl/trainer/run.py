@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.unpickling import load_state, save_state
 from verl.config import TrainConfig
 from verl.config.load import config_to_dict
 from verl.config.sft import SFTConfig
@@ -28,6 +29,7 @@ from verl.utils.timing import PhaseTimer
 
 # In the folder of checkpoints: sizes of passes that another start begins with.
 LOWERED_BUDGETS = "lowered_budgets.json"
+STATE_FILE = "state.pt"  # the driver's own part of a checkpoint
 
 Result = TypeVar("Result")
 Config = TypeVar("Config", TrainConfig, SFTConfig)
@@ -271,7 +273,7 @@ class TrainingRun(ABC, Generic[Config]):
             role: partial(group.save_checkpoint, in_background=in_background)
             for role, group in groups.items()
         }
-        writers["trainer"] = lambda folder: torch.save(self.state_dict(), folder / "state.pt")
+        writers["trainer"] = lambda folder: save_state(folder / STATE_FILE, self.state_dict())
 
         def is_written(wait: bool) -> bool:
             return all(group.checkpoint_is_written(wait=wait) for group in groups.values())
@@ -286,7 +288,7 @@ class TrainingRun(ABC, Generic[Config]):
         if folder is not None:
             for role, group in self.checkpointed_groups().items():
                 group.load_checkpoint(folder / role)
-            self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
+            self.load_state_dict(load_state(folder / "trainer" / STATE_FILE))
             logger.info(
                 "Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps
             )
