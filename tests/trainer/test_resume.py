@@ -379,9 +379,10 @@ def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
     assert seen == [{key: 40}]
     assert run(tmp_path, "trainer.resume_mode=disable") == 0
     assert len(seen) == 1, "a start afresh knows nothing of it"
-    (tmp_path / "lowered_budgets.json").write_text('{"half a')
-    assert run(tmp_path) == 1
-    assert "it is no JSON" in capfd.readouterr().err
+    for odd in ('{"half a', "[]", '{"a": null}', "[" * 10**5):
+        (tmp_path / "lowered_budgets.json").write_text(odd)
+        assert run(tmp_path) == 1
+        assert "it is no JSON" in capfd.readouterr().err
 
 
 def test_validation_alone_from_the_start_keeps_what_was_measured(tmp_path, undisturbed):

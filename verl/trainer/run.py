@@ -22,6 +22,7 @@ from verl.single_controller import Worker, WorkerGroup
 from verl.tracking import Tracker, TrackerSettings
 from verl.utils.devices import describe_device, memory_metrics, visible_device
 from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError
+from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
@@ -254,13 +255,16 @@ class TrainingRun(ABC, Generic[Config]):
         if not file.is_file():
             return {}
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
+            sizes = parse_json(file.read_text(encoding="utf-8"))
+            if not isinstance(sizes, dict) or any(type(size) is not int for size in sizes.values()):
+                raise ValueError("expected an object of whole numbers")
         except ValueError as error:
             raise CheckpointError(
                 f"Expected the sizes of passes in {file}, as a run that was out of memory leaves "
                 f"them, and it is no JSON ({error}). Remove it: the run begins with the configured "
                 "sizes and lowers them again if need be."
             ) from error
+        return sizes
 
     # ---------------------------------------------------------------- checkpoints
 
