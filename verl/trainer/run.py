@@ -14,7 +14,7 @@ import torch
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.unpickling import load_state, save_state
 from verl.config import TrainConfig
-from verl.config.load import config_to_dict
+from verl.config.load import config_to_show
 from verl.config.sft import SFTConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
@@ -87,7 +87,7 @@ class TrainingRun(ABC, Generic[Config]):
         settings = TrackerSettings(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
-            config=config_to_dict(self.config),
+            config=config_to_show(self.config),
             folder=Path(trainer.default_local_dir).expanduser(),
             total_steps=self.total_steps,
             log_interval=trainer.log_interval,

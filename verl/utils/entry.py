@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
+from verl.utils.secrets import masked
 from verl.utils.sigterm import TERMINATED, sigterm_as_exit
 
 MAX_CHARACTERS = 8000  # of a message on stderr
@@ -54,7 +55,7 @@ def _named(error: Exception) -> str:
 def _told(text: str, error: BaseException, code: int = 1) -> int:
     if os.environ.get("VERL_TRACEBACK"):
         raise error  # Python prints the traceback, whose last line is the message
-    print(_shortened(text), file=sys.stderr, flush=True)
+    print(_shortened(masked(text)), file=sys.stderr, flush=True)
     return code
 
 
