@@ -339,7 +339,9 @@ def test_a_named_checkpoint_without_one_role_is_refused(tmp_path, undisturbed, c
 
 def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
-    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 1
+    named = tmp_path / f"global_step_{LAST}"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
+    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
     told = capfd.readouterr().err
     assert "found no progress.json there. A run of other roles has saved it" in told
     assert f"global_step_{LAST}/critic" in told

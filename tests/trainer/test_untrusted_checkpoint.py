@@ -55,17 +55,21 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, saved, kind, capfd):
     canary = tmp_path / "canary"
     stream = io.BytesIO()
     torch.save(Malicious(canary), stream)
-    for number, content in enumerate((pickle.dumps(Malicious(canary)), stream.getvalue())):
-        for file in files:
-            folder = tmp_path / f"{number}-{file.parent.parent.name}-{file.name}"
-            shutil.copytree(saved(kind), folder)
+    plain = [file for file in files if file.suffix in (".json", ".jinja")]
+    alone = [[file] for file in files if file not in plain]
+    for number, changed in enumerate((plain, *alone)):
+        folder = tmp_path / str(number)
+        shutil.copytree(saved(kind), folder)
+        for file in changed:
+            is_zip = file.suffix in (".pt", ".distcp")
+            content = stream.getvalue() if is_zip else pickle.dumps(Malicious(canary))
             (folder / file).write_bytes(content)
-            write_manifest(folder / checkpoint, step=1)
+        write_manifest(folder / checkpoint, step=1)
 
-            run(folder, *COMMAND, *RUNS[kind], "trainer.max_steps=2")
-            role = folder / checkpoint / "actor"
-            target = ["--local_dir", str(role), "--target_dir", str(folder / "merged")]
-            model_merger(["merge", "--backend", "fsdp", *target])
-            assert "Traceback" not in capfd.readouterr().err, file
-            assert not canary.exists(), file
-            shutil.rmtree(folder)
+        assert run(folder, *COMMAND, *RUNS[kind], "trainer.max_steps=2") == 1, changed
+        role = folder / checkpoint / "actor"
+        target = ["--local_dir", str(role), "--target_dir", str(folder / "merged")]
+        model_merger(["merge", "--backend", "fsdp", *target])
+        assert "Traceback" not in capfd.readouterr().err, changed
+        assert not canary.exists(), changed
+        shutil.rmtree(folder)

@@ -294,6 +294,7 @@ class CheckpointManager:
             sequence = max((read_manifest(folder).sequence for folder in readable), default=0) + 1
             write_manifest(temporary, step, sequence)
             self._publish(temporary, final)
+        logger.info("Saved %s", final)
         self._prune(just_written=final)
 
     def _publish(self, temporary: Path, final: Path) -> None:

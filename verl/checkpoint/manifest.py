@@ -48,7 +48,9 @@ class Manifest:
 
 def write_manifest(folder: Path, step: int, sequence: int = 1) -> None:
     """Sum up every file under `folder`, and bring all of it to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
+    )
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         sums = list(pool.map(_sum_and_sync, files))
     manifest = {
