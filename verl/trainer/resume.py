@@ -98,10 +98,12 @@ def _changes(then: dict[str, Any], config: Any) -> list[Change]:
     changed = {key: then[key] for key in now if key in then and then[key] != now[key]}
     changes = []
     for key, value in changed.items():
-        followed = keys[key].followed
-        is_copy = followed in changed and (value, now[key]) == (then[followed], now[followed])
-        if not is_copy and not _is_free(key) and not key.startswith(unread):
-            changes.append(Change(key, value, now[key]))
+        if _is_free(key) or key.startswith(unread):
+            continue
+        source = keys[key].followed  # listed itself, where both changed alike
+        if source in changed and value == then[source] and now[key] == now[source]:
+            continue
+        changes.append(Change(key, value, now[key]))
     return changes
 
 
@@ -123,9 +125,7 @@ def _is_read(key: Key) -> bool:
 
 
 def _is_free(key: str) -> bool:
-    return (
-        key not in _NOT_FREE and not key.endswith(_NOT_FREE) and any(part in key for part in _FREE)
-    )
+    return not key.endswith(_NOT_FREE) and any(part in key for part in _FREE)
 
 
 def _is_fixed(change: Change) -> bool:

@@ -327,11 +327,13 @@ class TrainingRun(ABC, Generic[Config]):
         folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
         if folder is None:
             return
+
         is_named = trainer.resume_mode == "resume_path"
         check_config(folder, self.config, is_named=is_named)
         state = self._read_state(folder / "trainer" / STATE_FILE)
         for role, group in self.checkpointed_groups().items():
             group.load_checkpoint(folder / role)
+
         try:
             self.load_state_dict(state)
         except VerlError:
@@ -342,6 +344,7 @@ class TrainingRun(ABC, Generic[Config]):
                 f"({type(error).__name__}: {error}). Use another checkpoint, or start from the "
                 "beginning with trainer.resume_mode=disable. VERL_TRACEBACK=1 shows where it failed."
             ) from error
+
         # A program without log hears of a resume that nothing in its arguments asked for.
         in_default_folder = trainer.default_local_dir == default_folder(trainer)
         logger.log(

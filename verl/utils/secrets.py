@@ -1,7 +1,8 @@
 """Hide secrets in text that is printed, logged, or sent to trackers and files.
 
-Secrets are the user and password of an address, values that the configuration takes from environment
-variables (`${oc.env:NAME}`), and entries of users' mappings with a name such as `api_key`.
+Secrets are the user and password of an address, values that the configuration takes from
+environment variables (`${oc.env:NAME}`), and entries of users' mappings with a name such as
+`api_key`.
 """
 
 import os
