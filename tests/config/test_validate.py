@@ -14,6 +14,7 @@ ACTOR, ROLLOUT, MODEL = (
     "actor_rollout_ref.rollout",
     "actor_rollout_ref.model",
 )
+CORRECTION = "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,28 @@ def test_a_key_without_effect_is_one_line_when_changed(
             "this run has no critic",
         ),
         (["trainer.placement.reference=[0]"], "trainer.placement.reference=[0] has no effect"),
+        ([f"{ACTOR}.fsdp_config.fsdp_size=2"], "fsdp_size=2 has no effect: the role has 1 ranks"),
+        ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "fsdp_size=0 is taken as -1"),
+        (["critic.model.fsdp_config.fsdp_size=8"], "critic.model.fsdp_config.fsdp_size=8 has no"),
+        ([f"{CORRECTION}.rollout_token_veto_threshold=2"], "nearly every one: nothing is learned"),
+        (
+            [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5"],
+            "leaves out a ratio of 1",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold_lower=1.5"],
+            "leaves out a ratio of 1",
+        ),
+        (
+            [
+                *("reward_model.overlong_buffer.enable=True", "reward_model.reward_manager=dapo"),
+                *("reward_model.overlong_buffer.len=64", "data.max_response_length=64"),
+            ],
+            "every response is punished",
+        ),
+        (["trainer.critic_warmup=5", "trainer.max_steps=5"], "the actor learns nothing"),
+        ([f"{ACTOR}.optim.lr_warmup_steps=9", "trainer.max_steps=8"], "never comes to"),
+        (["trainer.profile_steps=[3]", "trainer.max_steps=2"], "profile_steps=[3] are no steps"),
     ],
 )
 def test_doubtful_combinations_run_with_a_warning(
@@ -280,6 +303,23 @@ def test_doubtful_combinations_run_with_a_warning(
     log.clear()
     build()
     assert not log.records
+
+
+def test_thresholds_at_their_usual_places_raise_no_doubt(
+    build: Load, log: pytest.LogCaptureFixture
+):
+    build(
+        *(f"{CORRECTION}.rollout_token_veto_threshold=1e-4", f"{CORRECTION}.rollout_is=token"),
+        *("trainer.max_steps=5", "trainer.critic_warmup=4", "trainer.profile_steps=[1,5]"),
+        *(f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.fsdp_config.fsdp_size=1"),
+    )
+    assert not log.records
+
+
+@pytest.mark.parametrize("section", [MODEL, "critic.model"])
+def test_a_rank_wider_than_any_layer_is_refused(build: Load, section: str):
+    with pytest.raises(ConfigError, match=r"lora_rank must be at least 0 and at most 65536"):
+        build(f"{section}.lora_rank=999999999999")
 
 
 def test_sections_that_nothing_reads_may_ask_for_anything(build: Load):

@@ -104,6 +104,10 @@ def test_a_folder_of_several_splits_gives_the_one_asked_for(tmp_path: Path):
             r"packed\.jsonl' must be plain text, got one packed by gzip",
         ),
         ("rows.csv", b"a,b", r"got the suffix '\.csv'"),
+        ("deep.json", b"[" * 10**5, r"deep\.json' is not a JSON array: it is nested too deeply"),
+        ("deep.jsonl", b"{}\n" + b'{"a":' * 10**5, r"deep\.jsonl', line 2, .* nested too deeply"),
+        ("long.json", b"[" + b"9" * 5000 + b"]", r"long\.json' is not a JSON array: .*4300 digits"),
+        ("long.jsonl", b"9" * 5000, r"long\.jsonl', line 1, .*4300 digits"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -130,7 +134,19 @@ def test_any_other_folder_is_an_error(tmp_path: Path):
         open_rows(tmp_path)
 
 
-@pytest.mark.parametrize("marker", ["{", '{"splits": 3}', "[]"])
+ODD_JSON = ["[]", "null", "3", '"text"', "[null]", "[" * 10**5, "9" * 5000, "{", "\x00"]
+
+
+@pytest.mark.parametrize("content", [*ODD_JSON, '{"features": 3}', '{"features": {"prompt": []}}'])
+@pytest.mark.parametrize("name", ["dataset_info.json", "state.json"])
+def test_a_saved_set_with_odd_json_is_an_error(tmp_path: Path, name: str, content: str):
+    Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / name).write_text(content)
+    with pytest.raises(DataError, match=r"must be whole, as datasets' save_to_disk"):
+        open_rows(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("marker", [*ODD_JSON, '{"splits": 3}'])
 def test_a_damaged_folder_is_an_error(tmp_path: Path, marker: str):
     (tmp_path / "dataset_dict.json").write_text(marker)
     for read in (has_split, open_rows):

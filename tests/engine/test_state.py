@@ -206,6 +206,24 @@ def test_what_is_missing_is_named(tmp_path: Path):
         engine.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("[]", "null", "{}", "[" * 10**5, "9" * 5000, '{"has_optimizer": 1}'),
+        '{"has_optimizer": true, "schedule_position": "3"}',
+        '{"has_optimizer": true, "lowered_budgets": []}',
+        '{"has_optimizer": true, "token_budgets": {"update": null}}',
+    ],
+)
+def test_odd_progress_is_one_line_that_names_the_file(tmp_path: Path, content: str):
+    engine = policy_engine()
+    engine.save(tmp_path)
+    (tmp_path / "progress.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"progress\.json cannot be read .*another") as caught:
+        engine.load(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
 def test_a_policy_is_no_critic(tmp_path: Path):
     wrap(PackedCausalLM(tiny_model("llama"))).save(tmp_path)
     with pytest.raises(CheckpointError, match="not a critic"):

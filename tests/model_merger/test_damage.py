@@ -140,6 +140,24 @@ def test_a_file_cut_short_is_told_without_a_manifest(
     assert re.search(told, refused(role))
 
 
+@pytest.mark.parametrize(
+    ("role", "file", "content"),
+    [
+        ("actor", "huggingface/config.json", '{"architectures": ["pipeline"]}'),
+        ("actor", "huggingface/config.json", '{"architectures": [3]}'),
+        ("actor", "huggingface/config.json", "[]"),
+        ("actor", "huggingface/config.json", "[" * 10**5),
+        ("lora", "lora_adapter/adapter_config.json", "[]"),
+        ("lora", "lora_adapter/adapter_config.json", '{"r": 0, "lora_alpha": 16}'),
+        ("lora", "lora_adapter/adapter_config.json", '{"r": 2, "lora_alpha": "16"}'),
+    ],
+)
+def test_odd_json_is_one_line(checkpoint: Path, refused, role: str, file: str, content: str):
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / role / file).write_text(content)
+    assert re.search(r"cannot be read.*[Cc]opy (it|them) again", refused(role))
+
+
 def test_a_base_of_another_size_is_told_before_anything_is_written(checkpoint: Path, refused):
     base = checkpoint.parent / "larger"
     tiny_model("qwen2", intermediate_size=64).save_pretrained(base)

@@ -139,8 +139,11 @@ def test_a_cut_off_last_line_is_repaired_even_without_a_rewind(tmp_path):
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
-def test_rewind_drops_garbage_in_the_middle(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00garbage\n{"step": 2}\n')
+@pytest.mark.parametrize(
+    "garbage", [b"\x00\x00garbage", b'{"step": null}', b"[" * 10**5, b"9" * 5000, b"[1]"]
+)
+def test_rewind_drops_garbage_in_the_middle(tmp_path, garbage):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + garbage + b'\n{"step": 2}\n')
     make_tracker(tmp_path, ["file"]).rewind(2)
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 

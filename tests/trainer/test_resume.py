@@ -339,7 +339,9 @@ def test_a_named_checkpoint_without_one_role_is_refused(tmp_path, undisturbed, c
 
 def test_a_checkpoint_of_a_run_without_critic_is_no_critics(tmp_path, undisturbed, capfd):
     shutil.copytree(undisturbed("grpo"), tmp_path, dirs_exist_ok=True)
-    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"]) == 1
+    named = tmp_path / f"global_step_{LAST}"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}"]
+    assert run(tmp_path, *COMMAND, *ALGORITHMS["ppo"], *resume) == 1
     told = capfd.readouterr().err
     assert "found no progress.json there. A run of other roles has saved it" in told
     assert f"global_step_{LAST}/critic" in told
@@ -379,9 +381,10 @@ def test_memory_that_ran_out_on_one_of_several_ranks_lowers_the_next_start(
     assert seen == [{key: 40}]
     assert run(tmp_path, "trainer.resume_mode=disable") == 0
     assert len(seen) == 1, "a start afresh knows nothing of it"
-    (tmp_path / "lowered_budgets.json").write_text('{"half a')
-    assert run(tmp_path) == 1
-    assert "it is no JSON" in capfd.readouterr().err
+    for odd in ('{"half a', "[]", '{"a": null}', "[" * 10**5):
+        (tmp_path / "lowered_budgets.json").write_text(odd)
+        assert run(tmp_path) == 1
+        assert "it is no JSON" in capfd.readouterr().err
 
 
 def test_validation_alone_from_the_start_keeps_what_was_measured(tmp_path, undisturbed):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from verl.utils.entry import exit_code
+from verl.utils.errors import DataError
 
 FAILS = """
 import sys
@@ -37,6 +38,17 @@ def test_a_file_that_may_not_be_written_is_one_line(capfd):
     assert exit_code(job) == 1
     assert "train.parquet'. Make room, or name another folder" in (told := capfd.readouterr().err)
     assert len(told.splitlines()) == 1
+
+
+def test_a_long_message_keeps_its_begin_and_its_end(capfd):
+    def job() -> None:
+        raise DataError(f"Row 3 is {'x' * 10**6}. Write it again.")
+
+    assert exit_code(job) == 1
+    told = capfd.readouterr().err
+    assert len(told) < 10_000
+    assert told.startswith("DataError: Row 3 is xxx")
+    assert told.endswith("xxx. Write it again.\n")
 
 
 def test_any_other_error_is_ours():

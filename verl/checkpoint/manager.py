@@ -35,9 +35,10 @@ Writer = Callable[[Path], object]
 # Whether the writers are done with what they began; True as argument: wait until they are. Raises
 # what went wrong.
 IsWritten = Callable[[bool], bool]
+_Place = tuple[int, bool, int]  # count, whether it is named as the latest, step
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-_NAME = re.compile(r"global_step_(\d+)")
+_NAME = re.compile(r"global_step_(\d{1,18})")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
 # Less room than this on the disk while a write fails: that is why. torch.save does not tell.
 _FULL_DISK_BYTES = 1 << 20
@@ -59,7 +60,8 @@ class CheckpointManager:
     """Writes checkpoints that are complete or invisible, and reads none that is damaged.
 
     "Newest" is the one written last, which is not always the one of the highest step: a run that
-    was started again in the same folder counts from the beginning.
+    was started again in the same folder counts from the beginning. The order is that of a count in
+    the manifests, never that of a clock, which may be set back.
 
     Args:
         root: the run's folder; created when the first checkpoint is saved.
@@ -134,7 +136,8 @@ class CheckpointManager:
 
     def newest_name(self) -> str | None:
         """The name of the one written last, sound or not; None where there is none."""
-        newest = self._newest_first()
+        readable, unreadable = self._newest_first()
+        newest = [*readable, *unreadable]
         return newest[0].name if newest else None
 
     def advance(self, *, wait: bool = False) -> None:
@@ -174,8 +177,9 @@ class CheckpointManager:
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are as they were written; a warning says what is wrong
-        with newer ones."""
-        for folder in self._newest_first():
+        with newer ones, and with those whose place in the order is unknown."""
+        readable, unreadable = self._newest_first()
+        for folder in (*unreadable, *readable):
             try:
                 self.verify(folder)
             except CheckpointError as error:
@@ -229,7 +233,7 @@ class CheckpointManager:
         if resume_mode == "disable":
             return None
         newest = self.latest()
-        if newest is None and (damaged := self._newest_first()):
+        if newest is None and (damaged := self._folders()):
             raise CheckpointError(
                 f"None of the {len(damaged)} checkpoints in {self.root} is sound (see the warnings "
                 "above). Move them away, or start from the beginning with "
@@ -256,7 +260,9 @@ class CheckpointManager:
             return
         for path, leftover in leftovers:
             kind, name = leftover.groups()
-            if kind == "old" and not (self.root / name).exists():
+            if path.is_symlink() or not path.is_dir():
+                logger.warning("%s is no folder of a checkpoint; it is left as it is.", path)
+            elif kind == "old" and not (self.root / name).exists():
                 os.replace(path, self.root / name)  # killed between the two renames of `_publish`
                 logger.warning(
                     "Checkpoint %s is back: its replacement was not completed.", self.root / name
@@ -284,8 +290,11 @@ class CheckpointManager:
     def _complete(self, temporary: Path, final: Path, step: int) -> None:
         with self._all_or_nothing(temporary, final):
             _check_files_of_all_hosts(temporary)
-            write_manifest(temporary, step)
+            readable, _ = self._newest_first()
+            sequence = max((read_manifest(folder).sequence for folder in readable), default=0) + 1
+            write_manifest(temporary, step, sequence)
             self._publish(temporary, final)
+        logger.info("Saved %s", final)
         self._prune(just_written=final)
 
     def _publish(self, temporary: Path, final: Path) -> None:
@@ -305,20 +314,49 @@ class CheckpointManager:
     def _prune(self, just_written: Path) -> None:
         if self.max_to_keep is None:
             return
-        others = [folder for folder in self._newest_first() if folder != just_written]
+        readable, unreadable = self._newest_first()
+        others = [folder for folder in (*readable, *unreadable) if folder != just_written]
         for folder in others[self.max_to_keep - 1 :]:
             # Renamed first: a half-removed checkpoint must not be found under its name.
             doomed = self.root / f".tmp-{folder.name}-{os.getpid()}"
             os.replace(folder, doomed)
             shutil.rmtree(doomed)
 
-    def _newest_first(self) -> list[Path]:
+    def _folders(self) -> list[Path]:
         if not self.root.is_dir():
             return []
-        folders = [
+        return [
             path for path in self.root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
         ]
-        return sorted(folders, key=_age, reverse=True)
+
+    def _newest_first(self) -> tuple[list[Path], list[Path]]:
+        """Return the folders by their place in the order, and those without a readable manifest,
+        which have none, by their step."""
+        readable: list[tuple[_Place, Path]] = []
+        unreadable: list[tuple[int, Path]] = []
+        latest = self._latest_step()
+        for folder in self._folders():
+            step = step_of(folder)
+            try:
+                sequence = read_manifest(folder).sequence
+            except CheckpointError:
+                unreadable.append((step, folder))
+            else:
+                # An earlier version counted nothing, but named the one it wrote last.
+                is_named = sequence == 0 and step == latest
+                readable.append(((sequence, is_named, step), folder))
+
+        readable.sort(reverse=True)
+        unreadable.sort(reverse=True)
+        return [folder for _, folder in readable], [folder for _, folder in unreadable]
+
+    def _latest_step(self) -> int | None:
+        """Return the step that LATEST_FILE names; None where it names none."""
+        try:
+            text = (self.root / LATEST_FILE).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            return None
+        return int(text) if re.fullmatch(r"\d{1,18}", text.strip()) else None
 
     def _why_unwritten(self, error: BaseException) -> str | None:
         """What is wrong with the disk, or None when the fault is the writer's own."""
@@ -363,11 +401,3 @@ def _check_files_of_all_hosts(folder: Path) -> None:
         from verl.checkpoint.sharded import SavedTensors
 
         SavedTensors(metadata.parent)  # looks for the files of all ranks
-
-
-def _age(folder: Path) -> tuple[int, int]:
-    try:
-        return read_manifest(folder)["saved_at_ns"], step_of(folder)
-    except CheckpointError:
-        # Not to be resumed from, but reported in its place.
-        return folder.stat().st_mtime_ns, step_of(folder)

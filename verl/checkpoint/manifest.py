@@ -5,11 +5,13 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import verl
 from verl.utils.errors import CheckpointError
+from verl.utils.json_text import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # 1 had whole tensors, written by one rank
@@ -22,16 +24,41 @@ _CHUNK_BYTES = 1 << 22
 _NUM_READERS = 4
 
 
-def write_manifest(folder: Path, step: int) -> None:
+@dataclass(frozen=True)
+class FileSum:
+    """The size and the SHA-256 sum of a file when it was written."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's manifest says.
+
+    `sequence` counts the checkpoints of a folder in the order in which they were written, from 1;
+    0 where an earlier version wrote it, which had no count.
+    """
+
+    step: int
+    sequence: int
+    saved_at_ns: int
+    files: dict[str, FileSum]
+
+
+def write_manifest(folder: Path, step: int, sequence: int = 1) -> None:
     """Sum up every file under `folder`, and bring all of it to the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
+    )
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         sums = list(pool.map(_sum_and_sync, files))
     manifest = {
         "format": FORMAT,
         "step": step,
+        "sequence": sequence,
         "version": verl.__version__,
-        "saved_at_ns": time.time_ns(),
+        "saved_at_ns": time.time_ns(),  # for people: clocks may be set back
         "files": {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
             for path, digest in zip(files, sums)
@@ -44,32 +71,67 @@ def write_manifest(folder: Path, step: int) -> None:
         sync(subfolder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; CheckpointError when there is none or it cannot be read."""
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint; CheckpointError where it is missing or unreadable."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it is not a complete checkpoint of this package."
         )
     try:
-        manifest = json.loads(path.read_bytes())
-        return {
-            "step": int(manifest["step"]),
-            "saved_at_ns": int(manifest["saved_at_ns"]),
-            "files": manifest["files"],
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+        return _parse_manifest(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}. Copy the checkpoint again, or use another."
+        ) from error
+
+
+def _parse_manifest(content: bytes) -> Manifest:
+    """Return the manifest that JSON text holds; ValueError names what is not as expected."""
+    values = parse_json(content)
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}, no object")
+    if values.get("format") != FORMAT:
+        raise ValueError(f"its format is {values.get('format')!r:.50}, this version reads {FORMAT}")
+
+    numbers = {"sequence": 0, **values}
+    for name in ("step", "sequence", "saved_at_ns"):
+        value = numbers.get(name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"'{name}' must be a whole number from 0 on, got {value!r:.50}")
+
+    files = values.get("files")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"'files' must name the files of the checkpoint, got {files!r:.50}")
+    return Manifest(
+        step=numbers["step"],
+        sequence=numbers["sequence"],
+        saved_at_ns=numbers["saved_at_ns"],
+        files={name: _parse_entry(name, entry) for name, entry in files.items()},
+    )
+
+
+def _parse_entry(name: str, entry: Any) -> FileSum:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"'{name:.100}' is no file within the checkpoint")
+    if not isinstance(entry, dict):
+        raise ValueError(f"the entry of '{name:.100}' is {entry!r:.50}")
+
+    num_bytes, digest = entry.get("bytes"), entry.get("sha256")
+    if type(num_bytes) is not int or not isinstance(digest, str):
+        raise ValueError(f"the entry of '{name:.100}' must have bytes and sha256")
+    return FileSum(num_bytes, digest)
 
 
 def verify_files(folder: Path, part: str = "") -> None:
     """Compare every file with the manifest, or those whose names begin with `part` ("actor/"):
     CheckpointError names all that are missing, truncated or changed."""
     files = {
-        name: entry
-        for name, entry in read_manifest(folder)["files"].items()
-        if name.startswith(part)
+        name: entry for name, entry in read_manifest(folder).files.items() if name.startswith(part)
     }
+    if not files:
+        raise CheckpointError(f"{folder} is damaged: its {MANIFEST} lists no file of {part}.")
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         faults = [
             fault
@@ -104,13 +166,13 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _fault(path: Path, name: str, expected: dict[str, Any]) -> str | None:
+def _fault(path: Path, name: str, expected: FileSum) -> str | None:
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size
-    if size != expected["bytes"]:
-        kind = "truncated" if size < expected["bytes"] else "too long"
-        return f"{name} is {kind} ({size} of {expected['bytes']} bytes)"
-    if _digest(path) != expected["sha256"]:
+    if size != expected.num_bytes:
+        kind = "truncated" if size < expected.num_bytes else "too long"
+        return f"{name} is {kind} ({size} of {expected.num_bytes} bytes)"
+    if _digest(path) != expected.sha256:
         return f"{name} has another checksum than when it was written"
     return None

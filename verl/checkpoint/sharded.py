@@ -8,7 +8,6 @@ ranks there were.
 
 import functools
 import logging
-import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,21 +20,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from verl.checkpoint.background import Background
 from verl.checkpoint.manifest import SHARD_METADATA, SHARED_FILES
+from verl.checkpoint.unpickling import UNREADABLE_PICKLE, read_metadata
 from verl.distributed.collectives import Axis
 from verl.utils.errors import CheckpointError
 
 SHARDED_FOLDER = "sharded"  # within the folder of a role
 MODEL, OPTIMIZER = "model.", "optimizer."  # what the names of weights and of moments begin with
-# What unpickling raises where bytes are missing or changed; an OSError (no access) names its file
-# by itself.
-_DAMAGED_PICKLE = (
-    *(pickle.UnpicklingError, EOFError, MemoryError, ValueError, OverflowError, RuntimeError),
-    *(LookupError, TypeError, AttributeError, ImportError),
-)
 _IF_DAMAGED = "If it is damaged or was not copied whole, copy it again, or use another checkpoint."
 
 # torch notes every tensor and every part of a save there, in debug messages that a root handler
@@ -118,7 +112,7 @@ class SavedTensors:
                 for name, info in metadata.state_dict_metadata.items()
                 if isinstance(info, TensorStorageMetadata)
             }
-        except _DAMAGED_PICKLE as error:
+        except UNREADABLE_PICKLE as error:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise CheckpointError(
                 f"{folder / SHARD_METADATA} cannot be read ({reason}). {_IF_DAMAGED}"
@@ -158,12 +152,14 @@ class SavedTensors:
 
 
 class _Reader(FileSystemReader):
-    """Reads its metadata once: with many ranks and layers it is large, and every `load` asks for
-    it."""
+    """Reads its metadata without running code from it, and once: with many ranks and layers it is
+    large, and every `load` asks for it."""
 
     @functools.cached_property
     def _metadata(self) -> Metadata:
-        return super().read_metadata()
+        metadata = read_metadata(Path(self.path) / SHARD_METADATA)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
@@ -185,5 +181,6 @@ def _told(what: str, way_out: str = "") -> Iterator[None]:
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
         where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
-        reason = f"{type(cause).__name__}: {cause}".rstrip(": .")  # an EOFError says nothing
+        first_line = next(iter(str(cause).splitlines()), "")  # PyTorch goes on with advice
+        reason = f"{type(cause).__name__}: {first_line}".rstrip(": .")  # an EOFError says nothing
         raise CheckpointError(f"While {what}{where}: {reason}.{way_out}") from cause

@@ -93,3 +93,70 @@ def doubts(config: TrainConfig) -> Iterator[str]:
             "algorithm.gdpo_reward_keys has no effect: it is read with "
             "algorithm.adv_estimator=gdpo only."
         )
+    yield from _thresholds_that_leave_nothing(config)
+    yield from _steps_beyond_the_run(config)
+
+
+def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
+    """Bounds that hit (nearly) every token, response or weight."""
+    correction, prefix = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    veto = correction.rollout_token_veto_threshold
+    if veto is not None and veto >= 1:
+        yield (
+            f"{prefix}.rollout_token_veto_threshold={veto} rejects every response with a token that "
+            "the trainer finds less likely than the rollout did, which is nearly every one: "
+            "nothing is learned. 1e-4 is usual."
+        )
+    for name, asked, upper, lower in (
+        (
+            "rollout_is",
+            correction.rollout_is,
+            correction.rollout_is_threshold,
+            correction.rollout_is_threshold_lower,
+        ),
+        (
+            "rollout_rs",
+            correction.rollout_rs,
+            correction.rollout_rs_threshold,
+            correction.rollout_rs_threshold_lower,
+        ),
+    ):
+        if asked is not None and (upper < 1 or (lower is not None and lower > 1)):
+            yield (
+                f"{prefix}.{name}_threshold={upper} with {name}_threshold_lower={lower} leaves out "
+                "a ratio of 1, where rollout and trainer agree. A band about 1 is usual, [0.5, 2] "
+                "say."
+            )
+
+    buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
+    if buffer.enable and buffer.len >= longest:
+        yield (
+            f"reward_model.overlong_buffer.len={buffer.len} begins before the first of "
+            f"data.max_response_length={longest} tokens: every response is punished."
+        )
+
+
+def _steps_beyond_the_run(config: TrainConfig) -> Iterator[str]:
+    """Steps of the run that a key counts on and that never come."""
+    trainer, last = config.trainer, config.trainer.total_training_steps
+    if last is None:
+        return
+    if trainer.critic_warmup >= last:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} steps train the critic alone, and the "
+            f"run has {last}: the actor learns nothing."
+        )
+    optims = [("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)]
+    if config.needs_critic:
+        optims.append(("critic.optim", config.critic.optim))
+    for section, optim in optims:
+        if optim.lr_warmup_steps > last:
+            yield (
+                f"{section}.lr_warmup_steps={optim.lr_warmup_steps} is more than the run's {last} "
+                f"steps: the learning rate never comes to {section}.lr={optim.lr}."
+            )
+    if beyond := [step for step in trainer.profile_steps or () if not 1 <= step <= last]:
+        yield (
+            f"trainer.profile_steps={beyond} are no steps of a run of {last}: they have no "
+            "timeline."
+        )

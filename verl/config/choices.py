@@ -1,4 +1,4 @@
-"""Names that a key may take, where the set is closed."""
+"""Names that a key may take, where the set is closed, and limits that several keys share."""
 
 STRATEGIES = ("fsdp", "fsdp2")
 LOSS_AGGREGATIONS = (
@@ -12,3 +12,4 @@ ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
+MAX_LORA_RANK = 65_536  # wider than any layer

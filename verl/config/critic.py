@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.checkpoint import CheckpointConfig
-from verl.config.choices import ATTENTION_KERNELS, LOSS_AGGREGATIONS, STRATEGIES
+from verl.config.choices import ATTENTION_KERNELS, LOSS_AGGREGATIONS, MAX_LORA_RANK, STRATEGIES
 from verl.config.fsdp import FSDPConfig
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
@@ -79,7 +79,9 @@ class CriticModelConfig:
     )
     custom_cls: CriticClassConfig = field(default_factory=CriticClassConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", at_least=0)
+    lora_rank: int = setting(
+        0, "rank of LoRA adapters; 0: train all weights", at_least=0, at_most=MAX_LORA_RANK
+    )
     lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
     target_modules: Any = setting(
         "all-linear",

@@ -28,6 +28,7 @@ from verl.config.train import TrainConfig
 from verl.config.validate import validate
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger, silenced
+from verl.utils.secrets import MASK, masked_values, remember_environment
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,19 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         with silenced():  # what is printed is a YAML file to be kept
             config = _build(_compose(command, root), root, on_line)
         schema = ROOTS[root].schema
-        values, keys = flatten(config_to_dict(config), schema), keys_of(schema)
+        values, keys = flatten(config_to_show(config), schema), keys_of(schema)
         # Without second names, which a change of the first would contradict.
         shown = nest(
             {path: value for path, value in values.items() if keys[path].setting.alias_of is None}
         )
-        print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
+        text = OmegaConf.to_yaml(OmegaConf.create(shown))
+        print(text, end="")
+        if MASK in text:
+            print(
+                f"Secrets are shown as {MASK}. Before you use this as a configuration, put them in, "
+                "best as ${oc.env:NAME}.",
+                file=sys.stderr,
+            )
         sys.exit(0)
     config = _build(_compose(command, root), root, on_line)
     about = ROOTS[root]
@@ -167,6 +175,11 @@ def _plain(tree: DictConfig) -> dict[str, Any]:
     values = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}
+
+
+def config_to_show(config: Any) -> dict[str, Any]:
+    """Return nested plain values without secrets, for people, trackers and files."""
+    return masked_values(config_to_dict(config))
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -315,6 +328,7 @@ def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -
     given = ROOTS[root].with_defaults(given)
     tree = _schema(root).copy()
     for path, value in given.items():
+        remember_environment(value)
         _assign(tree, keys[path], value, written_as.get(path, path))
     config = _resolve(tree, root_class)
     assert isinstance(config, root_class)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.choices import ATTENTION_KERNELS
+from verl.config.choices import ATTENTION_KERNELS, MAX_LORA_RANK
 from verl.config.setting import setting
 
 _SHM = "weights are read through the page cache once a process"
@@ -66,7 +66,9 @@ class ModelConfig:
         "compute on packed sequences",
         no_effect="sequences are always packed; there is no padded path",
     )
-    lora_rank: int = setting(0, "rank of LoRA adapters; 0: train all weights", at_least=0)
+    lora_rank: int = setting(
+        0, "rank of LoRA adapters; 0: train all weights", at_least=0, at_most=MAX_LORA_RANK
+    )
     lora_alpha: int = setting(16, "LoRA: adapters count lora_alpha / lora_rank", above=0)
     target_modules: Any = setting(
         "all-linear",

@@ -90,7 +90,7 @@ def roles_are_placed(config: TrainConfig) -> Iterator[str]:
 
 
 def placement_doubts(config: TrainConfig) -> Iterator[str]:
-    """Ranks without work, and places without a role."""
+    """Ranks without work, places without a role, and shares of more ranks than a role has."""
     idle = set(range(number_of_ranks(config))).difference(*ranks_of_roles(config).values())
     if idle:
         yield f"trainer.placement gives no role to the ranks {sorted(idle)}: they stay idle."
@@ -101,4 +101,22 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
             yield (
                 f"trainer.placement.{role}={ranks} has no effect: this run has no {role} with a "
                 "model of its own."
+            )
+    sections = {
+        "actor_rollout": ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
+        "reference": ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
+        "critic": ("critic.model", config.critic.model.fsdp_config),
+        "reward_model": ("reward_model.model", config.reward_model.model.fsdp_config),
+    }
+    for role, ranks in ranks_of_roles(config).items():
+        section, fsdp = sections[role]
+        if fsdp.fsdp_size > len(ranks):
+            yield (
+                f"{section}.fsdp_config.fsdp_size={fsdp.fsdp_size} has no effect: the role has "
+                f"{len(ranks)} ranks, which all hold one copy of the weights together."
+            )
+        elif fsdp.fsdp_size == 0 or fsdp.fsdp_size < -1:
+            yield (
+                f"{section}.fsdp_config.fsdp_size={fsdp.fsdp_size} is taken as -1: all ranks hold "
+                "one copy of the weights."
             )

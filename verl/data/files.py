@@ -5,7 +5,6 @@ Whatever the format, a row comes as plain Python dicts, lists and scalars.
 
 import gzip
 import hashlib
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.utils.errors import DataError
+from verl.utils.json_text import parse_json
 
 FORMATS = (
     "Parquet (.parquet), JSON lines (.jsonl, .json) or a folder written by datasets' save_to_disk"
@@ -26,6 +26,9 @@ FORMATS = (
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 _MARKERS = ("dataset_dict.json", "state.json")  # one of them lies in every `save_to_disk` folder
 _GZIP = b"\x1f\x8b"  # what a file packed by gzip begins with
+
+# Raised by `datasets` where JSON of a `save_to_disk` folder has other types than were saved.
+_DAMAGED_FOLDER = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 Row = TypeVar("Row")
 Encoded = TypeVar("Encoded")
@@ -117,10 +120,8 @@ def has_split(file: str | Path, split: str) -> bool:
     if not marker.is_file():
         return False
     with _told_as_damaged(marker.parent):
-        return any(
-            name in SPLITS[split]
-            for name in json.loads(marker.read_text(encoding="utf-8"))["splits"]
-        )
+        splits = parse_json(marker.read_text(encoding="utf-8"))["splits"]
+        return any(name in SPLITS[split] for name in splits)
 
 
 def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
@@ -208,8 +209,8 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
     text = _read_text(path)
     if text.lstrip().startswith("["):
         try:
-            rows = list(enumerate(json.loads(text), start=1))
-        except json.JSONDecodeError as error:
+            rows = list(enumerate(parse_json(text), start=1))
+        except ValueError as error:
             raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
         return [_json_object(path, f"element {number}", row) for number, row in rows]
     # Lines end at "\n" alone: str.splitlines would also cut at separators that JSON allows inside
@@ -245,11 +246,12 @@ def _read_text(path: Path) -> str:
 
 def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        return _json_object(path, f"line {number}", json.loads(line))
-    except json.JSONDecodeError as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise DataError(
             f"Data file '{path}', line {number}, must be one JSON object a line: {error}."
         ) from error
+    return _json_object(path, f"line {number}", value)
 
 
 def _json_object(path: Path, where: str, value: Any) -> dict[str, Any]:
@@ -287,11 +289,10 @@ def _open_folder(path: Path, split: str) -> Rows:
 
 @contextmanager
 def _told_as_damaged(folder: Path) -> Iterator[None]:
-    """DataError for whatever reading the files of a `save_to_disk` folder raises where one is not
-    what was saved."""
+    """Raise DataError for any error of reading a `save_to_disk` folder with a damaged file."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
+    except (*_DAMAGED_FOLDER, OSError, pa.ArrowException) as error:
         raise DataError(
             f"Folder '{folder}' must be whole, as datasets' save_to_disk writes it, but cannot be "
             f"read ({type(error).__name__}: {error}). Save it again."

@@ -24,6 +24,7 @@ from verl.models.lora import (
     save_adapters,
 )
 from verl.utils.errors import CheckpointError
+from verl.utils.json_text import parse_json
 
 PROGRESS_FILE = "progress.json"
 
@@ -94,7 +95,7 @@ def load_state(
             "trainer.default_local_dir, or start from the beginning with "
             "trainer.resume_mode=disable."
         )
-    progress = json.loads(file.read_text(encoding="utf-8"))
+    progress = _read_progress(file)
     has_optimizer = progress.pop("has_optimizer")
     if adapted_layers(hf_model):
         _load_adapters(folder / ADAPTER_FOLDER, hf_model)
@@ -113,6 +114,35 @@ def load_state(
                 "checkpoint.load_contents, and the run starts with new moments."
             )
         _load_moments(folder / SHARDED_FOLDER, hf_model, optimizer)
+    return progress
+
+
+# Types of the entries of PROGRESS_FILE, all of which but the first may be missing.
+_PROGRESS_TYPES = {
+    "has_optimizer": bool,
+    "schedule_position": int,
+    "lowered_budgets": dict,
+    "token_budgets": dict,
+}
+
+
+def _read_progress(file: Path) -> dict[str, Any]:
+    """Return what `save_state` wrote there; CheckpointError for anything else."""
+    try:
+        progress = parse_json(file.read_bytes())
+        if not isinstance(progress, dict):
+            raise ValueError(f"it holds a {type(progress).__name__}")
+
+        for name, expected in _PROGRESS_TYPES.items():
+            value = progress.get(name, expected() if name != "has_optimizer" else None)
+            entries = value.values() if isinstance(value, dict) else ()
+            if not isinstance(value, expected) or not all(type(size) is int for size in entries):
+                raise ValueError(f"{name} is {value!r:.50}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}). If it is damaged or was not copied whole, copy it "
+            "again, or use another checkpoint."
+        ) from error
     return progress
 
 

@@ -36,6 +36,7 @@ from verl.checkpoint.sharded import MODEL, SHARDED_FOLDER, SavedTensors
 from verl.models.critic import VALUE_HEAD_FILE
 from verl.models.lora import ADAPTER_FOLDER, merged_shape, merged_weight, read_adapters
 from verl.utils.errors import CheckpointError
+from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -234,13 +235,16 @@ def _on_meta(folder: Path) -> PreTrainedModel | None:
     names stay anyway."""
     file = folder / "config.json"
     with _readable(file):
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
         if "auto_map" in config:
             return None
+        name = config["architectures"][0]
+        family = getattr(transformers, name, None)
+        # Any other name of transformers would be called as well.
+        if not (isinstance(family, type) and issubclass(family, PreTrainedModel)):
+            raise ValueError(f"transformers has no model named {name!r:.100}")
         with torch.device("meta"):
-            return getattr(transformers, config["architectures"][0])(
-                AutoConfig.from_pretrained(folder)
-            )
+            return family(AutoConfig.from_pretrained(folder))
 
 
 def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> None:
@@ -251,7 +255,7 @@ def _write_configuration(target: Path, source: _Source, dtype: torch.dtype) -> N
         assert source.model is not None
         save_config(target, source.model, dtype)
         return
-    config = json.loads(file.read_text(encoding="utf-8")) | {
+    config = parse_json(file.read_text(encoding="utf-8")) | {
         "dtype": str(dtype).removeprefix("torch.")
     }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

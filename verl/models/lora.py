@@ -8,7 +8,7 @@ rollout engine, a checkpoint) asks here.
 """
 
 import copy
-import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from verl.distributed.fsdp import full_tensor, shard_like
 from verl.utils.errors import CheckpointError, ModelError
 from verl.utils.imports import require
+from verl.utils.json_text import parse_json
 from verl.utils.registry import nearest_names
 
 ADAPTER_FOLDER = "lora_adapter"
@@ -229,11 +230,22 @@ def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor,
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """peft's configuration, and the factors under their names within the model."""
-    config = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    config = parse_json((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    _check_config(config)
     return config, {
         name.removeprefix(_SAVED_PREFIX): each
         for name, each in load_file(folder / _WEIGHTS_FILE).items()
     }
+
+
+def _check_config(config: Any) -> None:
+    """Raise ValueError unless the numbers that scale the adapters are there."""
+    if not isinstance(config, dict):
+        raise ValueError(f"{_CONFIG_FILE} holds a {type(config).__name__}")
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{_CONFIG_FILE} has {name}={value!r:.50}")
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Care for a file of JSON lines whose writer may have been killed."""
 
-import json
 import os
 from pathlib import Path
 
+from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 
 
@@ -31,11 +31,14 @@ def drop_lines_after(path: Path, step: int) -> None:
     kept: list[bytes] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             logger.warning("Line %d of %s is no JSON and is dropped.", number, path)
             continue
-        if line.endswith(b"\n") and isinstance(row, dict) and row.get("step", 0) <= step:
+        line_step = row.get("step", 0) if isinstance(row, dict) else None
+        if not isinstance(line_step, (int, float)):
+            logger.warning("Line %d of %s is no line of metrics and is dropped.", number, path)
+        elif line.endswith(b"\n") and line_step <= step:
             kept.append(line)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.write_bytes(b"".join(kept))

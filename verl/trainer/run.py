@@ -2,7 +2,9 @@
 not finite."""
 
 import json
+import logging
 import os
+import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,8 +15,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.unpickling import load_state, save_state
 from verl.config import TrainConfig
-from verl.config.load import config_to_dict
+from verl.config.load import config_to_show
 from verl.config.sft import SFTConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
@@ -22,8 +25,10 @@ from verl.single_controller import Worker, WorkerGroup
 from verl.single_controller.breadcrumbs import Progress
 from verl.tracking import Tracker, TrackerSettings
 from verl.trainer.phase_reports import PhaseReports
+from verl.trainer.resume import check_config, save_config, when_saved
 from verl.utils.devices import describe_device, memory_metrics, visible_device
-from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError
+from verl.utils.errors import CheckpointError, NonFiniteError, OutOfMemoryError, VerlError
+from verl.utils.json_text import parse_json
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
@@ -32,6 +37,13 @@ from verl.workers.trained import EngineWorker
 
 # In the folder of checkpoints: sizes of passes that another start begins with.
 LOWERED_BUDGETS = "lowered_budgets.json"
+STATE_FILE = "state.pt"  # the driver's own part of a checkpoint
+
+
+def default_folder(trainer: Any) -> str:
+    """Return the folder of checkpoints of a run that names none."""
+    return f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+
 
 Result = TypeVar("Result")
 Config = TypeVar("Config", TrainConfig, SFTConfig)
@@ -104,7 +116,7 @@ class TrainingRun(ABC, Generic[Config]):
         settings = TrackerSettings(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
-            config=config_to_dict(self.config),
+            config=config_to_show(self.config),
             folder=Path(trainer.default_local_dir).expanduser(),
             total_steps=self.total_steps,
             log_interval=trainer.log_interval,
@@ -146,6 +158,7 @@ class TrainingRun(ABC, Generic[Config]):
         try:
             if self.config.trainer.save_freq > 0 or "file" in self.config.trainer.logger:
                 self.checkpoints.claim()
+            self.warn_where_nothing_is_kept()
             with self.reports.phase("load_checkpoint"):
                 self.load_checkpoint()
             self.tracker.rewind(self.global_step)
@@ -155,9 +168,10 @@ class TrainingRun(ABC, Generic[Config]):
                     "Nothing is left to train: step %d is done, and the run ends with step %d. "
                     "Raise trainer.total_training_steps (or total_epochs) to go on; or start from "
                     "the beginning with trainer.resume_mode=disable or another "
-                    "trainer.default_local_dir.",
+                    "trainer.default_local_dir than %s.",
                     self.global_step,
                     self.total_steps,
+                    self.checkpoints.root,
                 )
             if (
                 self.global_step == 0
@@ -172,6 +186,8 @@ class TrainingRun(ABC, Generic[Config]):
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break
+            self.checkpoints.finish()
+            self.log_results()
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             self.note_shortage(error)
             self.checkpoints.rescue()
@@ -187,6 +203,29 @@ class TrainingRun(ABC, Generic[Config]):
         finally:
             self.checkpoints.release()
             self.tracker.finish()
+
+    def warn_where_nothing_is_kept(self) -> None:
+        """Log that the trained weights end with the process, while there is time to change it."""
+        if self.config.trainer.save_freq < 0:
+            logger.warning(
+                "trainer.save_freq=-1: no checkpoint is written, and the trained weights end with "
+                "this process. Set trainer.save_freq=%d to keep those of the last step.",
+                self.total_steps,
+            )
+
+    def log_results(self) -> None:
+        """Log where the run left its checkpoint and metrics, and the command that exports it."""
+        if "file" in self.config.trainer.logger:
+            logger.info("Metrics: %s", self.checkpoints.root / "metrics.jsonl")
+        name = self.checkpoints.newest_name()
+        if name is not None and self.config.trainer.save_freq > 0:
+            folder = self.checkpoints.root / name
+            logger.info("Checkpoint: %s", folder)
+            logger.info(
+                "Weights for transformers: verl merge --local_dir %s --target_dir %s",
+                shlex.quote(str(folder / next(iter(self.checkpointed_groups())))),
+                shlex.quote(str(self.checkpoints.root / f"{name}_hf")),
+            )
 
     def run_step(self, prompts: DataProto) -> None:
         """One step with everything around it: timing, validation, checkpoint and log."""
@@ -277,13 +316,16 @@ class TrainingRun(ABC, Generic[Config]):
         if not file.is_file():
             return {}
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
+            sizes = parse_json(file.read_text(encoding="utf-8"))
+            if not isinstance(sizes, dict) or any(type(size) is not int for size in sizes.values()):
+                raise ValueError("expected an object of whole numbers")
         except ValueError as error:
             raise CheckpointError(
                 f"Expected the sizes of passes in {file}, as a run that was out of memory leaves "
                 f"them, and it is no JSON ({error}). Remove it: the run begins with the configured "
                 "sizes and lowers them again if need be."
             ) from error
+        return sizes
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -296,7 +338,7 @@ class TrainingRun(ABC, Generic[Config]):
             role: partial(group.save_checkpoint, in_background=in_background)
             for role, group in groups.items()
         }
-        writers["trainer"] = lambda folder: torch.save(self.state_dict(), folder / "state.pt")
+        writers["trainer"] = self._save_driver
 
         def is_written(wait: bool) -> bool:
             return all(group.checkpoint_is_written(wait=wait) for group in groups.values())
@@ -308,13 +350,60 @@ class TrainingRun(ABC, Generic[Config]):
         names."""
         trainer = self.config.trainer
         folder = self.checkpoints.resolve(trainer.resume_mode, trainer.resume_from_path)
-        if folder is not None:
-            for role, group in self.checkpointed_groups().items():
-                group.load_checkpoint(folder / role)
-            self.load_state_dict(torch.load(folder / "trainer" / "state.pt", weights_only=False))
-            logger.info(
-                "Resumed from %s: step %d of %d.", folder, self.global_step, self.total_steps
-            )
+        if folder is None:
+            return
+
+        is_named = trainer.resume_mode == "resume_path"
+        check_config(folder, self.config, is_named=is_named)
+        state = self._read_state(folder / "trainer" / STATE_FILE)
+        for role, group in self.checkpointed_groups().items():
+            group.load_checkpoint(folder / role)
+
+        try:
+            self.load_state_dict(state)
+        except VerlError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder / 'trainer' / STATE_FILE} does not fit this run "
+                f"({type(error).__name__}: {error}). Use another checkpoint, or start from the "
+                "beginning with trainer.resume_mode=disable. VERL_TRACEBACK=1 shows where it failed."
+            ) from error
+
+        # A program without log hears of a resume that nothing in its arguments asked for.
+        in_default_folder = trainer.default_local_dir == default_folder(trainer)
+        logger.log(
+            logging.WARNING if in_default_folder and not is_named else logging.INFO,
+            "Resumed from %s: step %d of %d, written %s. To start from the beginning: "
+            "trainer.resume_mode=disable, or another trainer.experiment_name.",
+            folder,
+            self.global_step,
+            self.total_steps,
+            when_saved(folder),
+        )
+
+    def _save_driver(self, folder: Path) -> None:
+        save_state(folder / STATE_FILE, self.state_dict())
+        save_config(folder, self.config)
+
+    def _read_state(self, file: Path) -> dict[str, Any]:
+        """Return the driver's part of a checkpoint; CheckpointError where another kind of run saved
+        it."""
+        state = load_state(file)
+        for name, expected in self.state_dict().items():
+            found = state.get(name)
+            fits = name in state
+            if isinstance(expected, (int, dict)):
+                fits = isinstance(found, type(expected))
+            if isinstance(found, dict) and isinstance(expected, dict):
+                fits = expected.keys() <= found.keys()
+            if not fits:
+                raise CheckpointError(
+                    f"Expected the state of a run of this kind in {file}, but its '{name}' is "
+                    f"{found!r:.50}. Another kind of run saved it (fine-tuning, say): set another "
+                    "trainer.default_local_dir, or trainer.resume_mode=disable."
+                )
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """The driver's own part of a checkpoint."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from verl.utils.errors import MissingDependencyError, VerlError, WorkerError
 from verl.utils.imports import missing_package
+from verl.utils.secrets import masked
 from verl.utils.sigterm import TERMINATED, sigterm_as_exit
 
+MAX_CHARACTERS = 8000  # of a message on stderr
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
 # A disk that is full or may not be written, a file that grew too large: not every library names the
 # file in `filename`.
@@ -53,5 +55,17 @@ def _named(error: Exception) -> str:
 def _told(text: str, error: BaseException, code: int = 1) -> int:
     if os.environ.get("VERL_TRACEBACK"):
         raise error  # Python prints the traceback, whose last line is the message
-    print(text, file=sys.stderr, flush=True)
+    print(_shortened(masked(text)), file=sys.stderr, flush=True)
     return code
+
+
+def _shortened(text: str) -> str:
+    """Cut the middle out of a long text: facts stand at its begin, the way out at its end."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    half = MAX_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return (
+        f"{text[:half]} [... {left_out} characters left out; VERL_TRACEBACK=1 shows all ...] "
+        f"{text[-half:]}"
+    )

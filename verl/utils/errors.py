@@ -10,9 +10,14 @@ from contextlib import contextmanager
 from traceback import extract_tb
 from types import MappingProxyType
 
+from verl.utils.secrets import masked
+
 
 class VerlError(Exception):
-    """Root of all errors raised on purpose by this package."""
+    """Root of all errors raised on purpose by this package. Its text has no secrets."""
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
 
 
 class ConfigError(VerlError, ValueError):

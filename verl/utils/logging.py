@@ -6,7 +6,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from verl.utils.secrets import masked
+
 logger = logging.getLogger("verl")
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    """Put the text without secrets into a record, whoever prints it."""
+    record.msg, record.args = masked(record.getMessage()), ()
+    return True
+
+
+logger.addFilter(_hide_secrets)
 
 
 def configure_logging(level: int = logging.INFO) -> None:

@@ -1,0 +1,124 @@
+"""The order of checkpoints, and manifests that are not as they were written."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_manager import names, save
+from verl.checkpoint.manager import CheckpointManager
+from verl.utils.errors import CheckpointError
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path, monkeypatch):
+    clock = iter(range(10**18, 0, -(10**15)))
+    monkeypatch.setattr(time, "time_ns", clock.__next__)
+    for step in (2, 4, 6):
+        manager = CheckpointManager(tmp_path, max_to_keep=2)  # each in a process of its own
+        folder = save(manager, step)
+        os.utime(folder, ns=(10**18 - step, 10**18 - step))
+        assert manager.latest() == folder
+        assert manager.newest_name() == folder.name
+    assert names(tmp_path) == {
+        "global_step_4",
+        "global_step_6",
+        "latest_checkpointed_iteration.txt",
+    }
+
+
+def test_checkpoints_of_a_version_without_a_count_come_before_new_ones(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (50, 100, 2):
+        save(manager, step)
+    for folder in tmp_path.glob("global_step_*"):
+        edit_manifest(folder, lambda manifest: manifest.pop("sequence"))
+    assert manager.latest() == tmp_path / "global_step_2", "the one that was written last"
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert manager.latest() == tmp_path / "global_step_100"
+    folder = save(manager, 4)
+    assert manager.latest() == folder
+
+
+def edit_manifest(folder: Path, edit) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+ODD_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+@given(
+    value=ODD_JSON,
+    place=st.sampled_from(["", "step", "sequence", "saved_at_ns", "format", "files", "entry"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_an_odd_manifest_is_passed_over_or_sound_and_never_a_traceback(
+    tmp_path_factory, value, place
+):
+    manager = CheckpointManager(tmp_path_factory.mktemp("odd"))
+    good, odd = save(manager, 2), save(manager, 4)
+
+    def edit(manifest):
+        if place == "entry":
+            manifest["files"]["actor/weights.bin"] = value
+        elif place:
+            manifest[place] = value
+
+    edit_manifest(odd, edit)
+    if not place:
+        (odd / "manifest.json").write_text(json.dumps(value))
+    found = manager.resolve("auto")
+    still_sound = place in ("step", "saved_at_ns", "sequence") and type(value) is int
+    assert found in ({good, odd} if still_sound else {good})
+    save(manager, 6)
+
+
+ODD_MANIFESTS = {
+    "deep": "[" * 100_000,
+    "huge number": '{"format": 2, "step": ' + "9" * 5000 + "}",
+    "null entries": '{"format": 2, "step": 4, "saved_at_ns": 1, "files": {"trainer/x": null}}',
+    "list of files": '{"format": 2, "step": 4, "saved_at_ns": 1, "files": []}',
+    "no files": '{"format": 2, "step": 4, "saved_at_ns": 1, "files": {}}',
+    "later format": '{"format": 3, "step": 4, "saved_at_ns": 1, "files": {"a": {}}}',
+    "elsewhere": '{"format": 2, "step": 4, "saved_at_ns": 1, "files": {"../../a": {}}}',
+    "no text": "\x00\xff",
+}
+
+
+@pytest.mark.parametrize("kind", ODD_MANIFESTS)
+def test_a_manifest_that_is_none_is_named_and_the_older_checkpoint_used(tmp_path, kind, caplog):
+    manager = CheckpointManager(tmp_path)
+    good, odd = save(manager, 2), save(manager, 4)
+    (odd / "manifest.json").write_bytes(ODD_MANIFESTS[kind].encode("latin-1"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(kind)
+    with caplog.at_level("WARNING", logger="verl"):
+        assert manager.resolve("auto") == good
+    (message,) = caplog.messages
+    assert "global_step_4/manifest.json is damaged" in message
+    assert len(message) < 500
+    assert manager.newest_name() == "global_step_2"
+    with pytest.raises(CheckpointError, match=r"global_step_4/manifest\.json is damaged"):
+        manager.resolve("resume_path", odd)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_stray_file_with_the_name_of_a_leftover_stops_nothing(tmp_path, kind):
+    stray, folder = tmp_path / ".tmp-global_step_4-1", tmp_path / "elsewhere"
+    folder.mkdir()
+    if kind == "file":
+        stray.write_text("mine")
+    else:
+        stray.symlink_to(folder)
+    manager = CheckpointManager(tmp_path)
+    assert manager.resolve("auto") is None
+    save(manager, 4)
+    assert stray.exists()

@@ -1,0 +1,99 @@
+"""Pickles of a checkpoint hold data alone: a name that would run code is refused, never called."""
+
+import os
+import pickle
+import random
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl.checkpoint.sharded import SavedTensors, write_sharded
+from verl.checkpoint.unpickling import load_state, save_state
+from verl.utils.errors import CheckpointError
+from verl.utils.seeding import rng_state
+
+
+class Malicious:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.canary),)
+
+
+def test_states_of_generators_and_samplers_come_back(tmp_path):
+    state = {
+        "rng": rng_state(),
+        "generator": np.random.default_rng(3).bit_generator.state,
+        "python": random.Random(3).getstate(),
+        "numbers": [np.float32(3), np.int64(4), 2**200, 1.5, None, True, b"bytes", (1, "text")],
+        "arrays": {"texts": np.array(["a", "bc"]), "objects": np.array(["a", None], dtype=object)},
+        "containers": [{1, 2}, Counter("abca"), OrderedDict(a=1)],
+        "tensor": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    }
+    save_state(tmp_path / "state.pt", state)
+    loaded = load_state(tmp_path / "state.pt")
+    assert repr(loaded) == repr(state)
+    assert loaded["rng"]["python"] == state["rng"]["python"]
+    assert np.array_equal(loaded["rng"]["numpy"][1], state["rng"]["numpy"][1])
+    assert torch.equal(loaded["rng"]["torch"], state["rng"]["torch"])
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle"])
+def test_a_state_that_would_run_code_is_refused(tmp_path, kind):
+    file, content = tmp_path / "state.pt", {"sampler": Malicious(tmp_path / "canary")}
+    if kind == "plain pickle":
+        file.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, file, _use_new_zipfile_serialization=kind == "zip")
+    with pytest.raises(CheckpointError, match=r"state\.pt cannot be read") as caught:
+        load_state(file)
+    assert len(str(caught.value).splitlines()) == 1
+    assert "weights_only" not in str(caught.value), "no advice to trust the file"
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
+    state = {"sampler": Malicious(tmp_path / "canary")}
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*state_dict of your sampler"):
+        save_state(tmp_path / "state.pt", state)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_metadata_that_would_run_code_is_refused(tmp_path, protocol):
+    write_sharded(tmp_path, {"model.weight": torch.ones(3)})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = Malicious(tmp_path / "canary")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read.*posix\.mkdir"):
+        SavedTensors(tmp_path)
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/hostname", "a/b"])
+def test_metadata_that_names_files_elsewhere_is_refused(tmp_path, name):
+    write_sharded(tmp_path, {"model.weight": torch.ones(3)})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="names a file outside its folder"):
+        SavedTensors(tmp_path)
+
+
+def test_shards_that_would_run_code_are_refused(tmp_path):
+    write_sharded(tmp_path, {"model.weight": torch.ones(3)})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (place,) = metadata.storage_data.values()
+    torch.save(Malicious(tmp_path / "canary"), tmp_path / "__0_0.distcp")
+    place.length = (tmp_path / "__0_0.distcp").stat().st_size
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"While reading {tmp_path}") as caught:
+        SavedTensors(tmp_path).read({"model.weight": torch.empty(3)})
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "canary").exists()

@@ -1,0 +1,159 @@
+"""Compare the configuration of a run with the one that saved the checkpoint it resumes from."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.manifest import read_manifest
+from verl.config.keys import Key, keys_of
+from verl.config.load import config_to_show
+from verl.config.rules import inactive_sections
+from verl.config.train import TrainConfig
+from verl.utils.errors import CheckpointError
+from verl.utils.json_text import parse_json
+from verl.utils.logging import logger
+
+CONFIG_FILE = "config.json"  # next to the driver's own state
+# The end of keys whose change makes the resumed run neither the old one nor the new one. Models and
+# tokenizers may have moved: the same last part of a path is the same one.
+_FIXED = ("algorithm.adv_estimator", "optim.optimizer", "data.dataset_name")
+_FIXED_PATHS = ("actor_rollout_ref.model.path", "model.path", "critic.model.path", "data.tokenizer")
+# Keys that may change without a word: they say where and how fast a run computes, how long it is,
+# and what is recorded of it. A key is meant by any part of its name.
+_FREE = (
+    *("ray_init.", "trainer.", ".checkpoint.", "fsdp_config.", "parallel_size", "strategy"),
+    *("micro_batch_size", "max_token_len", "use_dynamic_bsz", "gradient_checkpointing"),
+    *("activation_offload", "attention_kernel", "fused_kernels", "torch_compile", "share_prompts"),
+    *("gpu_memory_utilization", "num_pages", "page_size", "prefix_caching", "max_num_seqs"),
+    *("max_num_batched_tokens", "max_model_len", "enforce_eager", "free_cache_engine"),
+    *("bucket_megabytes", "fingerprint_interval", "max_concurrent", "timeout_s", "requests."),
+    *("preflight", "val_files", "val_batch_size", "validation_shuffle", "val_kwargs."),
+)
+_NOT_FREE = ("trainer.seed", "trainer.critic_warmup", "fsdp_config.compute_dtype")
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key with its value in the checkpoint and in this run."""
+
+    key: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.then!r:.100} then, {self.now!r:.100} now)"
+
+
+def save_config(folder: Path, config: Any) -> None:
+    """Write the configuration, without secrets, for `check_config` of a run that resumes."""
+    values = json.dumps(_values(config), indent=1)
+    (folder / CONFIG_FILE).write_text(values + "\n", encoding="utf-8")
+
+
+def check_config(folder: Path, config: Any, *, is_named: bool) -> None:
+    """Log the keys that changed since the checkpoint `folder` (`global_step_N`) was saved.
+
+    Args:
+        is_named: the user named this checkpoint, and may go on with another configuration.
+
+    Raises:
+        CheckpointError: a change makes the resumed run neither the old one nor the new one.
+    """
+    then = _read_config(folder / "trainer" / CONFIG_FILE)
+    if then is None:
+        logger.info("%s does not say by which configuration it was saved.", folder)
+        return
+
+    changes = _changes(then, config)
+    refused = [change for change in changes if _is_fixed(change)]
+    if refused and not is_named:
+        raise CheckpointError(
+            f"{folder} was saved by another run, and resuming it would give neither that run nor "
+            f"this one: {_listed(refused)}. Start from the beginning with "
+            "trainer.resume_mode=disable; give this run a folder of its own with another "
+            "trainer.experiment_name or trainer.default_local_dir; or go on anyway with "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
+        )
+    if changes:
+        logger.warning("Changed since %s was saved: %s.", folder, _listed(changes))
+
+
+def when_saved(folder: Path) -> str:
+    """Return the date and time at which a checkpoint was written, by the clock of that time."""
+    seconds = read_manifest(folder).saved_at_ns / 1e9
+    try:
+        saved_at = datetime.fromtimestamp(seconds, tz=timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
+    return f"{saved_at:%Y-%m-%d %H:%M} UTC"
+
+
+def _changes(then: dict[str, Any], config: Any) -> list[Change]:
+    keys, now = keys_of(type(config)), _values(config)
+    unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
+    changed = {key: then[key] for key in now if key in then and then[key] != now[key]}
+    changes = []
+    for key, value in changed.items():
+        if _is_free(key) or key.startswith(unread):
+            continue
+        source = keys[key].followed  # listed itself, where both changed alike
+        if source in changed and value == then[source] and now[key] == now[source]:
+            continue
+        changes.append(Change(key, value, now[key]))
+    return changes
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """Return {key: value} in JSON's own types, without secrets, second names and dead keys."""
+    values: dict[str, Any] = {}
+    shown = config_to_show(config)
+    for key in keys_of(type(config)).values():
+        if _is_read(key):
+            value: Any = shown
+            for part in key.path.split("."):
+                value = value[part]
+            values[key.path] = json.loads(json.dumps(value, default=str))
+    return values
+
+
+def _is_read(key: Key) -> bool:
+    return key.setting.alias_of is None and key.setting.no_effect is None
+
+
+def _is_free(key: str) -> bool:
+    return not key.endswith(_NOT_FREE) and any(part in key for part in _FREE)
+
+
+def _is_fixed(change: Change) -> bool:
+    if change.key in _FIXED_PATHS:
+        return _last_part(change.then) != _last_part(change.now)
+    return change.key.endswith(_FIXED)
+
+
+def _last_part(path: Any) -> str:
+    return str(path).rstrip("/").rpartition("/")[2]
+
+
+def _listed(changes: Iterable[Change]) -> str:
+    texts = [str(change) for change in changes]
+    more = [f"and {len(texts) - _MAX_LISTED} more"] if len(texts) > _MAX_LISTED else []
+    return "; ".join([*texts[:_MAX_LISTED], *more])
+
+
+def _read_config(file: Path) -> dict[str, Any] | None:
+    """Return what `save_config` wrote; None where an earlier version saved the checkpoint."""
+    if not file.is_file():
+        return None
+    try:
+        values = parse_json(file.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}). Copy the checkpoint again, or use another."
+        ) from error
+    return values
