@@ -97,7 +97,10 @@ a, b = socket.socketpair()
 attempt(lambda: fcntl.ioctl(a, 0x8901, struct.pack("i", VICTIM)))
 attempt(lambda: fcntl.ioctl(a, 0x8902, struct.pack("i", VICTIM)))
 """,
-    "kill through a pidfd": "attempt(lambda: os.pidfd_open(VICTIM)); denied('pidfd_open', VICTIM, 0)",
+    "kill through a pidfd": """
+attempt(lambda: os.pidfd_open(VICTIM))
+denied('pidfd_open', VICTIM, 0)
+""",
     "signals at a distance": "denied('timer_create', 0, 0, 0); denied('signalfd4', -1, 0, 8, 0)",
     # reading others
     "trainer's environment": "print(open(f'/proc/{TRAINER}/environ').read())",
@@ -106,7 +109,10 @@ attempt(lambda: fcntl.ioctl(a, 0x8902, struct.pack("i", VICTIM)))
     "trainer's file by link": "attempt(lambda: open(f'/proc/{TRAINER}/fd/' + SECRET_FD).read())",
     "trainer's root": "print(open(f'/proc/{TRAINER}/root' + FOLDER + '/secret').read())",
     "trainer's maps": "attempt(lambda: open(f'/proc/{TRAINER}/maps').read())",
-    "victim by ptrace": "denied('ptrace', 16, VICTIM, 0, 0); denied('ptrace', 0x4206, VICTIM, 0, 0)",
+    "victim by ptrace": """
+denied('ptrace', 16, VICTIM, 0, 0)
+denied('ptrace', 0x4206, VICTIM, 0, 0)
+""",
     "server by ptrace": "denied('ptrace', 16, os.getppid(), 0, 0)",
     "memory of others": """
 buffer = ctypes.create_string_buffer(64)
@@ -116,11 +122,17 @@ for pid in (TRAINER, VICTIM, os.getppid()):
     denied('process_vm_readv', pid, ctypes.addressof(where), 1, ctypes.addressof(where), 1, 0)
     denied('process_vm_writev', pid, ctypes.addressof(where), 1, ctypes.addressof(where), 1, 0)
 """,
-    "descriptors of others": "denied('pidfd_getfd', 0, 0, 0); denied('kcmp', TRAINER, VICTIM, 0, 0, 0)",
+    "descriptors of others": """
+denied('pidfd_getfd', 0, 0, 0)
+denied('kcmp', TRAINER, VICTIM, 0, 0, 0)
+""",
     "user's files": "print(open(FOLDER + '/secret').read())",
     "list the user's files": "print('ESCAPED' if os.listdir(FOLDER) else '')",
     "files by handle": "denied('name_to_handle_at', -100, 0, 0, 0, 0)",
-    "passwords": "attempt(lambda: open('/etc/shadow').read()); attempt(lambda: open('/etc/passwd').read())",
+    "passwords": """
+attempt(lambda: open('/etc/shadow').read())
+attempt(lambda: open('/etc/passwd').read())
+""",
     "own environment": "print(os.environ, open('/proc/self/environ').read())",
     "inherited descriptors": """
 for fd in range(4, 4096):
@@ -137,9 +149,18 @@ for flags in (17, 0x11 | 0x100, 0x11 | 0x4000, 0x4100, 0x00800000 | 17, 0x8000 |
 denied("clone3", 0, 88)
 """,
     "programs": "import subprocess\nattempt(lambda: subprocess.run(['true']), 'run')",
-    "replace itself": "attempt(lambda: os.execv('/bin/true', ['true'])); denied('execveat', -100, 0, 0, 0, 0)",
-    "LD_PRELOAD": "os.environ['LD_PRELOAD'] = '/tmp/x.so'; attempt(lambda: os.posix_spawn('/bin/true', ['true'], os.environ), 'spawn')",
-    "processes pool": "import multiprocessing as m\nattempt(lambda: m.Process(target=print).start(), 'start')",
+    "replace itself": """
+attempt(lambda: os.execv('/bin/true', ['true']))
+denied('execveat', -100, 0, 0, 0, 0)
+""",
+    "LD_PRELOAD": """
+os.environ["LD_PRELOAD"] = "/tmp/x.so"
+attempt(lambda: os.posix_spawn("/bin/true", ["true"], os.environ), "spawn")
+""",
+    "processes pool": """
+import multiprocessing as m
+attempt(lambda: m.Process(target=print).start(), 'start')
+""",
     "Python thread bomb": """
 threading.stack_size(1 << 16)
 gate, n = threading.Event(), 0
@@ -190,19 +211,39 @@ for option in (1, 4, 22, 36, 38, 0x59616D61):
 """,
     "patient fork bomb": "while True:\n    try: os.fork()\n    except OSError: pass",
     # priorities and limits of others
-    "limits of others": "attempt(lambda: resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1))); attempt(lambda: resource.prlimit(TRAINER, resource.RLIMIT_NOFILE))",
-    "own limits": "attempt(lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))); attempt(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096)))",
-    "priority of others": "attempt(lambda: os.setpriority(os.PRIO_PROCESS, VICTIM, 19)); attempt(lambda: os.setpriority(os.PRIO_USER, 0, 19))",
-    "schedule of others": "attempt(lambda: os.sched_setaffinity(VICTIM, {0})); denied('ioprio_set', 1, VICTIM, 0x6000); denied('sched_setscheduler', VICTIM, 5, 0)",
-    "pages of others": "denied('move_pages', VICTIM, 0, 0, 0, 0, 0); denied('process_madvise', 0, 0, 0, 4, 0)",
+    "limits of others": """
+attempt(lambda: resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1)))
+attempt(lambda: resource.prlimit(TRAINER, resource.RLIMIT_NOFILE))
+""",
+    "own limits": """
+attempt(lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))
+attempt(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096)))
+""",
+    "priority of others": """
+attempt(lambda: os.setpriority(os.PRIO_PROCESS, VICTIM, 19))
+attempt(lambda: os.setpriority(os.PRIO_USER, 0, 19))
+""",
+    "schedule of others": """
+attempt(lambda: os.sched_setaffinity(VICTIM, {0}))
+denied('ioprio_set', 1, VICTIM, 0x6000)
+denied('sched_setscheduler', VICTIM, 5, 0)
+""",
+    "pages of others": """
+denied('move_pages', VICTIM, 0, 0, 0, 0, 0)
+denied('process_madvise', 0, 0, 0, 4, 0)
+""",
     # network
     "sockets of every family": """
 for family in range(46):
     for kind in (1, 2, 3, 5):
         denied('socket', family, kind, 0)
 """,
-    "stores on loopback": "attempt(lambda: socket.create_connection(('127.0.0.1', PORT)), 'connect')",
-    "abstract socket": "attempt(lambda: socket.socket(socket.AF_UNIX).connect(ABSTRACT), 'connect')",
+    "stores on loopback": """
+attempt(lambda: socket.create_connection(('127.0.0.1', PORT)), 'connect')
+""",
+    "abstract socket": """
+attempt(lambda: socket.socket(socket.AF_UNIX).connect(ABSTRACT), 'connect')
+""",
     "datagram pairs": """
 attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM), 'datagrams')
 attempt(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), 'packets')
@@ -225,7 +266,9 @@ attempt(lambda: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24), 'set
     "io_uring": "denied('io_uring_setup', 8, ctypes.addressof(ctypes.create_string_buffer(256)))",
     "userfaultfd": "denied('userfaultfd', 1)",
     "bpf": "denied('bpf', 0, ctypes.addressof(ctypes.create_string_buffer(128)), 128)",
-    "perf": "denied('perf_event_open', ctypes.addressof(ctypes.create_string_buffer(128)), 0, -1, -1, 0)",
+    "perf": """
+denied('perf_event_open', ctypes.addressof(ctypes.create_string_buffer(128)), 0, -1, -1, 0)
+""",
     "keys": "denied('keyctl', 0, -4, 1); denied('add_key', 0, 0, 0, 0, -4)",
     "asynchronous I/O": "c = ctypes.c_ulong(0); denied('io_setup', 65536, ctypes.addressof(c))",
     "watches": "denied('inotify_init1', 0); denied('fanotify_init', 0, 0)",
@@ -273,14 +316,21 @@ denied('shmget', 0, 1 << 20, 0o1666)
 denied('semget', 0, 1, 0o1666)
 denied('msgget', 0, 0o1666)
 """,
-    "memory without a limit": "denied('memfd_create', ctypes.addressof(ctypes.create_string_buffer(b'x')), 0)",
+    "memory without a limit": """
+denied('memfd_create', ctypes.addressof(ctypes.create_string_buffer(b'x')), 0)
+""",
     "huge pages": """
 import mmap
 attempt(lambda: mmap.mmap(-1, 1 << 21, flags=0x40000 | 0x22), 'huge pages')
 denied('mlockall', 3)
 """,
-    "message queues": "denied('mq_open', ctypes.addressof(ctypes.create_string_buffer(b'hostile')), 0o102, 0o600, 0)",
-    "pipes of a megabyte": "r, w = os.pipe(); attempt(lambda: fcntl.fcntl(w, 1031, 1 << 20), 'F_SETPIPE_SZ')",
+    "message queues": """
+denied('mq_open', ctypes.addressof(ctypes.create_string_buffer(b'hostile')), 0o102, 0o600, 0)
+""",
+    "pipes of a megabyte": """
+r, w = os.pipe()
+attempt(lambda: fcntl.fcntl(w, 1031, 1 << 20), 'F_SETPIPE_SZ')
+""",
     "descriptors": """
 n = 0
 try:
@@ -437,6 +487,15 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
 HONEST_TESTS = ["assert sorted(done) == [0, 1, 2, 3]", "assert asyncio.run(work()) == 5"]
+# More threads than are allowed; they wait until the program is killed.
+SLEEPING_THREADS = """
+import threading, time
+threading.stack_size(1 << 16)
+gate = threading.Event()
+for _ in range(200):
+    threading.Thread(target=gate.wait, daemon=True).start()
+time.sleep(60)
+"""
 
 
 class Trainer:
@@ -477,13 +536,17 @@ class Trainer:
         return "\n".join([PRELUDE, *lines, code])
 
     def harm(self) -> list[str]:
-        """List what has happened to it since its start."""
+        """List the damage since the last call."""
         harm = []
         if self.victim.poll() is not None:
+            self.victim = subprocess.Popen(["sleep", "600"])
             harm.append("the other process of this user is dead")
         if self.signals:
             harm.append(f"signals {self.signals}")
-        if self._state() != self.state:
+            self.signals.clear()
+        state = self._state()
+        if state != self.state:
+            self.state = state
             harm.append("files, limits or priorities changed")
         for folder in ("/tmp", "/dev/shm", "/var/tmp", "/run", "/", "."):
             if os.path.exists(f"{folder}/{MARK}"):
