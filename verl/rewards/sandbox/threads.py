@@ -72,9 +72,11 @@ class ThreadLimit:
             with open(f"self/fdinfo/{handle}", opener=self._open) as lines:
                 fields = dict(line.split(":", 1) for line in lines)
             number = int(fields["Pid"])
+            if number <= 0:  # ended
+                return 0
             return os.stat(f"{number}/task", dir_fd=self._proc).st_nlink - 2
         except FileNotFoundError:
-            return 0
+            return MAX_THREADS  # hidden from us (hidepid): no thread may start
         finally:
             os.close(handle)
 
