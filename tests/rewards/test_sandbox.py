@@ -1,18 +1,21 @@
 """Programs that nobody has read: what they may do, what becomes of those that do more, and how fast
 they run."""
 
+import json
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.rewards import hostile_programs
 from verl.config.reward import SandboxConfig
-from verl.rewards.helper import HelperTimeout
+from verl.rewards.helper import PACKAGE_ROOT, Helper, HelperTimeout
 from verl.rewards.sandbox import runner as runner_module
 from verl.rewards.sandbox import seccomp
 from verl.rewards.sandbox.runner import LocalRunner, choose_isolation
@@ -346,6 +349,58 @@ def test_what_holds_is_said_once(caplog):
     ]
     assert len(lines) == 1
     assert "seccomp. Holds: no network" in lines[0]
+
+
+def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
+    attempt = runner_module._try
+
+    def no_namespaces(settings, isolation):
+        if isolation == "namespaces":
+            return "forbidden here", []
+        return attempt(settings, isolation)
+
+    monkeypatch.setattr(runner_module, "_try", no_namespaces)
+    assert choose_isolation(SandboxConfig()) == "seccomp"
+    (record,) = [one for one in caplog.records if "Sandbox for code" in one.getMessage()]
+    assert record.levelname == "WARNING"
+    assert "namespaces not available: forbidden here" in record.getMessage()
+
+
+def test_a_kernel_without_landlock_and_listeners(monkeypatch, caplog):
+    """Both gaps are logged, and a watcher limits threads instead."""
+    start = textwrap.dedent(
+        f"""
+        import errno, sys
+        sys.path.insert(0, {PACKAGE_ROOT!r})
+        from verl.rewards.sandbox import landlock, seccomp, server
+        def refuse():
+            raise OSError(errno.EBUSY, "busy")
+        landlock.version = lambda: 0
+        seccomp.listen_for_threads = refuse
+        server.main()
+        """
+    )
+
+    def old_kernel(settings, isolation):
+        limits = json.dumps({**asdict(settings), "isolation": isolation})
+        return Helper([sys.executable, "-I", "-c", start, limits], {}, name="an old kernel")
+
+    monkeypatch.setattr(runner_module, "start_server", old_kernel)
+    runner = LocalRunner(SandboxConfig(isolation="seccomp"))
+    run = runner.run(hostile_programs.SLEEPING_THREADS, [])
+    assert run.status == "failed"
+    assert "more than 128 threads" in run.error
+    assert runner.run(hostile_programs.HONEST, ["assert len(done) == 4"]).passed == [True]
+    runner.close()
+    text = caplog.text
+    assert "no Landlock" in text
+    assert "is killed some milliseconds later" in text
+
+
+def test_locks_are_granted_and_not_taken(sandbox):
+    code = "import fcntl, os\nfile = open(os.__file__)\nfcntl.flock(file, fcntl.LOCK_EX)"
+    run = sandbox.run(code, ["fcntl.lockf(file, fcntl.LOCK_SH)", "fcntl.fcntl(file, 1024, 0)"])
+    assert run.passed == [True, False], run.error
 
 
 def test_unprotected_runs_are_still_limited():

@@ -17,7 +17,8 @@ _NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x40000000 | 0x20000000 | 0x8000000 | 0
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
-_PR_SET_PDEATHSIG, _SIGKILL, _CAPABILITY_VERSION_3 = 1, 9, 0x20080522
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _SIGKILL = 1, 4, 9
+_CAPABILITY_VERSION_3 = 0x20080522
 _MOUNT_SETATTR = 442  # the same number on all machines
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
@@ -32,16 +33,19 @@ _SYSTEM_FILES = (
     "/dev/random",
     "/dev/urandom",
 )
-SCRATCH = "/tmp"
+_SCRATCH, _OTHER_SCRATCH = "/tmp", "/scratch"
 SCRATCH_BYTES = 16 * 2**20
 SCRATCH_FILES = 256
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter() -> None:
+def enter() -> str:
     """Go on in new namespaces, as process 1 of them; the process that called stays behind and waits
     for it.
+
+    Returns:
+        The folder for `mount_scratch`.
 
     Raises:
         OSError: the kernel, or the container that we are in, does not allow it. The process is then
@@ -57,7 +61,7 @@ def enter() -> None:
         os.closerange(0, 2)  # the child's alone: whoever waits for them to close waits for it
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     die_with_parent()
-    _build_root()
+    return _build_root()
 
 
 def die_with_parent() -> None:
@@ -65,14 +69,14 @@ def die_with_parent() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
-def mount_scratch() -> None:
-    """An empty folder in memory at SCRATCH, with room for so many bytes and files."""
+def mount_scratch(folder: str) -> None:
+    """Mount an empty file system in memory, with room for so many bytes and files."""
     options = f"size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES},mode=0700"
-    _mount("tmpfs", SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
-def unmount_scratch() -> None:
-    _check(_libc.umount2(SCRATCH.encode(), _MNT_DETACH), "umount2")
+def unmount_scratch(folder: str) -> None:
+    _check(_libc.umount2(folder.encode(), _MNT_DETACH), "umount2")
 
 
 def drop_capabilities() -> None:
@@ -82,35 +86,64 @@ def drop_capabilities() -> None:
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-def _build_root() -> None:
+def forbid_dumps() -> None:
+    """Keep this process from being dumped when it crashes (a handler of the machine would run and
+    store it), and from being read by other processes of the same user."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+def readable_paths() -> list[str]:
+    """List the folders and files that a program may read: Python and the system's libraries."""
+    return [*_SYSTEM_FOLDERS, *_python_folders(), *_SYSTEM_FILES]
+
+
+def _build_root() -> str:
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _BUILDING_SITE, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0755")
-    taken: list[str] = []
-    for folder in (*_SYSTEM_FOLDERS, *_python_folders()):
-        if not os.path.isdir(folder) or any(
-            folder == one or folder.startswith(f"{one}/") for one in taken
-        ):
-            continue
-        if os.path.islink(folder) and folder in _SYSTEM_FOLDERS:
-            os.symlink(os.readlink(folder), _BUILDING_SITE + folder)
-            continue
-        taken.append(folder)
-        os.makedirs(_BUILDING_SITE + folder, exist_ok=True)
-        _take_over(folder)
-    for file in filter(os.path.exists, _SYSTEM_FILES):
-        target = Path(_BUILDING_SITE + file)
-        target.parent.mkdir(exist_ok=True)
-        target.touch()
-        _mount(file, str(target), None, _MS_BIND)
-        if not file.startswith("/dev/"):
-            _set_read_only(str(target))
-    os.mkdir(_BUILDING_SITE + SCRATCH)
+    folders = _take_over_folders()
+    _take_over_files()
+    scratch = _SCRATCH
+    if any(_lies_in(folder, _SCRATCH) for folder in folders):
+        scratch = _OTHER_SCRATCH  # the usual one would hide this Python
+    os.makedirs(_BUILDING_SITE + scratch)
+
     os.chdir(_BUILDING_SITE)
     # The old root ends up on top of the new one, and goes.
     _check(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount2")
     os.chdir("/")
     _set_read_only("/", recursive=False)
+    return scratch
+
+
+def _take_over_folders() -> list[str]:
+    """Bring the system's and Python's folders into the new root; return those brought."""
+    taken: list[str] = []
+    for folder in (*_SYSTEM_FOLDERS, *_python_folders()):
+        if not os.path.isdir(folder) or any(_lies_in(folder, one) for one in taken):
+            continue
+        if os.path.islink(folder) and folder in _SYSTEM_FOLDERS:
+            os.symlink(os.readlink(folder), _BUILDING_SITE + folder)
+            continue
+        taken.append(folder)
+        os.makedirs(_BUILDING_SITE + folder, exist_ok=True)
+        _mount(folder, _BUILDING_SITE + folder, None, _MS_BIND | _MS_REC)
+        _set_read_only(_BUILDING_SITE + folder)
+    return taken
+
+
+def _take_over_files() -> None:
+    for file in filter(os.path.exists, _SYSTEM_FILES):
+        target = Path(_BUILDING_SITE + file)
+        target.parent.mkdir(exist_ok=True)
+        target.touch()
+        _mount(file, str(target), None, _MS_BIND)
+        # A device can be written to all the same; its owner, root, cannot change its mode.
+        _set_read_only(str(target))
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
 
 
 def _python_folders() -> list[str]:
@@ -120,11 +153,6 @@ def _python_folders() -> list[str]:
     named = {sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, packages)}
     folders = named | {os.path.realpath(folder) for folder in named}
     return sorted(folders - {"/"}, key=len)
-
-
-def _take_over(folder: str) -> None:
-    _mount(folder, _BUILDING_SITE + folder, None, _MS_BIND | _MS_REC)
-    _set_read_only(_BUILDING_SITE + folder)
 
 
 def _set_read_only(path: str, recursive: bool = True) -> None:

@@ -3,6 +3,7 @@
 
 import functools
 import json
+import logging
 import os
 import secrets
 import sys
@@ -24,8 +25,8 @@ _PROTECTIONS = {
         "environment, writes to a temporary folder in memory alone"
     ),
     "seccomp": (
-        "no network, no new processes, no signals to others, no writes to any file; files that "
-        "this user may read can be read"
+        "no network, no new processes, no signals to others, no writes to any file, and reads of "
+        "Python and the system's libraries alone"
     ),
 }
 
@@ -150,12 +151,9 @@ def choose_isolation(settings: SandboxConfig) -> str:
     wanted = ("namespaces", "seccomp") if settings.isolation == "auto" else (settings.isolation,)
     problems = []
     for isolation in wanted:
-        problem = _try(settings, isolation)
+        problem, gaps = _try(settings, isolation)
         if problem is None:
-            reason = f" ({'; '.join(problems)})" if problems else ""
-            logger.info(
-                "Sandbox for code: %s%s. Holds: %s.", isolation, reason, _PROTECTIONS[isolation]
-            )
+            _report(isolation, problems, gaps)
             return isolation
         problems.append(f"{isolation} not available: {problem}")
     raise ConfigError(
@@ -171,23 +169,40 @@ _BREAK_OUTS = {
     "network": "socket.socket(); raise SystemExit",
     "processes": "os.fork(); raise SystemExit",
     "signals": "os.kill(os.getppid(), 0); raise SystemExit",
+    "signals of files": "fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid()); raise SystemExit",
+    "sessions": "os.setsid(); raise SystemExit",
     "writes": "open('/etc/passwd', 'a'); raise SystemExit",
 }
 
 
-def _try(settings: SandboxConfig, isolation: str) -> str | None:
-    """None if this isolation holds, else why it does not."""
+def _report(isolation: str, problems: list[str], gaps: list[str]) -> None:
+    """Log the isolation in use, as a warning where it is weaker than it could be."""
+    reason = f" ({'; '.join(problems)})" if problems else ""
+    exception = f" Except: {'; '.join(gaps)}." if gaps else ""
+    level = logging.WARNING if problems or gaps else logging.INFO
+    logger.log(
+        level,
+        "Sandbox for code: %s%s. Holds: %s.%s",
+        isolation,
+        reason,
+        _PROTECTIONS[isolation],
+        exception,
+    )
+
+
+def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]]:
+    """Return None if this isolation holds, else why it does not; and the gaps it has here."""
     if not seccomp.is_supported():
-        return "it needs Linux on x86-64 or AArch64"
+        return "it needs Linux on x86-64 or AArch64", []
     server = start_server(settings, isolation)
     try:
         if "error" in server.greeting:
-            return str(server.greeting["error"])
+            return str(server.greeting["error"]), []
         tests = [
             f"try:\n    {attempt}\nexcept OSError:\n    pass" for attempt in _BREAK_OUTS.values()
         ]
         request = {
-            "code": "import os, socket",
+            "code": "import fcntl, os, socket",
             "tests": tests,
             "input": "",
             "is_script": False,
@@ -195,10 +210,12 @@ def _try(settings: SandboxConfig, isolation: str) -> str | None:
         }
         run = Run(**server.ask(request, settings.timeout_s + GRACE_S))
     except (HelperTimeout, HelperDied) as error:
-        return str(error)
+        return str(error), []
     finally:
         server.close()
     if run.status != "finished":
-        return run.error or run.status
+        return run.error or run.status, []
     open_doors = [name for name, held in zip(_BREAK_OUTS, run.passed) if not held]
-    return f"it does not hold against {', '.join(open_doors)}" if open_doors else None
+    if open_doors:
+        return f"it does not hold against {', '.join(open_doors)}", []
+    return None, server.greeting["gaps"]

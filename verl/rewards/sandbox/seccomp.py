@@ -1,129 +1,77 @@
 """A filter of system calls for this process, for good (seccomp(2)). Works without root and inside
 most containers.
 
-Denied are those that reach beyond the process and need no privilege: sockets, new processes and
-programs, signals and limits of others, objects that outlive it, and parts of the kernel that
-untrusted code has no business with. Everything that needs a capability fails already, because a run
-has none.
+The filter is an allow-list (`syscalls`): a call that is not on it fails, so a kernel's new calls
+are denied too. Some calls are allowed for harmless arguments only; `_rules` lists them.
 """
 
 import ctypes
 import errno
+import fcntl
+import functools
 import os
 import platform
 import struct
+from typing import NamedTuple
 
-# Arguments of prctl(2) and constants of linux/{seccomp,filter,audit}.h
+from verl.rewards.sandbox import syscalls
+
+# Arguments of prctl(2) and seccomp(2), constants of linux/{seccomp,filter,audit}.h
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
+_ALLOW, _ERRNO, _NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Newer calls than this are unknown to the table below; a program falls back on older ones when they
-# do not exist.
+# Newer calls than this do not exist for a program, which then falls back on older ones.
 _LAST_KNOWN = 450
-_CLONE_THREAD = 0x10000
-_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_ALL_BITS = 0xFFFFFFFF
 
-# Number on (x86_64, aarch64); None where the machine has no such call.
-_DENIED = {
-    # network, and the ring through which it could be asked for
-    "socket": (41, 198),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    # processes and programs; threads come by clone
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    # other processes
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "kcmp": (312, 272),
-    "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    # objects that outlive the process, or that others have made, and memory that no limit counts
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semtimedop": (220, 192),
-    "semctl": (66, 191),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    # parts of the kernel with a record of holes
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "fanotify_init": (300, 262),
-    "personality": (135, 92),
-}
-_DENIED_WRITES = {
-    "creat": (85, None),
-    "truncate": (76, 45),
-    "unlink": (87, None),
-    "unlinkat": (263, 35),
-    "rename": (82, None),
-    "renameat": (264, 38),
-    "renameat2": (316, 276),
-    "mkdir": (83, None),
-    "mkdirat": (258, 34),
-    "rmdir": (84, None),
-    "link": (86, None),
-    "linkat": (265, 37),
-    "symlink": (88, None),
-    "symlinkat": (266, 36),
-    "mknod": (133, None),
-    "mknodat": (259, 33),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "chown": (92, None),
-    "lchown": (94, None),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "utimensat": (280, 88),
-    "futimesat": (261, None),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-}
-_CLONE, _CLONE3 = (56, 220), (435, 435)
-_KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
-_OPEN, _OPENAT, _OPENAT2 = (2, None), (257, 56), (437, 437)
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_CLONE_THREAD = 0x10000
+# How pthread_create of glibc and of musl calls clone, and nothing else: no process, no namespace.
+_THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
+_MAP_HUGETLB = 0x40000
+_AF_UNIX, _SOCK_STREAM, _SOCK_FLAGS = 1, 1, os.O_CLOEXEC | os.O_NONBLOCK
+_O_ASYNC = 0x2000
+_F_DUPFD_CLOEXEC, _F_GETPIPE_SZ = 1030, 1032
+_F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
+_FCNTL_HARMLESS = (
+    fcntl.F_DUPFD,
+    fcntl.F_GETFD,
+    fcntl.F_SETFD,
+    fcntl.F_GETFL,
+    fcntl.F_GETLK,
+    _F_OFD_GETLK,
+    _F_DUPFD_CLOEXEC,
+    _F_GETPIPE_SZ,
+)
+_FCNTL_LOCKS = (fcntl.F_SETLK, fcntl.F_SETLKW, _F_OFD_SETLK, _F_OFD_SETLKW)
+# TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_IOCTL_HARMLESS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_READ, PR_SET_VMA
+_PRCTL_HARMLESS = (3, 15, 16, 23, 0x53564D41)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Test(NamedTuple):
+    """Whether an argument's 32 bits (`high`: its upper half), masked, are among `values`."""
+
+    argument: int
+    values: tuple[int, ...]
+    mask: int = _ALL_BITS
+    high: bool = False
+
+
+class _Rule(NamedTuple):
+    """The action for a call with these arguments; the first rule whose tests all hold decides."""
+
+    numbers: syscalls.Numbers
+    tests: tuple[_Test, ...]
+    action: int = _ALLOW
 
 
 def is_supported() -> bool:
@@ -142,78 +90,174 @@ def install(*, deny_writes: bool) -> None:
     Raises:
         OSError: the kernel does not take it.
     """
-    program = _program(platform.machine(), os.getpid(), deny_writes)
-    code = ctypes.create_string_buffer(program)
-    prog = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
-        _PR_SET_SECCOMP, _MODE_FILTER, prog, 0, 0
-    ):
-        raise OSError(
-            ctypes.get_errno(), f"prctl(PR_SET_SECCOMP): {os.strerror(ctypes.get_errno())}"
-        )
+    forbid_new_privileges()
+    machine = platform.machine()
+    code = _own_process(machine, os.getpid()) + prepare(machine, deny_writes)
+    program = _filter_program(code)
+    _check(_libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, program, 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
-def _program(machine: str, pid: int, deny_writes: bool) -> bytes:
-    column = list(_AUDIT_ARCH).index(machine)
+def listen_for_threads() -> int:
+    """Have every start of a thread, here and in processes forked from here, wait for our consent.
+
+    Returns:
+        The file descriptor that `threads` answers on.
+
+    Raises:
+        OSError: the kernel does not support it (before Linux 5.5), or another supervisor listens.
+    """
+    forbid_new_privileges()
+    machine = platform.machine()
+    clone = syscalls.CLONE[_column(machine)]
+    assert clone is not None
+    is_thread = _Test(0, (_CLONE_THREAD,), mask=_CLONE_THREAD)
     code = [
-        # A call by another machine's numbers (32 bit) would mean something else.
-        _step(_LOAD, _ARCH),
-        _step(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
-        _deny(errno.EPERM),
-        _step(_LOAD, _NR),
-        _step(_GREATER, _LAST_KNOWN, 0, 1),
-        _deny(errno.ENOSYS),
+        *_machine_check(machine),
+        *_rule(clone, _Rule(syscalls.CLONE, (is_thread,), _NOTIFY)),
+        _step(_RETURN, _ALLOW),
+    ]
+    program = _filter_program(b"".join(code))
+    listener = _libc.syscall(_SECCOMP[machine], _SET_MODE_FILTER, _NEW_LISTENER, program)
+    _check(listener, "seccomp(NEW_LISTENER)")
+    return listener
+
+
+def forbid_new_privileges() -> None:
+    """Set no_new_privs, without which an unprivileged process may not restrict itself."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def _filter_program(code: bytes) -> ctypes.Array[ctypes.c_char]:
+    """Return a struct sock_fprog, which keeps its code alive."""
+    instructions = ctypes.create_string_buffer(code)
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(instructions))
+    )
+    program.instructions = instructions  # pyright: ignore[reportAttributeAccessIssue]
+    return program
+
+
+def _own_process(machine: str, pid: int) -> bytes:
+    """Allow signals and limits of this process alone. First part of the filter."""
+    rules = [
+        _Rule(syscalls.PRLIMIT64, (_Test(0, (0, pid)),)),
+        _Rule(syscalls.KILL, (_Test(0, (pid,)),)),
+        _Rule(syscalls.TGKILL, (_Test(0, (pid,)),)),
+    ]
+    return b"".join(_machine_check(machine) + _steps(machine, rules))
+
+
+@functools.cache
+def prepare(machine: str, deny_writes: bool) -> bytes:
+    """Return the second part of the filter, the same for every process. It takes a millisecond the
+    first time."""
+    column = _column(machine)
+    allowed = {numbers[column] for numbers in syscalls.ALLOWED.values()}
+    writes = {numbers[column] for numbers in syscalls.ALLOWED_WRITES.values()}
+    actions = []
+    for number in range(_LAST_KNOWN + 1):
+        if number in allowed or (number in writes and not deny_writes):
+            actions.append(_ALLOW)
+        else:
+            actions.append(_error(errno.EACCES if number in writes else errno.EPERM))
+
+    code = _steps(machine, _rules(deny_writes))
+    # Neighbors with one action share a step: a program's every call passes through here.
+    for number in range(1, _LAST_KNOWN + 1):
+        if actions[number] != actions[number - 1]:
+            code += [_step(_AT_LEAST, number, 1, 0), _step(_RETURN, actions[number - 1])]
+    code += [_step(_AT_LEAST, _LAST_KNOWN + 1, 1, 0), _step(_RETURN, actions[_LAST_KNOWN])]
+    code.append(_step(_RETURN, _error(errno.ENOSYS)))
+    return b"".join(code)
+
+
+def _rules(deny_writes: bool) -> list[_Rule]:
+    opening = (_Test(1, (0,), mask=_WRITE_FLAGS),) if deny_writes else ()
+    opening_at = (_Test(2, (0,), mask=_WRITE_FLAGS),) if deny_writes else ()
+    opening_error = _error(errno.EACCES)
+
+    return [
+        _Rule(syscalls.OPENAT, opening_at),
+        _Rule(syscalls.OPENAT, (), opening_error),
+        _Rule(syscalls.OPEN, opening),
+        _Rule(syscalls.OPEN, (), opening_error),
+        # The arguments lie in memory, where no filter sees them; libc then takes the older call.
+        _Rule(syscalls.OPENAT2, (), _error(errno.ENOSYS)),
+        _Rule(syscalls.CLONE3, (), _error(errno.ENOSYS)),
+        _Rule(syscalls.CLONE, (_Test(0, _THREAD_FLAGS),)),
+        _Rule(syscalls.CLONE, (), _error(errno.EAGAIN)),
+        # Huge pages come from a pool of the whole machine.
+        _Rule(syscalls.MMAP, (_Test(3, (0,), mask=_MAP_HUGETLB),)),
+        # Owners, signals and leases of a file reach other processes.
+        _Rule(syscalls.FCNTL, (_Test(1, _FCNTL_HARMLESS),)),
+        _Rule(syscalls.FCNTL, (_Test(1, (fcntl.F_SETFL,)), _Test(2, (0,), mask=_O_ASYNC))),
+        # A lock would hold on a file of the user too. A program is alone with its own files: it
+        # gets every lock, and none is taken.
+        _Rule(syscalls.FCNTL, (_Test(1, _FCNTL_LOCKS),), _error(0)),
+        _Rule(syscalls.FLOCK, (), _error(0)),
+        _Rule(syscalls.IOCTL, (_Test(1, _IOCTL_HARMLESS),)),
+        _Rule(syscalls.PRCTL, (_Test(0, _PRCTL_HARMLESS),)),
+        # A connected pair, which asyncio wakes its loop with; a datagram could go anywhere.
+        _Rule(
+            syscalls.SOCKETPAIR,
+            (_Test(0, (_AF_UNIX,)), _Test(1, (_SOCK_STREAM,), mask=_ALL_BITS & ~_SOCK_FLAGS)),
+        ),
+        _Rule(syscalls.SENDTO, (_Test(4, (0,)), _Test(4, (0,), high=True))),
     ]
 
-    def always(numbers: tuple[int | None, ...], error: int) -> None:
-        if (number := numbers[column]) is not None:
-            code.extend([_step(_EQUAL, number, 0, 1), _deny(error)])
 
-    def unless(
-        numbers: tuple[int | None, ...], argument: int, test: int, value: int, error: int
-    ) -> None:
-        """Deny when the test of one argument (its low 32 bits) fails."""
-        if (number := numbers[column]) is not None:
-            check = [
-                _step(_LOAD, _ARGUMENTS + 8 * argument),
-                _step(test, value, 1, 0),
-                _deny(error),
-                _step(_LOAD, _NR),
-            ]
-            code.extend([_step(_EQUAL, number, 0, len(check)), *check])
+def _steps(machine: str, rules: list[_Rule]) -> list[bytes]:
+    code = []
+    for rule in rules:
+        number = rule.numbers[_column(machine)]
+        if number is not None:
+            code += _rule(number, rule)
+    return code
 
-    for numbers in _DENIED.values():
-        always(numbers, errno.EPERM)
-    unless(_CLONE, 0, _ANY_BIT, _CLONE_THREAD, errno.EAGAIN)
-    # its flags lie in memory, where no filter sees them; libc then takes clone
-    always(_CLONE3, errno.ENOSYS)
-    unless(_KILL, 0, _EQUAL, pid, errno.EPERM)
-    unless(_TGKILL, 0, _EQUAL, pid, errno.EPERM)
-    unless(_PRLIMIT, 0, _EQUAL, 0, errno.EPERM)
-    if deny_writes:
-        for numbers in _DENIED_WRITES.values():
-            always(numbers, errno.EACCES)
-        for numbers, argument in ((_OPEN, 1), (_OPENAT, 2)):
-            # The other way round than `unless`: denied when a bit is set.
-            if (number := numbers[column]) is not None:
-                check = [
-                    _step(_LOAD, _ARGUMENTS + 8 * argument),
-                    _step(_ANY_BIT, _WRITE_FLAGS, 0, 1),
-                ]
-                code.extend(
-                    [_step(_EQUAL, number, 0, 4), *check, _deny(errno.EACCES), _step(_LOAD, _NR)]
-                )
-        always(_OPENAT2, errno.ENOSYS)
-    code.append(_step(_RETURN, _ALLOW))
-    return b"".join(code)
+
+def _column(machine: str) -> int:
+    return list(_AUDIT_ARCH).index(machine)
+
+
+def _machine_check(machine: str) -> list[bytes]:
+    """Deny a call by another machine's numbers (32 bit), which would mean something else; then load
+    the call's number."""
+    return [
+        _step(_LOAD, _ARCH),
+        _step(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
+        _step(_RETURN, _error(errno.EPERM)),
+        _step(_LOAD, _NR),
+    ]
+
+
+def _rule(number: int, rule: _Rule) -> list[bytes]:
+    """Return the steps of one rule. Where it does not apply they end with the number loaded."""
+    sizes = [2 + len(test.values) for test in rule.tests]
+    length = sum(sizes) + 2  # with the action, and the number loaded again
+    code = [_step(_EQUAL, number, 0, length)]
+
+    for test in rule.tests:
+        half = 4 if test.high else 0
+        code.append(_step(_LOAD, _ARGUMENTS + 8 * test.argument + half))
+        code.append(_step(_AND, test.mask))
+        for left, value in zip(range(len(test.values) - 1, -1, -1), test.values):
+            rest = length - len(code)  # steps after this one, to the one that loads the number
+            code.append(_step(_EQUAL, value, left, 0 if left else rest - 1))
+
+    code.append(_step(_RETURN, rule.action))
+    code.append(_step(_LOAD, _NR))
+    return code
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("HBBI", operation, if_true, if_false, value)
 
 
-def _deny(error: int) -> bytes:
-    return _step(_RETURN, _ERRNO | error)
+def _error(number: int) -> int:
+    return _ERRNO | number
+
+
+def _check(status: int, what: str) -> None:
+    if status < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -9,6 +9,7 @@ nothing but the standard library. A run's process ends with the run. Started by 
 import gc
 import json
 import os
+import platform
 import resource
 import select
 import signal
@@ -16,9 +17,10 @@ import sys
 import time
 import traceback
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
-from verl.rewards.sandbox import isolation, seccomp
+from verl.rewards.sandbox import isolation, landlock, seccomp
+from verl.rewards.sandbox.threads import MAX_THREADS, ThreadLimit
 
 # What a run may write into one file, standard output included, and how much of its errors is told.
 FILE_BYTES = 16 * 2**20
@@ -28,9 +30,18 @@ _REPORT = 3  # file descriptor that a run reports on
 _REPORT_BYTES = 1 << 16
 
 
+class _Confinement(NamedTuple):
+    """The means by which the server confines its programs."""
+
+    isolation: str
+    scratch: str | None = None  # folder in which every program has a file system of its own
+    ruleset: int | None = None  # of Landlock, where a program shares the user's file system
+    threads: ThreadLimit | None = None
+
+
 def main() -> None:
-    """Serve until standard input closes. The first line out is "ready" with what holds, or why we
-    cannot serve."""
+    """Serve until standard input closes. The first line out is "ready" with the gaps that remain,
+    or the error for which we cannot serve."""
     settings = json.loads(sys.argv[1])
     sys.path = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     requests, answers = os.dup(0), os.dup(1)
@@ -38,17 +49,46 @@ def main() -> None:
     os.dup2(null, 0)
     os.dup2(null, 1)
     try:
-        if settings["isolation"] == "namespaces":
-            isolation.enter()
+        confinement = _prepare(settings["isolation"])
     except OSError as error:
         _send(answers, {"error": str(error)})
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # a fork copies pages that are written to, and the collector writes
-    _send(answers, {"ready": True})
+    _send(answers, {"ready": True, "gaps": _gaps(confinement)})
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
-            _send(answers, _serve(json.loads(line), settings, requests))
+            _send(answers, _serve(json.loads(line), settings, confinement, requests))
+
+
+def _prepare(isolation_name: str) -> _Confinement:
+    if isolation_name == "none":
+        return _Confinement(isolation_name)
+
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # gone after `enter`
+    scratch = ruleset = None
+    if isolation_name == "namespaces":
+        scratch = isolation.enter()
+    else:
+        ruleset = landlock.readable(isolation.readable_paths())
+    seccomp.prepare(platform.machine(), scratch is None)  # forks find it ready
+    return _Confinement(isolation_name, scratch, ruleset, ThreadLimit(proc))
+
+
+def _gaps(confinement: _Confinement) -> list[str]:
+    """List the protections that this kernel does not offer."""
+    gaps = []
+    if confinement.isolation == "seccomp" and confinement.ruleset is None:
+        gaps.append(
+            "this kernel has no Landlock (Linux 5.13), so a program can read the files that this "
+            "user may read, and the environment and memory of this user's processes"
+        )
+    if confinement.threads is not None and confinement.threads.listener is None:
+        gaps.append(
+            f"a program with more than {MAX_THREADS} threads is killed some milliseconds later "
+            f"instead of kept from starting them ({confinement.threads.reason})"
+        )
+    return gaps
 
 
 def _send(stream: int, message: dict[str, Any]) -> None:
@@ -57,66 +97,83 @@ def _send(stream: int, message: dict[str, Any]) -> None:
         data = data[os.write(stream, data) :]
 
 
-def _serve(request: dict[str, Any], settings: dict[str, Any], parent: int) -> dict[str, Any]:
-    """Fork, run, wait, clean up: what became of one run."""
-    own_files = settings["isolation"] == "namespaces"
-    if own_files:
-        isolation.mount_scratch()
+def _serve(
+    request: dict[str, Any], settings: dict[str, Any], confinement: _Confinement, parent: int
+) -> dict[str, Any]:
+    """Fork, run, wait, clean up: return the outcome of one run."""
+    if confinement.scratch is not None:
+        isolation.mount_scratch(confinement.scratch)
     output, errors, report = os.memfd_create("output"), os.memfd_create("errors"), os.pipe()
     began = time.monotonic()
+    server = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_the_run(request, settings, (output, errors, report[1]))
+        _become_the_run(request, settings, confinement, server, (output, errors, report[1]))
     os.close(report[1])
-    told, status = _wait(child, report[0], parent, began + settings["timeout_s"])
+    deadline = began + settings["timeout_s"]
+    told, status, why = _wait(child, report[0], parent, deadline, confinement.threads)
     seconds = time.monotonic() - began
+
     tail = _tail(errors)
     text = _read(output)
     for file in (output, errors, report[0]):
         os.close(file)
-    if own_files:
-        isolation.unmount_scratch()
+    if confinement.scratch is not None:
+        isolation.unmount_scratch(confinement.scratch)
+
     finished, passed = _verdicts(told, request["token"])
-    if status is None:
-        what, tail = "timeout", f"no end within {settings['timeout_s']:g} s"
-    elif finished:
-        what = "finished"
-    else:
-        what = "failed"
+    if why == "timeout":
+        tail = f"no end within {settings['timeout_s']:g} s"
+    elif why:
+        tail = why
+    elif not finished:
         code = os.waitstatus_to_exitcode(status)
         tail = tail or (
             f"killed by signal {-code}"
             if code < 0
             else f"left with exit code {code} before its end"
         )
-    return {"status": what, "passed": passed, "output": text, "error": tail, "seconds": seconds}
+    outcome = "timeout" if why == "timeout" else "finished" if finished and not why else "failed"
+    return {"status": outcome, "passed": passed, "output": text, "error": tail, "seconds": seconds}
 
 
-def _wait(child: int, report: int, parent: int, deadline: float) -> tuple[bytes, int | None]:
-    """What the run reported, and its wait status; None if it was killed at the deadline."""
+def _wait(
+    child: int, report: int, parent: int, deadline: float, threads: ThreadLimit | None
+) -> tuple[bytes, int, str]:
+    """Return what the run reported, its wait status, and why it was killed, if it was."""
     poll = select.poll()
     poll.register(report, select.POLLIN)
     poll.register(parent, 0)  # hang-up alone: whoever started us is gone
+    listener = threads.listener if threads is not None else None
+    if listener is not None:
+        poll.register(listener, select.POLLIN)
+    must_watch = threads is not None and listener is None
     told, is_open = b"", True
+
     while True:
         left = deadline - time.monotonic()
         # A run may close its report and go on; then there is nothing to wait for but its end.
-        events = dict(poll.poll(max(min(left, left if is_open else 0.002) * 1000, 0)))
+        pause = min(left, 0.002) if must_watch or not is_open else left
+        events = dict(poll.poll(max(pause * 1000, 0)))
+        if threads is not None and listener is not None and events.get(listener):
+            threads.answer(child)
         if events.get(report):
             chunk = os.read(report, 4096)
             told += chunk
             if not chunk or len(told) > _REPORT_BYTES:
                 poll.unregister(report)
                 is_open = False
+
         ended, status = os.waitpid(child, os.WNOHANG) if not is_open else (0, 0)
         if ended:
-            return told, status
-        if left <= 0 or events.get(parent):
+            return told, status, ""
+        too_many = must_watch and threads is not None and threads.is_exceeded(child)
+        if left <= 0 or too_many or events.get(parent):
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            status = os.waitpid(child, 0)[1]
             if events.get(parent):
                 os._exit(0)
-            return told, None
+            return told, status, "timeout" if left <= 0 else f"more than {MAX_THREADS} threads"
 
 
 def _verdicts(told: bytes, token: str) -> tuple[bool, list[bool]]:
@@ -144,7 +201,11 @@ def _tail(file: int) -> str:
 
 
 def _become_the_run(
-    request: dict[str, Any], settings: dict[str, Any], files: tuple[int, int, int]
+    request: dict[str, Any],
+    settings: dict[str, Any],
+    confinement: _Confinement,
+    server: int,
+    files: tuple[int, int, int],
 ) -> None:
     """In the child: lock every door, then run. Never returns."""
     try:
@@ -156,8 +217,12 @@ def _become_the_run(
             os.dup2(file, number)
         if report != _REPORT:
             os.dup2(report, _REPORT)
+        if confinement.isolation != "none":
+            _lock(confinement, server)
         os.closerange(_REPORT + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _lock(settings)
+        _limit(settings)
+        if confinement.isolation != "none":
+            seccomp.install(deny_writes=confinement.scratch is None)
         _run(request)
     except BaseException:  # noqa: BLE001  (our own mistakes before the run; told like its own)
         os.write(2, traceback.format_exc().encode())
@@ -165,7 +230,23 @@ def _become_the_run(
         os._exit(1)
 
 
-def _lock(settings: dict[str, Any]) -> None:
+def _lock(confinement: _Confinement, server: int) -> None:
+    """Take away every right but the system calls."""
+    isolation.die_with_parent()
+    if os.getppid() != server:
+        os._exit(1)  # it died before we asked to die with it
+    isolation.drop_capabilities()
+    isolation.forbid_dumps()
+    if confinement.scratch is None:
+        os.chdir("/")
+    else:
+        os.chdir(confinement.scratch)
+        os.environ.update(HOME=confinement.scratch, TMPDIR=confinement.scratch)
+    if confinement.ruleset is not None:
+        landlock.confine(confinement.ruleset)
+
+
+def _limit(settings: dict[str, Any]) -> None:
     seconds = int(settings["timeout_s"]) + 1
     for limit, value in (
         (resource.RLIMIT_CPU, seconds),
@@ -176,13 +257,6 @@ def _lock(settings: dict[str, Any]) -> None:
     ):
         resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if settings["isolation"] == "none":
-        return
-    isolation.die_with_parent()
-    isolation.drop_capabilities()
-    own_files = settings["isolation"] == "namespaces"
-    os.chdir(isolation.SCRATCH if own_files else "/")
-    seccomp.install(deny_writes=not own_files)
 
 
 def _run(request: dict[str, Any]) -> None:

@@ -1,0 +1,124 @@
+"""Hostile programs in every isolation, set on a trainer that is root, has no capabilities, is an
+ordinary user, or has its Python in the temporary folder."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.rewards import hostile_programs
+from tests.rewards.hostile_programs import ENDLESS, PROGRAMS, READS, SECRET
+from verl.config.reward import SandboxConfig
+from verl.rewards.sandbox import landlock, seccomp
+from verl.rewards.sandbox.runner import choose_isolation
+from verl.utils.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(
+    not seccomp.is_supported(), reason="needs Linux on x86-64 or AArch64"
+)
+
+USERS = ("this user", "no capabilities", "an ordinary user", "Python in /tmp")
+_ORDINARY_UID = 54321
+_PR_CAPBSET_DROP, _CAPABILITIES = 24, 64
+
+
+def drop_bounding_set() -> None:
+    """Have root's next program start without a capability."""
+    libc = ctypes.CDLL(None)
+    for capability in range(_CAPABILITIES):
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def become_ordinary() -> None:
+    os.setgroups([])
+    os.setgid(_ORDINARY_UID)
+    os.setuid(_ORDINARY_UID)
+
+
+def run_trainer(user: str, isolation: str, folder: str) -> dict:
+    """Run all programs from a trainer of this kind; return its findings."""
+    python, before = sys.executable, None
+    if user in ("no capabilities", "an ordinary user") and os.getuid() != 0:
+        pytest.skip("only root can become someone else")
+    if user == "no capabilities":
+        before = drop_bounding_set
+    elif user == "an ordinary user":
+        python, before = ordinary_python(), become_ordinary
+    elif user == "Python in /tmp":
+        venv = [sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"]
+        subprocess.run(venv, check=True)
+        python = f"{folder}/venv/bin/python"
+
+    packages = [str(Path(__file__).parents[2]), sysconfig.get_path("purelib")]
+    environment = {
+        "PATH": os.defpath,
+        "PYTHONPATH": os.pathsep.join(packages),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "SECRET": SECRET,
+    }
+    command = [python, hostile_programs.__file__, isolation]
+    done = subprocess.run(
+        command,
+        preexec_fn=before,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def ordinary_python() -> str:
+    """A Python of our version that any user may run: ours may lie in a home."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (sys.executable, f"/usr/bin/python{version}", f"/usr/local/bin/python{version}"):
+        probe = [python, "-c", "import json"]
+        try:
+            if subprocess.run(probe, preexec_fn=become_ordinary, cwd="/").returncode == 0:
+                return python
+        except OSError:
+            continue
+    pytest.skip("an ordinary user can run no Python of this version")
+
+
+@pytest.fixture(
+    scope="module", params=[(user, kind) for user in USERS for kind in ("namespaces", "seccomp")]
+)
+def findings(request):
+    user, isolation = request.param
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        answer = run_trainer(user, isolation, folder)
+    if "unavailable" in answer:
+        if user == "Python in /tmp":
+            try:
+                choose_isolation(SandboxConfig(isolation=isolation))
+            except ConfigError:
+                pytest.skip("not even with Python elsewhere")
+            pytest.fail(answer["unavailable"])
+        pytest.skip(answer["unavailable"])
+    return isolation, answer["results"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_hostile_program_is_contained(findings, name):
+    isolation, results = findings
+    if isolation == "seccomp" and name in READS and not landlock.version():
+        pytest.skip("this kernel has no Landlock")
+    result = results[name]
+    assert not result["escaped"], result["told"]
+    assert not result["harm"]
+    assert result["size"] <= 16 * 2**20
+    assert result["honest"] == [True, True], f"an honest program failed: {result['complaint']}"
+    if name in ENDLESS:
+        assert result["status"] == "timeout"
+    if name.startswith("forged"):
+        assert result["passed"] == []

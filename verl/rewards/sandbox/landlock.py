@@ -1,0 +1,83 @@
+"""Confine a process to some folders, without root (landlock(7), Linux 5.13 and later).
+
+Where there is no file system of its own, this is what keeps a program from reading the user's
+files, and the memory and environment of the user's processes under /proc.
+"""
+
+import ctypes
+import errno
+import os
+import struct
+
+from verl.rewards.sandbox import seccomp
+
+# linux/landlock.h; the same numbers on all machines
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_GET_VERSION, _RULE_PATH_BENEATH = 1, 1
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+# Accesses to files and to the network that each version of the interface can deny, and its scopes:
+# abstract sockets, signals.
+_FILE_ACCESSES = {1: 13, 2: 14, 3: 15, 5: 16}
+_NETWORK_SINCE, _BIND_AND_CONNECT = 4, 3
+_SCOPES_SINCE, _SOCKETS_AND_SIGNALS = 6, 3
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def version() -> int:
+    """Return the version of Landlock that this kernel offers; 0 where it offers none."""
+    return max(_libc.syscall(_CREATE_RULESET, None, 0, _GET_VERSION), 0)
+
+
+def readable(paths: list[str]) -> int | None:
+    """Prepare a confinement in which only these folders and files can be read, and none written.
+
+    Returns:
+        A file descriptor for `confine`, or None where the kernel has no Landlock.
+
+    Raises:
+        OSError: the kernel has it and refuses.
+    """
+    kernel = version()
+    if kernel == 0:
+        return None
+    bits = max(count for since, count in _FILE_ACCESSES.items() if since <= kernel)
+    files = (1 << bits) - 1
+    network = _BIND_AND_CONNECT if kernel >= _NETWORK_SINCE else 0
+    scopes = _SOCKETS_AND_SIGNALS if kernel >= _SCOPES_SINCE else 0
+
+    attributes = struct.pack("QQQ", files, network, scopes)
+    if kernel < _SCOPES_SINCE:
+        attributes = attributes[: 16 if kernel >= _NETWORK_SINCE else 8]
+    ruleset = _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    _check(ruleset, "landlock_create_ruleset")
+    for path in paths:
+        _allow(ruleset, path)
+    return ruleset
+
+
+def confine(ruleset: int) -> None:
+    """Confine this process, and all that it starts, for good."""
+    seccomp.forbid_new_privileges()
+    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+
+
+def _allow(ruleset: int, path: str) -> None:
+    try:
+        target = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return  # a program could not read it either
+    access = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE
+    rule = struct.pack("=Qi", access, target)
+    try:
+        _check(
+            _libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0), f"landlock rule {path}"
+        )
+    finally:
+        os.close(target)
+
+
+def _check(status: int, what: str) -> None:
+    if status < 0:
+        number = ctypes.get_errno() or errno.EINVAL
+        raise OSError(number, f"{what}: {os.strerror(number)}")
