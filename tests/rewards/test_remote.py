@@ -435,3 +435,22 @@ def test_the_configuration_reaches_the_manager(tmp_path):
 def test_contradictions_are_told(section, told):
     with pytest.raises(ConfigError, match=told):
         config(**section)
+
+
+@pytest.mark.parametrize("text", ["Score: 1000000", "Score: 10.1", "Score: -1"])
+def test_a_score_outside_of_the_scale_is_a_failed_call(serve, text):
+    judge = make_judge(serve(says(text)).url)
+    with pytest.raises(RewardError, match=r"from 0 to 10 \(reward_model\.judge\.score_scale\)"):
+        judge("s", "x", None)
+    result = NaiveRewardManager(CharTokenizer(), 0, judge, on_error="drop")(
+        make_batch(["x"]), return_dict=True
+    )
+    assert result["dropped"] == [0]
+
+
+def test_a_scale_of_ones_own_may_be_negative_and_a_match_may_be_no_number(serve):
+    options = {"prompt": "{response}", "score_scale": 5.0, "score_pattern": r"S: (\S+)"}
+    assert make_judge(serve(says("S: -5")).url, **options)("s", "x", None)["score"] == -1.0
+    for text in ("S: -6", "S: good", "S: nan"):
+        with pytest.raises(RewardError, match="from -5 to 5"):
+            make_judge(serve(says(text)).url, **options)("s", "x", None)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
 from verl.rewards.processes import ProcessFunction
 from verl.utils.errors import ConfigError, RewardError
@@ -301,6 +302,7 @@ class _Threads:
                 index, began = self._next, time.monotonic()
                 self._next += 1
                 self._running[me] = (index, began)
+            call_ends.set(began + self.timeout_s)
             outcome = _call_in_thread(self.function, self._calls[index][1])
             if time.monotonic() - began >= self.timeout_s:  # and nobody was there to see it
                 outcome = Outcome(timed_out=True)
@@ -400,6 +402,7 @@ class _Coroutines:
             await asyncio.wait([task], timeout=CANCEL_GRACE_S)
 
     async def _note(self, index: int, arguments: Arguments) -> None:
+        call_ends.set(time.monotonic() + self.timeout_s)
         try:
             outcome = Outcome(value=await self.function(**arguments()))
         except asyncio.CancelledError:  # by the user's own code, or by us when it is late
