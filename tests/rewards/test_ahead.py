@@ -15,6 +15,7 @@ from verl.rewards.custom import load_custom_reward
 from verl.rewards.manager import NaiveRewardManager
 from verl.rewards.managers import BatchRewardManager, DAPORewardManager, PrimeRewardManager
 from verl.utils.errors import RewardError
+from verl.utils.imports import load_extern_type
 
 TEXTS = ["a", "bb", "ccc", "dddd", "e", "ff"]  # of three prompts, two each
 TRUTHS = ["x", "x", "y", "y", "z", "z"]
@@ -239,7 +240,7 @@ def test_what_needs_the_batch_or_the_calling_thread_waits_for_it(tmp_path):
     )
     file = tmp_path / "reward.py"
     file.write_text("import signal\ndef compute_score(**sample):\n    return 1.0\n")
-    signals = NaiveRewardManager(CharTokenizer(), 0, load_custom_reward(str(file)))
+    signals = NaiveRewardManager(CharTokenizer(), 0, load_extern_type(str(file), "compute_score"))
     for manager in (whole, signals):
         with manager.ahead(prompts, 2) as take:
             assert take is None

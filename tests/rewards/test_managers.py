@@ -173,8 +173,7 @@ def test_what_cannot_be_sent_is_told_when_the_manager_is_made():
 def test_processes_end_with_the_trainer(reward_file):
     code = f"""
         from verl.rewards.custom import load_custom_reward
-        from verl.rewards.processes import ProcessFunction
-        function = ProcessFunction(load_custom_reward({reward_file!r}, "length"), timeout_s=60, num_processes=1)
+        function = load_custom_reward({reward_file!r}, "length").limited(60)
         print(function(data_source="s", solution_str="abc", ground_truth=None)["pid"])
     """
     done = subprocess.run(
@@ -209,8 +208,7 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
         import os, signal, threading, time
         from pathlib import Path
         from verl.rewards.custom import load_custom_reward
-        from verl.rewards.processes import ProcessFunction
-        function = ProcessFunction(load_custom_reward({str(file)!r}, {name!r}), timeout_s=600)
+        function = load_custom_reward({str(file)!r}, {name!r}).limited(600)
         call = {{"data_source": "s", "solution_str": {str(told)!r}, "ground_truth": None}}
         threading.Thread(target=function, kwargs=call, daemon=True).start()
         while not (Path({str(told)!r}).exists() and Path({str(told)!r}).read_text()):
@@ -238,7 +236,7 @@ def test_a_function_in_a_process_may_fork_processes_of_its_own(tmp_path):
         "    context.Process(target=answer, args=(queue,)).start()\n"
         "    return queue.get()\n"
     )
-    function = ProcessFunction(load_custom_reward(str(file)), timeout_s=30)
+    function = load_custom_reward(str(file)).limited(30)
     assert function(data_source="s", solution_str="a", ground_truth=None) == 3.0
 
 
@@ -251,7 +249,7 @@ def test_a_late_call_is_left_also_where_it_has_forked_a_process_that_lives_on(tm
         "    os.fork()\n"
         "    time.sleep(100)\n"
     )
-    function = ProcessFunction(load_custom_reward(str(file)), timeout_s=0.5)
+    function = load_custom_reward(str(file)).limited(0.5)
     with pytest.raises(HelperTimeout):
         function(data_source="s", solution_str="a", ground_truth=None)
 
@@ -314,12 +312,20 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
     assert time.monotonic() - began < 60
 
 
-def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(
-    reward_file, monkeypatch, caplog
-):
+def fails_or_sleeps(data_source, solution_str, ground_truth, extra_info=None):
+    """Stand in a module that a process can import, and run in a thread until then."""
+    if int(solution_str) % 100 == 13:
+        raise ValueError("unlucky")
+    if int(solution_str) % 100 == 57:
+        time.sleep(30)
+    return 1.0
+
+
+def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(monkeypatch, caplog):
     monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 12)
-    function = load_custom_reward(reward_file, "one_in_a_hundred")
-    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=0.6, on_error="zero")
+    manager = NaiveRewardManager(
+        CharTokenizer(), 0, fails_or_sleeps, timeout_s=2.0, on_error="zero"
+    )
     batch = make_batch([str(number) for number in range(500)])
     with caplog.at_level("WARNING", logger="verl"):
         metrics = [manager(batch, return_dict=True)["metrics"] for _ in range(4)]
