@@ -68,8 +68,12 @@ class LockWatch:
         """Begin to watch, unless that has begun or there is no deadline."""
         if self._beating or not math.isfinite(self._limit_s) or self._over.is_set():
             return
+        thread = threading.Thread(target=self._beat, name="verl-reward-watch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return  # no more threads: the caller raises that if it gets none for its calls either
         self._beating = True
-        threading.Thread(target=self._beat, name="verl-reward-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End the watch."""
