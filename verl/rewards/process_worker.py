@@ -6,14 +6,14 @@ import inspect
 import json
 import os
 import pickle
-import queue
 import random
+import select
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_error
 from verl.utils.errors import RewardError, sendable
@@ -21,16 +21,14 @@ from verl.utils.errors import RewardError, sendable
 
 def main() -> None:
     """Answer until the parent closes the pipe, also by being killed."""
-    # A print of the user's function must not end up between our answers. Nor does it share our
-    # standard input: a child that multiprocessing forks closes that, for which it would wait for
-    # the lock that `_listen` holds while it reads.
+    # A print of the user's function must not end up between our answers, and what it reads from
+    # standard input must not be our requests.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(lines, requests), daemon=True).start()
-    first = json.loads(requests.get())
+    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
+    first = json.loads(requests.readline())
     sys.path[:] = first["path"]
     from verl.rewards.processes import pack, unpack  # once its folder is in the path
 
@@ -48,8 +46,8 @@ def main() -> None:
 
     me = os.getpid()
     loop = asyncio.new_event_loop()
-    while True:
-        number, packed = json.loads(requests.get())
+    for line in requests:
+        number, packed = json.loads(line)
         try:
             value = function(**unpack(packed))
             if inspect.isawaitable(value):
@@ -90,11 +88,12 @@ def _packed(value: Any) -> str:
         raise RewardError(cannot_be_sent(error)) from error
 
 
-def _listen(lines: TextIO, requests: queue.SimpleQueue[str]) -> None:
-    """Hand requests on until the parent is gone; then end this process and what its function has
-    started, also in the middle of a call, which may hang for ever."""
-    for line in lines:
-        requests.put(line)
+def _end_with_parent(requests: int) -> None:
+    """Wait until the parent is gone; then end this process and all that its function has started,
+    also in the middle of a call, which may hang for ever."""
+    poll = select.poll()
+    poll.register(requests, 0)  # reports that the other end is closed, and nothing else
+    poll.poll()
     os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own
 
 
