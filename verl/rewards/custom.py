@@ -24,8 +24,8 @@ def load_custom_reward(
     """Return the user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or
     None when no path is given.
 
-    A plain function is loaded and called in a process of its own, which can be killed when a call
-    hangs. A coroutine function is called in this process, once another one has loaded its file.
+    A plain function is called in a process of its own, which can be killed when a call hangs; a
+    coroutine function is called in this process. Both load the file, that process first.
 
     Args:
         path: a .py file or an importable module.
@@ -50,7 +50,9 @@ def load_custom_reward(
         ) from error
 
     in_process = ProcessFunction.of_file(source, name=f"the reward function '{name}' of '{path}'")
-    return load_function(**source) if in_process.is_async else in_process
+    # Here as well, once a process has survived it: the file may register rules or losses.
+    function = load_function(**source)
+    return function if in_process.is_async else in_process
 
 
 def load_function(
