@@ -66,7 +66,8 @@ class ProcessFunction:
     def of_file(cls, source: Mapping[str, Any], *, name: str) -> "ProcessFunction":
         """Make the function that `custom.load_function(**source)` loads, in a process.
 
-        A file that hangs or ends its process as it is loaded does so there. Functions of one file and the same arguments share their processes.
+        A file that hangs or ends its process as it is loaded does so there. Functions of
+        one file and the same arguments share their processes.
 
         Raises:
             VerlError: the process raised it when it loaded the file.
