@@ -2,6 +2,7 @@
 for."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_a_reward_that_holds(capsys):
     assert cli.main(["reward", "check", "--rows", "2", *TOY]) == 0
     text = capsys.readouterr().out
     assert len([line for line in text.splitlines() if line.startswith("row ")]) == 2 * 5 + 1
-    assert text.endswith("The reward tells gold answers from wrong ones.\n")
+    assert text.endswith("Gold answers score above wrong ones.\n")
 
 
 def test_a_reward_that_fails(tmp_path: Path, capsys):
@@ -174,7 +175,25 @@ def test_a_reward_that_fails(tmp_path: Path, capsys):
     assert cli.main(["reward", "check", *TOY, f"custom_reward_function.path={path}"]) == 1
     text = capsys.readouterr().out
     assert "FAULT: the reward function failed on" in text
-    assert "tells gold answers" not in text
+    assert "Gold answers score" not in text
+
+
+def test_a_reward_is_checked_without_a_model_and_whatever_the_length_of_prompts(tmp_path, capsys):
+    files = []
+    for number in range(2):
+        row = {
+            "prompt": [{"role": "user", "content": "word " * 50_000}],
+            "data_source": "gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+        }
+        files.append(tmp_path / f"rows{number}.jsonl")
+        files[-1].write_text(json.dumps(row) + "\n")
+    keys = [f"data.train_files=[{files[0]},{files[1]}]", "data.train_batch_size=2"]
+    assert cli.main(["reward", "check", "--rows", "2", *keys]) == 0
+    text = capsys.readouterr().out
+    assert "row 0 " in text
+    assert "row 1 " in text
+    assert text.endswith("Gold answers score above wrong ones.\n")
 
 
 def test_what_a_user_can_cause_is_one_line(capsys):

@@ -15,6 +15,7 @@ from verl.rewards.custom import load_custom_reward
 from verl.rewards.manager import NaiveRewardManager
 from verl.rewards.managers import BatchRewardManager, DAPORewardManager, PrimeRewardManager
 from verl.utils.errors import RewardError
+from verl.utils.imports import load_extern_type
 
 TEXTS = ["a", "bb", "ccc", "dddd", "e", "ff"]  # of three prompts, two each
 TRUTHS = ["x", "x", "y", "y", "z", "z"]
@@ -150,23 +151,23 @@ def test_a_call_has_its_time_from_its_own_start(is_async):
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         if solution_str == "dddd":
-            release.wait(0.5)
+            release.wait(4)
         if solution_str == "e":
             release.wait(60)
         return 1.0
 
     async def compute_score_async(data_source, solution_str, ground_truth, extra_info):
-        await asyncio.sleep({"dddd": 0.5, "e": 60}.get(solution_str, 0))
+        await asyncio.sleep({"dddd": 4, "e": 60}.get(solution_str, 0))
         return 1.0
 
     function = compute_score_async if is_async else compute_score
-    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=0.3, on_error="zero")
+    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=3.0, on_error="zero")
     began = time.monotonic()
-    result = score_ahead(manager, batch_of(), wait=lambda: time.sleep(1.5))
+    result = score_ahead(manager, batch_of(), wait=lambda: time.sleep(4.5))
     release.set()
     assert result["reward_tensor"].sum(-1).tolist() == [1, 1, 1, 0, 0, 1]
     assert result["metrics"] == {"reward/num_errors": 0, "reward/num_timeouts": 2}
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_a_hanging_reward_stops_the_run_at_its_time_out():
@@ -176,7 +177,7 @@ def test_a_hanging_reward_stops_the_run_at_its_time_out():
     with pytest.raises(RewardError, match=r"failed on row 0 .*no answer within 0\.2 s"):
         score_ahead(manager, batch_of())
     release.set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -239,7 +240,7 @@ def test_what_needs_the_batch_or_the_calling_thread_waits_for_it(tmp_path):
     )
     file = tmp_path / "reward.py"
     file.write_text("import signal\ndef compute_score(**sample):\n    return 1.0\n")
-    signals = NaiveRewardManager(CharTokenizer(), 0, load_custom_reward(str(file)))
+    signals = NaiveRewardManager(CharTokenizer(), 0, load_extern_type(str(file), "compute_score"))
     for manager in (whole, signals):
         with manager.ahead(prompts, 2) as take:
             assert take is None

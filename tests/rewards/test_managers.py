@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from verl.utils.errors import ConfigError, RewardError
 
 FILE = """
 import asyncio, os, sys, time
+from verl.rewards.helper import HelperTimeout  # a call that is late, on every machine
 
 calls = []
 
@@ -67,6 +69,11 @@ def one_in_a_hundred(data_source, solution_str, ground_truth, extra_info=None):
     if number % 100 == 13:
         raise ValueError(f"unlucky {number}")
     if number % 100 == 57:
+        raise HelperTimeout
+    return 1.0
+
+def hangs_at(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "hangs":
         time.sleep(10**6)
     return 1.0
 
@@ -146,18 +153,18 @@ def test_prime_survives_whatever_a_call_does(reward_file):
     function = load_custom_reward(reward_file, "moody")
     texts = ["raises", "odd", "exits", "dies", "hangs", "sleeps", "fine"]
     manager = PrimeRewardManager(
-        CharTokenizer(), 0, function, num_processes=2, timeout_s=1.0, on_error="drop"
+        CharTokenizer(), 0, function, num_processes=2, timeout_s=5.0, on_error="drop"
     )
     result = manager(make_batch(texts), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [0.0] * 6 + [1.0]
     assert result["dropped"] == [0, 1, 2, 3, 4, 5]
     assert result["metrics"] == {"reward/num_errors": 4, "reward/num_timeouts": 2}
-    strict = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1, timeout_s=1.0)
+    strict = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1, timeout_s=5.0)
     for text, told in (
         ("raises", r"KeyError: 'the key'(?s:.)*my_rewards\.py\", line"),
         ("odd", "Odd: 1 and 2"),
         ("dies", "exit code 7"),
-        ("hangs", "no answer within 1 s"),
+        ("hangs", "no answer within 5 s"),
     ):
         with pytest.raises(RewardError, match=told):
             strict(make_batch([text]))
@@ -173,8 +180,7 @@ def test_what_cannot_be_sent_is_told_when_the_manager_is_made():
 def test_processes_end_with_the_trainer(reward_file):
     code = f"""
         from verl.rewards.custom import load_custom_reward
-        from verl.rewards.processes import ProcessFunction
-        function = ProcessFunction(load_custom_reward({reward_file!r}, "length"), timeout_s=60, num_processes=1)
+        function = load_custom_reward({reward_file!r}, "length").limited(60)
         print(function(data_source="s", solution_str="abc", ground_truth=None)["pid"])
     """
     done = subprocess.run(
@@ -209,8 +215,7 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
         import os, signal, threading, time
         from pathlib import Path
         from verl.rewards.custom import load_custom_reward
-        from verl.rewards.processes import ProcessFunction
-        function = ProcessFunction(load_custom_reward({str(file)!r}, {name!r}), timeout_s=600)
+        function = load_custom_reward({str(file)!r}, {name!r}).limited(600)
         call = {{"data_source": "s", "solution_str": {str(told)!r}, "ground_truth": None}}
         threading.Thread(target=function, kwargs=call, daemon=True).start()
         while not (Path({str(told)!r}).exists() and Path({str(told)!r}).read_text()):
@@ -220,7 +225,7 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
     assert done.returncode == (0 if way == "exits" else -9)
-    pid, deadline = int(told.read_text()), time.monotonic() + 10
+    pid, deadline = int(told.read_text()), time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(pid)
@@ -238,7 +243,7 @@ def test_a_function_in_a_process_may_fork_processes_of_its_own(tmp_path):
         "    context.Process(target=answer, args=(queue,)).start()\n"
         "    return queue.get()\n"
     )
-    function = ProcessFunction(load_custom_reward(str(file)), timeout_s=30)
+    function = load_custom_reward(str(file)).limited(30)
     assert function(data_source="s", solution_str="a", ground_truth=None) == 3.0
 
 
@@ -251,7 +256,7 @@ def test_a_late_call_is_left_also_where_it_has_forked_a_process_that_lives_on(tm
         "    os.fork()\n"
         "    time.sleep(100)\n"
     )
-    function = ProcessFunction(load_custom_reward(str(file)), timeout_s=0.5)
+    function = load_custom_reward(str(file)).limited(0.5)
     with pytest.raises(HelperTimeout):
         function(data_source="s", solution_str="a", ground_truth=None)
 
@@ -262,7 +267,7 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
     file = tmp_path / "heavy.py"
     file.write_text(
         "import time\n"
-        "time.sleep(1)  # such as an import\n"
+        "time.sleep(6)  # such as an import\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    time.sleep(float(solution_str))\n"
         "    return 1.0\n"
@@ -270,8 +275,8 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
     manager = PrimeRewardManager(
         CharTokenizer(), 0, load_custom_reward(str(file)), num_processes=1, timeout_s=600
     )
-    samples = manager.read(make_batch(["0", "9"]))
-    quick, late = manager.call(samples, timeout_s=0.5)
+    samples = manager.read(make_batch(["0", "999"]))
+    quick, late = manager.call(samples, timeout_s=5.0)
     assert quick is not None and quick.value == 1.0  # noqa: PT018
     assert late is not None and late.timed_out  # noqa: PT018
 
@@ -285,16 +290,12 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
     reward_file, kind, policy, caplog
 ):
     function = load_custom_reward(reward_file, "one_in_a_hundred")
-    # Processes may have to wait for a core of a busy machine.
-    settings = (
-        {"num_processes": 2, "timeout_s": 0.6}
-        if kind is PrimeRewardManager
-        else {"timeout_s": 0.25}
+    # The late calls say so themselves: a real deadline would depend on the load of the machine.
+    settings = {"num_processes": 2} if kind is PrimeRewardManager else {}
+    manager = kind(
+        CharTokenizer(), 0, function, on_error=policy, max_retries=1, timeout_s=600, **settings
     )
-    manager = kind(CharTokenizer(), 0, function, on_error=policy, max_retries=1, **settings)
-    manager(make_batch(["1"]))  # processes start before the clock does
     batch = make_batch([str(number) for number in range(1000)])
-    began = time.monotonic()
     if policy == "stop":
         with pytest.raises(RewardError, match=r"row (13|57) "):
             manager(batch)
@@ -311,19 +312,35 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
         expected | {"reward/num_retries": 20} if policy == "retry" else expected
     )
     assert "20 of 1000 rewards failed, 10 of them late" in caplog.text
-    assert time.monotonic() - began < 60
 
 
-def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(
-    reward_file, monkeypatch, caplog
-):
-    monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 12)
-    function = load_custom_reward(reward_file, "one_in_a_hundred")
-    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=0.6, on_error="zero")
-    batch = make_batch([str(number) for number in range(500)])
+@pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
+def test_calls_that_hang_are_late_and_the_others_are_not(reward_file, kind):
+    function = load_custom_reward(reward_file, "hangs_at")
+    manager = kind(CharTokenizer(), 0, function, on_error="drop", timeout_s=5.0)
+    result = manager(make_batch(["a", "hangs", "b", "c"]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert result["metrics"] == {"reward/num_errors": 0, "reward/num_timeouts": 1}
+
+
+def fails_or_sleeps(data_source, solution_str, ground_truth, extra_info=None):
+    """Stand in a module that a process can import, and run in a thread until then."""
+    if int(solution_str) % 100 == 13:
+        raise ValueError("unlucky")
+    if int(solution_str) % 100 == 57:
+        time.sleep(600)
+    return 1.0
+
+
+def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 3)
+    manager = NaiveRewardManager(
+        CharTokenizer(), 0, fails_or_sleeps, timeout_s=3.0, on_error="zero"
+    )
+    batch = make_batch([str(number) for number in range(200)])
     with caplog.at_level("WARNING", logger="verl"):
-        metrics = [manager(batch, return_dict=True)["metrics"] for _ in range(4)]
-    assert metrics == [{"reward/num_errors": 5, "reward/num_timeouts": 5}] * 4
+        metrics = [manager(batch, return_dict=True)["metrics"] for _ in range(3)]
+    assert metrics == [{"reward/num_errors": 2, "reward/num_timeouts": 2}] * 3
     assert caplog.text.count("From now on it is called in 4 processes") == 1
     assert isinstance(manager._caller.function, ProcessFunction)
 
@@ -350,14 +367,15 @@ def test_retry_calls_again_only_what_failed():
 
 
 def test_several_threads_call_where_the_function_allows_it():
-    def slow(**_):
-        time.sleep(0.2)
+    together = threading.Barrier(8)
+
+    def meets_seven_others(**_):
+        together.wait(60)
         return 1.0
 
-    slow.max_concurrent = 8  # pyright: ignore[reportFunctionMemberAccess]
-    began = time.monotonic()
-    assert NaiveRewardManager(CharTokenizer(), 0, slow)(make_batch(["a"] * 16)).sum() == 16
-    assert time.monotonic() - began < 2.5, "3.2 s one after another"
+    meets_seven_others.max_concurrent = 8  # pyright: ignore[reportFunctionMemberAccess]
+    manager = NaiveRewardManager(CharTokenizer(), 0, meets_seven_others, timeout_s=None)
+    assert manager(make_batch(["a"] * 16)).sum() == 16
 
 
 # ---------------------------------------------------------------- batch
@@ -491,9 +509,9 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
 
 
 def test_a_shorter_deadline_for_some_calls():
-    caller = Caller(lambda **_: time.sleep(5), 60.0)
-    began = time.monotonic()
+    release = threading.Event()
+    caller = Caller(lambda **_: release.wait(600), 600.0)
     (outcome,) = caller([{}], timeout_s=0.1)
+    release.set()
     assert outcome is not None
     assert outcome.timed_out
-    assert time.monotonic() - began < 3

@@ -57,3 +57,50 @@ def test_any_other_error_is_ours():
 
     with pytest.raises(BrokenPipeError):
         exit_code(job)
+
+
+PRINTS = """
+import sys
+from verl.utils.entry import exit_code
+def job():
+    for number in range(1_000_000):
+        print(number)
+sys.exit(exit_code(job))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_stops_reading_ends_a_command_in_silence(unbuffered: str):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = subprocess.Popen(
+        [sys.executable, "-c", PRINTS],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stdout is not None
+    assert command.stderr is not None
+    assert command.stdout.readline() == "0\n"
+    command.stdout.close()  # as `head -1`
+    assert command.stderr.read() == ""
+    assert command.wait(60) == 141
+
+
+def test_a_short_output_that_is_not_read_ends_in_silence_too():
+    code = PRINTS.replace("1_000_000", "3").replace(
+        "for number", "sys.stdin.read()\n    for number"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert command.stdin is not None
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.close()
+    command.stdin.close()
+    assert command.stderr.read() == b""
+    assert command.wait(60) == 141

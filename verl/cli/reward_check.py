@@ -3,9 +3,13 @@ is trained."""
 
 import argparse
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from verl.config.load import load_config
-from verl.data.build import build_dataset
+from verl.config.train import TrainConfig
+from verl.data.build import build_dataset, data_files
+from verl.data.files import as_file_list, open_rows
 from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager
 from verl.rewards.preflight import NUM_ROWS, Report, choose_rows, inspect_reward
@@ -29,12 +33,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_reward(overrides: list[str], num_rows: int) -> Report:
-    """Try the reward that these keys configure on rows spread over the training data."""
-    config = load_config(overrides)
+    """Try the reward that these keys configure on rows spread over the training data.
+
+    No model is read and no prompt is tokenized, unless the rows come from a dataset class of the
+    user's, which takes the tokenizer.
+    """
+    config = load_config(_with_a_model(overrides))
     load_user_code(config)
-    tokenizer = build_tokenizer(config)
-    dataset = build_dataset(config, tokenizer, split="train")
+    is_custom = config.data.custom_cls.path is not None
+    tokenizer = build_tokenizer(config) if is_custom else None
+    dataset = build_dataset(config, tokenizer, split="train") if is_custom else FileRows(config)
     assert dataset is not None, "without training data build_dataset raises"
+
     manager = build_reward(config, tokenizer, num_examine=0)
     if not isinstance(manager, RewardManager):
         raise ConfigError(
@@ -43,6 +53,30 @@ def check_reward(overrides: list[str], num_rows: int) -> Report:
             "verl.rewards.manager.RewardManager, or call it on a batch yourself."
         )
     return inspect_reward(choose_rows(dataset, num_rows), manager)
+
+
+class FileRows:
+    """The rows of the training files, one after the other, with the columns that they have."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._sources = [open_rows(file) for file in as_file_list(data_files(config.data, "train"))]
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self._sources)
+
+    def __getitem__(self, item: int) -> Mapping[str, Any]:
+        for rows in self._sources:
+            if item < len(rows):
+                return rows.row(item)
+            item -= len(rows)
+        raise IndexError(item)
+
+
+def _with_a_model(overrides: list[str]) -> list[str]:
+    """Add the packaged model where none is named: a configuration must have one."""
+    is_named = any("actor_rollout_ref.model.path=" in override for override in overrides)
+    has_file = any(override.startswith(("--config", "-c")) for override in overrides)
+    return overrides if is_named or has_file else ["actor_rollout_ref.model.path=toy", *overrides]
 
 
 def render(report: Report) -> str:
@@ -57,7 +91,7 @@ def render(report: Report) -> str:
     lines += [f"doubtful: {text}" for text in report.suspicions]
     lines += [f"note: {text}" for text in report.notes]
     if not report.faults and not report.suspicions:
-        lines.append("The reward tells gold answers from wrong ones.")
+        lines.append("Gold answers score above wrong ones.")
     return "\n".join(lines)
 
 

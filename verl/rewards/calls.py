@@ -10,6 +10,7 @@ go to new threads. When too many are left behind, the calls move to processes, w
 import ast
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -24,8 +25,10 @@ from typing import Any
 
 import torch
 
+from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
 from verl.rewards.processes import ProcessFunction
+from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger, say_once
 
@@ -77,6 +80,8 @@ class Caller:
         self.in_caller = not self.is_async and uses_signals(function)
         self._hanging: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        if runs_here(function):
+            forbid_exit()
 
     def __call__(
         self,
@@ -170,6 +175,13 @@ class Caller:
         )
 
 
+def runs_here(function: Callable[..., Any]) -> bool:
+    """Whether a user's function runs in this process: not our own, not one in a process."""
+    target = inspect.unwrap(getattr(function, "func", function))
+    module = getattr(target, "__module__", None) or type(target).__module__
+    return not module.startswith("verl.")
+
+
 def uses_signals(function: Callable[..., Any]) -> bool:
     """Whether the file that defines `function` imports signal, or a package that limits time by
     signals."""
@@ -212,6 +224,8 @@ def _call(function: Callable[..., Any], sample: dict[str, Any]) -> Outcome:
 def _call_in_thread(function: Callable[..., Any], arguments: Arguments) -> Outcome:
     try:
         return _call(function, arguments())
+    except LateCall:
+        raise
     except BaseException as error:  # noqa: BLE001  (would end the thread unseen, and look like a call that is late)
         return Outcome(error=error)
 
@@ -243,6 +257,8 @@ class _Threads:
         self._failed_row = math.inf
         self._running: dict[threading.Thread, tuple[int, float]] = {}  # sample and when it began
         self._changed = threading.Condition()
+        self._watch = LockWatch(timeout_s if runs_here(function) else math.inf)
+        self._start_fault: Exception | None = None
         self._context = contextvars.copy_context()
         # The current device belongs to a thread; a function that calls a model must find the one of
         # its rank.
@@ -250,6 +266,7 @@ class _Threads:
 
     def add(self, row: int, arguments: Arguments) -> int:
         """Gives the place of the outcome."""
+        self._watch.start()
         with self._changed:
             self._calls.append((row, arguments))
             self.outcomes.append(None)
@@ -263,6 +280,7 @@ class _Threads:
             self._is_whole = True
             self._changed.notify_all()
             while not self._is_done():
+                self._require_a_thread()
                 self._changed.wait(self._until_next_deadline())
                 self._leave_late_ones()
 
@@ -271,16 +289,43 @@ class _Threads:
         with self._changed:
             self._is_whole, self._failed_row = True, -math.inf
             self._changed.notify_all()
+        self._watch.stop()
 
     def _start_threads(self, count: int) -> None:
         for _ in range(count):
             context = self._context.copy()
             thread = threading.Thread(
-                target=context.run, args=(self._work,), name="verl-reward", daemon=True
+                target=context.run, args=(self._work_until_late,), name=THREAD_NAME, daemon=True
             )
             # Counted from now on, so that a thread that cannot start a call is seen as late too.
             self._running[thread] = (-1, time.monotonic())
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads; those that run go on
+                del self._running[thread]
+                self._start_fault = error
+                return
+
+    def _require_a_thread(self) -> None:
+        """Raise RewardError if calls wait and no thread could be started for them."""
+        if self._running or not self._has_next():
+            return
+        self._start_threads(1)
+        if not self._running:
+            raise RewardError(
+                f"No thread could be started to call the reward function ({self._start_fault}), "
+                f"and {threading.active_count()} threads run. Raise the limit on processes "
+                "(ulimit -u, the container's pids limit), or give the function a time limit of its "
+                "own, so that no calls are left behind."
+            )
+
+    def _work_until_late(self) -> None:
+        try:
+            self._work()
+        except LateCall:
+            # It may come between taking the lock and entering the block that gives it back.
+            while self._changed._is_owned():  # pyright: ignore[reportAttributeAccessIssue]
+                self._changed.release()
 
     def _work(self) -> None:
         if self._device is not None:
@@ -301,6 +346,7 @@ class _Threads:
                 index, began = self._next, time.monotonic()
                 self._next += 1
                 self._running[me] = (index, began)
+            call_ends.set(began + self.timeout_s)
             outcome = _call_in_thread(self.function, self._calls[index][1])
             if time.monotonic() - began >= self.timeout_s:  # and nobody was there to see it
                 outcome = Outcome(timed_out=True)
@@ -336,6 +382,7 @@ class _Threads:
         for thread in late:
             index, _ = self._running.pop(thread)
             self.abandoned.append(thread)
+            interrupt(thread)
             if index >= 0:
                 self._record(index, Outcome(timed_out=True))
         waiting = len(self._calls) - self._next
@@ -359,10 +406,12 @@ class _Coroutines:
         self._loop, self._loop_threads = loop, list[threading.Thread]()
         self._calls: list[concurrent.futures.Future[None]] = []
         self._is_over = False
+        self._watch = LockWatch(timeout_s + CANCEL_GRACE_S)
         asyncio.run_coroutine_threadsafe(self._beat(), loop)
 
     def add(self, row: int, arguments: Arguments) -> int:
         """Gives the place of the outcome."""
+        self._watch.start()
         self.outcomes.append(None)
         index = len(self.outcomes) - 1
         self._calls.append(
@@ -377,6 +426,8 @@ class _Coroutines:
             # A coroutine that blocks without awaiting stops the loop, and the deadlines with it.
             if time.monotonic() - self.moved > self.timeout_s + CANCEL_GRACE_S:
                 self.abandoned = self._loop_threads
+                for thread in self._loop_threads:
+                    interrupt(thread)
                 break
         else:
             for call in self._calls:
@@ -386,6 +437,7 @@ class _Coroutines:
     def drop(self) -> None:
         """Begin no further call, whatever is still added."""
         self._is_over = True
+        self._watch.stop()
 
     async def _call(self, index: int, arguments: Arguments) -> None:
         if self._is_over:
@@ -400,6 +452,7 @@ class _Coroutines:
             await asyncio.wait([task], timeout=CANCEL_GRACE_S)
 
     async def _note(self, index: int, arguments: Arguments) -> None:
+        call_ends.set(time.monotonic() + self.timeout_s)
         try:
             outcome = Outcome(value=await self.function(**arguments()))
         except asyncio.CancelledError:  # by the user's own code, or by us when it is late
@@ -419,5 +472,19 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     """A loop in a daemon thread. It lives as long as the run, so that the function can keep clients
     bound to it."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verl-reward-loop", daemon=True).start()
+    thread = threading.Thread(
+        target=_run_until_late, args=(loop,), name=f"{THREAD_NAME}-loop", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RewardError(
+            f"No thread could be started to call the reward function ({error}). Raise the limit on "
+            "processes (ulimit -u, the container's pids limit)."
+        ) from error
     return loop
+
+
+def _run_until_late(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(LateCall):  # a coroutine blocked it; the next batch has another loop
+        loop.run_forever()

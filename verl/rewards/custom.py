@@ -2,9 +2,11 @@
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.rewards.processes import ProcessFunction, pack
 from verl.utils.errors import ConfigError
 from verl.utils.imports import load_extern_type
 
@@ -19,8 +21,11 @@ def load_custom_reward(
     *,
     for_batches: bool = False,
 ) -> Callable[..., Any] | None:
-    """The user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or None when
-    no path is given.
+    """Return the user's `compute_score(data_source, solution_str, ground_truth, extra_info)`, or
+    None when no path is given.
+
+    A plain function is called in a process of its own, which can be killed when a call hangs; a
+    coroutine function is called in this process. Both load the file, that process first.
 
     Args:
         path: a .py file or an importable module.
@@ -34,13 +39,32 @@ def load_custom_reward(
     """
     if not path:
         return None
+    extra = dict(reward_kwargs or {})
+    source = {"path": path, "name": name, "extra": extra, "for_batches": for_batches}
+    try:
+        pack(source)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            "custom_reward_function.reward_kwargs must be values that can be sent to another "
+            f"process: {error}."
+        ) from error
+
+    in_process = ProcessFunction.of_file(source, name=f"the reward function '{name}' of '{path}'")
+    # Here as well, once a process has survived it: the file may register rules or losses.
+    function = load_function(**source)
+    return function if in_process.is_async else in_process
+
+
+def load_function(
+    path: str, name: str, extra: Mapping[str, Any], for_batches: bool
+) -> Callable[..., Any]:
+    """Load a function from a user's file into this process; see `load_custom_reward`."""
     function = load_extern_type(path, name)
     if not callable(function):
         raise ConfigError(
             f"custom_reward_function.name='{name}' in '{path}' must be a function, it is "
             f"{type(function).__name__}."
         )
-    extra = dict(reward_kwargs or {})
     check_arguments(function, f"custom_reward_function '{name}' of '{path}'", extra, for_batches)
     return functools.partial(function, **extra) if extra else function
 

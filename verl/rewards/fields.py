@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.rewards.texts import describe_error
+
 _PLAIN = (float, str, bool, bytes, type(None))
 _WAY_OUT = "Return numbers, texts, or lists and dicts of them; of another object its str(), say."
 
@@ -34,12 +36,12 @@ def fault_of(value: Any) -> str | None:
         _Elsewhere(io.BytesIO(pickle.dumps(value))).load()
     except Exception as error:  # noqa: BLE001 - whatever a user's class holds or does
         fact = f"is of type {type(value).__name__} and cannot be sent to another process"
-        return f"{fact} ({type(error).__name__}: {error}). {_WAY_OUT}"
+        return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
     try:
         str(value)
     except Exception as error:  # noqa: BLE001 - integers of more than 4,300 digits, and a user's __str__
         fact = f"is of type {type(value).__name__} and cannot be written as text"
-        return f"{fact} ({type(error).__name__}: {error}). {_WAY_OUT}"
+        return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
     return None
 
 

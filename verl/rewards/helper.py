@@ -9,10 +9,11 @@ nothing, never forked from the trainer, whose threads and CUDA context no fork s
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,18 +59,24 @@ class Helper:
         name: str,
         first: Any = None,
     ) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=dict(environment),
-            encoding="utf-8",
-            errors="backslashreplace",
-            # Ctrl-C is for the trainer; the child ends when its pipe closes
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=dict(environment),
+                encoding="utf-8",
+                errors="backslashreplace",
+                # Ctrl-C is for the trainer; the child ends when its pipe closes
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RewardError(
+                f"No process could be started for {name}: {error}. Raise the limit on processes "
+                "and memory (ulimit -u, the container's pids limit), or end others."
+            ) from error
         self._owner = os.getpid()
-        self._timed_out = False
+        self._unread = bytearray()
         try:
             if first is not None:
                 self._write(first)
@@ -87,12 +94,24 @@ class Helper:
         parent's."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, message: Any, timeout_s: float) -> Any:
-        """The answer. After HelperTimeout or HelperDied the helper is closed."""
+    def ask(self, message: Any, timeout_s: float, number: int | None = None) -> Any:
+        """Return the answer. After HelperTimeout or HelperDied the helper is closed.
+
+        Args:
+            number: the answer is a list that begins with this number. Whatever else the child
+                writes is skipped: the answer of a process that it forked, say.
+        """
+        ends = time.monotonic() + timeout_s
         try:
             self._write(message)
-            return self._read(timeout_s)
-        except (HelperTimeout, HelperDied):
+            while True:
+                answer = self._read(ends - time.monotonic(), skips_junk=number is not None)
+                if number is None or (isinstance(answer, list) and answer[:1] == [number]):
+                    return answer
+        except HelperTimeout:
+            self.close()
+            raise HelperTimeout(f"no answer within {timeout_s:g} s") from None
+        except HelperDied:
             self.close()
             raise
 
@@ -127,28 +146,39 @@ class Helper:
         except BrokenPipeError:
             raise HelperDied(self._process.wait()) from None
 
-    def _read(self, timeout_s: float) -> Any:
-        """One answer. Killing the child is what ends the read: no pipe can be waited for with a
-        deadline on Windows."""
-        assert self._process.stdout is not None
-        alarm = threading.Timer(min(timeout_s, threading.TIMEOUT_MAX), self._expire)
-        alarm.daemon = True
-        if math.isfinite(timeout_s):
-            alarm.start()
+    def _read(self, timeout_s: float, skips_junk: bool = False) -> Any:
+        """Return one line as JSON; with `skips_junk`, None for a line that is not JSON."""
+        line = self._read_line(timeout_s)
         try:
-            line = self._process.stdout.readline()
-        finally:
-            alarm.cancel()
-        if line.endswith("\n"):
             return json.loads(line)
-        if self._timed_out:
-            raise HelperTimeout(f"no answer within {timeout_s:g} s")
-        raise HelperDied(self._process.wait())
+        except ValueError:
+            if skips_junk:
+                return None
+            raise
 
-    def _expire(self) -> None:
-        self._timed_out = True
-        # all of its session: whoever else has the pipe open would keep the read from ending
-        self.kill()
+    def _read_line(self, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        ends = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+
+        start = 0  # nothing before it is the end of a line
+        while (end := self._unread.find(b"\n", start)) < 0:
+            start = len(self._unread)
+            left_ms = (ends - time.monotonic()) * 1000
+            ready = poll.poll(None if math.isinf(left_ms) else max(math.ceil(left_ms), 0))
+            if not ready:
+                # All of its session: a process that it forked would go on.
+                self.kill()
+                raise HelperTimeout(f"no answer within {timeout_s:g} s")
+            chunk = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not chunk:
+                raise HelperDied(self._process.wait())
+            self._unread += chunk
+
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        return line
 
 
 def start_module(module: str, *, name: str, first: Any = None, **environment: str) -> Helper:
@@ -168,17 +198,23 @@ class HelperPool:
         self._at_work: set[Helper] = set()
         weakref.finalize(self, _end, self._idle, self._at_work)  # at exit too
 
-    def ask(self, message: Any, timeout_s: float) -> Any:
-        """The answer of a helper that has nothing else to do. HelperTimeout, HelperDied: the next
-        call has another."""
+    def ask(self, message: Any, timeout_s: float, number: int | None = None) -> Any:
+        """Return the answer of a helper that has nothing else to do; see `Helper.ask`. After
+        HelperTimeout and HelperDied the next call has another helper."""
         helper = self._borrow()
         self._at_work.add(helper)
         try:
-            answer = helper.ask(message, timeout_s)
+            answer = helper.ask(message, timeout_s, number)
         finally:
             self._at_work.discard(helper)
         self._idle.append(helper)
         return answer
+
+    def start(self) -> Any:
+        """Start a helper that waits for work, unless one does; return its greeting."""
+        helper = self._borrow()
+        self._idle.append(helper)
+        return helper.greeting
 
     def close(self) -> None:
         """Idle helpers end here; one at work ends with our process."""

@@ -1,9 +1,9 @@
 """From a batch of responses to a batch of scores."""
 
+import copy
 import math
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +18,10 @@ import torch
 from verl.protocol import DataProto
 from verl.rewards.calls import Caller, Outcome
 from verl.rewards.fields import collect_extra, fault_of, shown
+from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import answer_extractors, reward_managers
 from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, scores_by_rule
+from verl.rewards.texts import describe_error, format_traceback, on_one_line, text_of
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 from verl.utils.timeline import note_span
@@ -42,11 +44,13 @@ class Sample:
     token_ids: Sequence[int] = ()
 
     def arguments(self) -> dict[str, Any]:
+        """Return the arguments of one call. They are copies: a function that changes them would
+        change the data of the next epoch, and of the other samples of its prompt."""
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
-            "ground_truth": self.ground_truth,
-            "extra_info": self.extra_info,
+            "ground_truth": copy.deepcopy(self.ground_truth),
+            "extra_info": copy.deepcopy(self.extra_info),
         }
 
 
@@ -116,7 +120,11 @@ class RewardManager:
         self.on_error = on_error
         self.max_retries = max_retries if on_error == "retry" else 0
         self.by_rule = scores_by_rule(self.compute_score)
-        self._caller = Caller(self.compute_score, self.timeout_s)
+        self._process: ProcessFunction | None = None
+        if isinstance(self.compute_score, ProcessFunction):
+            self._use_process(self.compute_score.limited(self.timeout_s))
+        else:
+            self._caller = Caller(self.compute_score, self.timeout_s)
         self._begun: _Begun | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
@@ -278,7 +286,7 @@ class RewardManager:
         begun, self._begun = self._begun, None
         if begun is not None and (outcomes := begun.outcomes(samples)) is not None:
             return outcomes
-        return self._caller(
+        return self.call_function(
             [sample.arguments() for sample in samples],
             stop_at_failure=stop_at_failure,
             timeout_s=timeout_s,
@@ -286,6 +294,29 @@ class RewardManager:
                 self._caller.function, {sample.data_source for sample in samples}
             ),
         )
+
+    def call_function(
+        self,
+        arguments: Sequence[dict[str, Any]],
+        *,
+        stop_at_failure: bool = False,
+        timeout_s: float | None = None,
+        at_once: int = 1,
+    ) -> list[Outcome | None]:
+        """Call the function with each of these arguments, wherever it runs; see `Caller`."""
+        if self._process is None:
+            return self._caller(arguments, stop_at_failure, at_once, timeout_s)
+        self._process.timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
+        try:
+            return self._caller(arguments, stop_at_failure, at_once)
+        finally:
+            self._process.timeout_s = self.timeout_s
+
+    def _use_process(self, function: ProcessFunction) -> None:
+        """Call this function. Its process has the deadline, which counts from the moment that the
+        process gets a sample, its start not counted."""
+        self._process = function
+        self._caller = Caller(function, math.inf)
 
     def print_examples(
         self, samples: Sequence[Sample], scores: Sequence[float], data: DataProto
@@ -297,10 +328,10 @@ class RewardManager:
                 printed[sample.data_source] += 1
                 logger.info(
                     "Example of %s\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s",
-                    sample.data_source,
-                    self._prompt(data, sample.row),
-                    sample.solution_str,
-                    sample.ground_truth,
+                    on_one_line(sample.data_source),
+                    on_one_line(self._prompt(data, sample.row)),
+                    on_one_line(sample.solution_str),
+                    on_one_line(sample.ground_truth),
                     score,
                 )
 
@@ -332,13 +363,13 @@ class RewardManager:
             f"{failure}\n"
             f"  prompt ends:     {self._prompt(data, sample.row)[-200:]!r}\n"
             f"  response starts: {sample.solution_str[:200]!r}\n"
-            f"  ground_truth:    {str(sample.ground_truth)[:200]!r}\n"
-            "Mend the function, or choose what becomes of such samples with "
+            f"  ground_truth:    {text_of(sample.ground_truth)[:200]!r}\n"
+            "Fix the function, or choose what becomes of such samples with "
             "reward_model.on_error=zero, drop or retry"
             f"{', and how long a call may take with reward_model.timeout_s' if outcome.timed_out else ''}."
         )
         if outcome.error is not None:
-            text += "\n" + "".join(traceback.format_exception(outcome.error)).rstrip()
+            text += "\n" + format_traceback(outcome.error)
         return text
 
 
@@ -442,26 +473,38 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
 
 
 def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, Any], str | None]:
-    """Score, further fields, and None or what is wrong; the score is 0 where something is."""
+    """Return score, further fields, and None or the failure; the score is 0 where there is one."""
     if outcome.timed_out:
         return 0.0, {}, f"no answer within {timeout_s:g} s."
     if outcome.error is not None:
-        return 0.0, {}, f"{type(outcome.error).__name__}: {outcome.error}"
-    value, extra = outcome.value, {}
+        return 0.0, {}, describe_error(outcome.error)
+    try:
+        score, extra, fault = _read_value(outcome.value)
+    except Exception as error:  # noqa: BLE001  (a user's class: __float__, __le__, keys, ...)
+        kind = type(outcome.value).__name__
+        score, extra, fault = 0.0, {}, f"{kind}, which raised {describe_error(error)}"
+    return (score, extra, None) if fault is None else (0.0, {}, f"it returned {fault}")
+
+
+def _read_value(value: Any) -> tuple[float, dict[str, Any], str | None]:
+    extra: dict[str, Any] = {}
     if isinstance(value, Mapping):
         extra = {str(name): entry for name, entry in value.items() if name != "score"}
         if "score" not in value:
-            return 0.0, {}, f"it returned a dict without 'score', with {sorted(map(str, value))}."
+            names = on_one_line(sorted(map(str, value)), 200)
+            return 0.0, {}, f"a dict without 'score', with {names}."
         value = value["score"]
+
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if not isinstance(value, (Real, np.bool_)):
         fact = f"{shown(value)} of type {type(value).__name__}"
-        return 0.0, {}, f"it returned {fact}, not a number or a dict with 'score'."
+        return 0.0, {}, f"{fact}, not a number or a dict with 'score'."
     # Compared before it is converted: float(10**400) raises. NaN compares false.
     if not -_LARGEST_SCORE <= value <= _LARGEST_SCORE:  # pyright: ignore[reportOperatorIssue]
-        return 0.0, {}, f"it returned {shown(value)}, not a finite float32."
+        return 0.0, {}, f"{shown(value)}, not a finite float32."
+
     for name, entry in extra.items():
         if fault := fault_of(entry):
-            return 0.0, {}, f"its field '{name}' {fault}"
+            return 0.0, {}, f"a dict, its field '{name[:100]}' {fault}"
     return float(value), extra, None

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.rewards.calls import Caller, Outcome
+from verl.rewards.calls import Outcome
+from verl.rewards.fields import shown
 from verl.rewards.manager import NaiveRewardManager, RewardManager, Sample, Scores
 from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import (
@@ -56,16 +57,13 @@ class BatchRewardManager(RewardManager):
             return super().call(samples, stop_at_failure=stop_at_failure, timeout_s=timeout_s)
         arguments = [sample.arguments() for sample in samples]
         batch = {f"{name}s": [entry[name] for entry in arguments] for name in arguments[0]}
-        (outcome,) = self._caller([batch], timeout_s=timeout_s)
+        (outcome,) = self.call_function([batch], timeout_s=timeout_s)
         assert outcome is not None, "one call, which is made"
         if outcome.failed:
             return [outcome] * len(samples)
         if not hasattr(outcome.value, "__len__") or len(outcome.value) != len(samples):
-            found = (
-                f"{len(outcome.value)} entries"
-                if hasattr(outcome.value, "__len__")
-                else repr(outcome.value)[:100]
-            )
+            has_length = hasattr(outcome.value, "__len__")
+            found = f"{len(outcome.value)} entries" if has_length else shown(outcome.value)
             raise RewardError(
                 "The reward function of the batch manager must return one score for each of the "
                 f"{len(samples)} responses it was given, in their order, got {found}."
@@ -93,26 +91,8 @@ class PrimeRewardManager(RewardManager):
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
-        self._function = ProcessFunction(
-            self.compute_score,
-            timeout_s=self.timeout_s,
-            num_processes=num_processes or count_cores(),
-        )
-        # The process has the deadline: from the moment it gets the sample, its start not counted.
-        self._caller = Caller(self._function, float("inf"))
-
-    def call(
-        self,
-        samples: Sequence[Sample],
-        *,
-        stop_at_failure: bool = False,
-        timeout_s: float | None = None,
-    ) -> Sequence[Outcome | None]:
-        self._function.timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
-        try:
-            return super().call(samples, stop_at_failure=stop_at_failure)
-        finally:
-            self._function.timeout_s = self.timeout_s
+        function = self._process or ProcessFunction(self.compute_score, timeout_s=self.timeout_s)
+        self._use_process(function.limited(self.timeout_s, num_processes or count_cores()))
 
 
 @reward_managers.register("dapo")

@@ -5,7 +5,6 @@ NaN, of the wrong type, constant, different from call to call, or too slow to tr
 """
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,8 +12,9 @@ from typing import Any, Protocol
 from verl.config.train import TrainConfig
 from verl.rewards.calls import Outcome
 from verl.rewards.manager import RewardManager, Sample, check_outcome, ground_truth_of
-from verl.rewards.processes import pack_function
+from verl.rewards.processes import ProcessFunction, pack_function
 from verl.rewards.rules import check_options, find_rule
+from verl.rewards.texts import format_traceback, text_of
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state
@@ -50,7 +50,7 @@ class Probe:
     def __str__(self) -> str:
         return (
             f"row {self.row} (data_source {self.sample.data_source!r}, ground_truth "
-            f"{str(self.sample.ground_truth)[:80]!r}), {self.kind} answer "
+            f"{text_of(self.sample.ground_truth)[:80]!r}), {self.kind} answer "
             f"{self.sample.solution_str[:80]!r}"
         )
 
@@ -209,7 +209,7 @@ def _failures(report: Report, manager: RewardManager) -> None:
         return
     assert first.outcome is not None, "it was tried"
     if first.outcome.error is not None:
-        text += "\n" + "".join(traceback.format_exception(first.outcome.error)).rstrip()
+        text += "\n" + format_traceback(first.outcome.error)
     if first.outcome.timed_out:
         text += " reward_model.timeout_s sets how long a call may take."
     report.faults.append(text)
@@ -269,6 +269,8 @@ def _speed(report: Report, manager: RewardManager) -> None:
 
 
 def _sendable(report: Report, function: Callable[..., Any]) -> None:
+    if isinstance(function, ProcessFunction):
+        return
     try:
         pack_function(function)
     except ConfigError as error:

@@ -5,64 +5,105 @@ import asyncio
 import inspect
 import json
 import os
-import queue
+import pickle
+import random
+import select
 import signal
 import sys
 import threading
 import traceback
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any
 
-from verl.utils.errors import sendable
+from verl.rewards.texts import MAX_TRACEBACK_CHARACTERS, cut, describe_error
+from verl.utils.errors import RewardError, sendable
 
 
 def main() -> None:
     """Answer until the parent closes the pipe, also by being killed."""
-    # A print of the user's function must not end up between our answers. Nor does it share our
-    # standard input: a child that multiprocessing forks closes that, for which it would wait for
-    # the lock that `_listen` holds while it reads.
+    # A print of the user's function must not end up between our answers, and what it reads from
+    # standard input must not be our requests.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(lines, requests), daemon=True).start()
-    first = json.loads(requests.get())
+    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
+    first = json.loads(requests.readline())
     sys.path[:] = first["path"]
-    from verl.rewards.processes import pack, unpack
-    from verl.utils.imports import load_module
+    from verl.rewards.processes import pack, unpack  # once its folder is in the path
 
-    for file in first["files"]:
-        load_module(file)
-    function = unpack(first["function"])
-    if warm_up := unpack(first["warm_up"]):
-        function(**warm_up)
+    try:
+        function = _load(first, unpack)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's file; the parent raises it)
+        print(json.dumps(["error", pack(_told(error))]), file=answers)
+        return
+    facts = {
+        "is_async": inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004
+        "max_concurrent": int(getattr(function, "max_concurrent", 1)),
+    }
+    print(json.dumps(["ready", facts]), file=answers)
+
+    me = os.getpid()
     loop = asyncio.new_event_loop()
-    print(json.dumps("ready"), file=answers)
-    while True:
-        line = requests.get()
+    for line in requests:
+        number, packed = json.loads(line)
         try:
-            value = function(**unpack(json.loads(line)))
+            value = function(**unpack(packed))
             if inspect.isawaitable(value):
                 value = loop.run_until_complete(value)  # pyright: ignore[reportArgumentType]
-            answer = ["value", pack(value)]
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; told to the caller)
-            answer = ["error", pack(_told(error))]
+            answer = [number, "value", _packed(value)]
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; the caller raises it)
+            answer = [number, "error", pack(_told(error))]
+        if os.getpid() != me:
+            os._exit(0)  # a process that the function forked came back here
         print(json.dumps(answer), file=answers)
 
 
-def _listen(lines: TextIO, requests: queue.SimpleQueue[str]) -> None:
-    """Hand requests on until the parent is gone; then end this process and what its function has
-    started, also in the middle of a call, which may hang for ever."""
-    for line in lines:
-        requests.put(line)
+def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., Any]:
+    from verl.rewards.custom import load_function
+    from verl.utils.imports import load_module
+
+    if first["source"] is not None:
+        function = load_function(**unpack(first["source"]))
+    else:
+        for file in first["files"]:
+            load_module(file)
+        function = unpack(first["function"])
+
+    random.seed(0)  # a run draws what the same run drew before
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if warm_up := unpack(first["warm_up"]):
+        function(**warm_up)
+    return function
+
+
+def _packed(value: Any) -> str:
+    from verl.rewards.processes import cannot_be_sent, pack
+
+    try:
+        return pack(value)
+    except Exception as error:  # (whatever a user's class holds or does)
+        raise RewardError(cannot_be_sent(error)) from error
+
+
+def _end_with_parent(requests: int) -> None:
+    """Wait until the parent is gone; then end this process and all that its function has started,
+    also in the middle of a call, which may hang for ever."""
+    poll = select.poll()
+    poll.register(requests, 0)  # reports that the other end is closed, and nothing else
+    poll.poll()
     os.killpg(0, signal.SIGKILL)  # the helper leads a session of its own
 
 
 def _told(error: BaseException) -> tuple[BaseException, str]:
-    """The error, or its text where it does not survive the way, and its traceback."""
-    text = "".join(traceback.format_exception(error))
+    """Return the error, or its text where it is too large or cannot be sent, and its traceback."""
+    text = cut("".join(traceback.format_exception(error)), MAX_TRACEBACK_CHARACTERS)
     sent = sendable(error)
-    return RuntimeError(f"{type(error).__name__}: {error}") if sent is None else sent, text
+    if sent is None or len(pickle.dumps(sent)) > MAX_TRACEBACK_CHARACTERS:
+        sent = RuntimeError(describe_error(error))
+    return sent, text
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """Calling a reward function in processes of its own, where a call that hangs can be killed."""
 
 import base64
+import functools
 import inspect
+import itertools
+import math
+import os
 import pickle
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.rewards.helper import HelperDied, HelperPool, start_module
+from verl.rewards.helper import Helper, HelperDied, HelperPool, start_module
+from verl.rewards.texts import describe_error
 from verl.utils.errors import ConfigError, RewardError
 
 
@@ -46,22 +52,59 @@ class ProcessFunction:
         warm_up: dict[str, Any] | None = None,
         **environment: str,
     ) -> None:
-        self.timeout_s = timeout_s
-        self.max_concurrent = num_processes
-        self.name = name
         first = {
             "path": sys.path,
+            "source": None,
             "files": _user_files(function),
             "function": pack_function(function),
+            "warm_up": pack(warm_up),
         }
-        first["warm_up"] = pack(warm_up)
-        module = "verl.rewards.process_worker"
-        self._pool = HelperPool(lambda: start_module(module, name=name, first=first, **environment))
+        start = functools.partial(_start_worker, name, first, environment)
+        self._set(HelperPool(start), timeout_s, num_processes, name)
+
+    @classmethod
+    def of_file(cls, source: Mapping[str, Any], *, name: str) -> "ProcessFunction":
+        """Make the function that `custom.load_function(**source)` loads, in a process.
+
+        A file that hangs or ends its process as it is loaded does so there. Functions of
+        one file and the same arguments share their processes.
+
+        Raises:
+            VerlError: the process raised it when it loaded the file.
+            RewardError: the process ended, or was late.
+        """
+        key = f"{sorted(source.items())} {_version_of(source['path'])}"
+        pool = _pools.get(key)
+        if pool is None:
+            first = {"path": sys.path, "source": pack(dict(source)), "warm_up": pack(None)}
+            pool = _pools[key] = HelperPool(functools.partial(_start_worker, name, first, {}))
+        kind, facts = pool.start()
+        assert kind == "ready", "_start_worker raises what the process raised"
+
+        made = cls.__new__(cls)
+        made._set(pool, math.inf, facts["max_concurrent"], name)
+        made.is_async = facts["is_async"]
+        return made
+
+    def limited(self, timeout_s: float, num_processes: int | None = None) -> "ProcessFunction":
+        """Return the same function with a deadline of its own, in the same processes."""
+        made = type(self).__new__(type(self))
+        made._set(self._pool, timeout_s, num_processes or self.max_concurrent, self.name)
+        return made
+
+    def _set(self, pool: HelperPool, timeout_s: float, max_concurrent: int, name: str) -> None:
+        self.timeout_s = timeout_s
+        self.max_concurrent = max_concurrent
+        self.name = name
+        self.is_async = False
+        self._pool = pool
+        self._numbers = itertools.count()
 
     def __call__(self, **sample: Any) -> Any:
         """What the function returns or raises, with the traceback of the process as the cause."""
         try:
-            kind, answer = self._pool.ask(pack(sample), self.timeout_s)
+            number = next(self._numbers)
+            _, kind, answer = self._pool.ask([number, pack(sample)], self.timeout_s, number)
         except HelperDied as error:
             raise RewardError(
                 f"the process that called {self.name} ended with exit code {error.exit_code} "
@@ -70,7 +113,33 @@ class ProcessFunction:
         if kind == "error":
             error, text = unpack(answer)
             raise error from RemoteTraceback(text)
-        return unpack(answer)
+        try:
+            return unpack(answer)
+        except Exception as error:
+            raise RewardError(cannot_be_sent(error)) from error
+
+
+_pools: weakref.WeakValueDictionary[str, HelperPool] = weakref.WeakValueDictionary()
+
+
+def _version_of(path: str) -> tuple[int, int] | None:
+    """Return a mark that changes with the file; None for an importable module."""
+    try:
+        status = os.stat(os.path.expanduser(path))
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _start_worker(name: str, first: dict[str, Any], environment: dict[str, str]) -> Helper:
+    """Start a process, or raise the error that it met when it loaded the function."""
+    helper = start_module("verl.rewards.process_worker", name=name, first=first, **environment)
+    kind, answer = helper.greeting
+    if kind == "error":
+        helper.close()
+        error, text = unpack(answer)
+        raise error from RemoteTraceback(text)
+    return helper
 
 
 def pack(value: Any) -> str:
@@ -81,6 +150,14 @@ def pack(value: Any) -> str:
 def unpack(text: str) -> Any:
     """The reverse of `pack`."""
     return pickle.loads(base64.b64decode(text))
+
+
+def cannot_be_sent(error: Exception) -> str:
+    """Return the message about a value that does not survive the way from its process."""
+    return (
+        f"it returned a value that cannot be sent from its process ({describe_error(error)}). "
+        "Return numbers, texts, or lists and dicts of them."
+    )
 
 
 def pack_function(function: Callable[..., Any]) -> str:

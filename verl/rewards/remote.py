@@ -1,27 +1,17 @@
-"""Rewards from services over HTTP: a sandbox that runs code, a model that judges.
+"""Rewards from services over HTTP: a sandbox that runs code, a model that judges."""
 
-Lost connections and the statuses 429, 500, 502, 503 and 504 are tried again with growing waits, or
-after as long as Retry-After says. At most `max_concurrent` requests are under way, so that a slow
-service slows the run and is not flooded.
-"""
-
-import json
+import math
 import os
 import re
 import string
 from collections.abc import Mapping
 from typing import Any
 
-import urllib3
-from urllib3.util import parse_url
-
 from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
+from verl.rewards.json_client import JsonClient
 from verl.rewards.sandbox.runner import Run
 from verl.utils.errors import ConfigError, RewardError
 
-_RETRIED = (429, 500, 502, 503, 504)
-_LONGEST_BACKOFF_S = 60.0
-_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_PROMPT = """Question:
 {question}
 
@@ -32,98 +22,6 @@ Response to judge:
 {response}
 
 Rate the response from 0 (wrong) to 10 (fully correct). Explain briefly, then end with: Score: <number>"""
-
-
-def _retries(requests: RequestsConfig) -> urllib3.Retry:
-    class Retry(urllib3.Retry):
-        """Retry-After is obeyed up to the time-out of a request; one that is no number of seconds
-        or date is none."""
-
-        def get_retry_after(self, response: Any) -> float | None:
-            try:
-                seconds = super().get_retry_after(response)
-            except urllib3.exceptions.InvalidHeader:
-                return None
-            return None if seconds is None else min(seconds, requests.timeout_s)
-
-    return Retry(
-        total=requests.max_retries,
-        status_forcelist=_RETRIED,
-        backoff_factor=requests.backoff_s,
-        backoff_max=_LONGEST_BACKOFF_S,
-        # many wait for the same service: not all to come back at once
-        backoff_jitter=requests.backoff_s,
-        allowed_methods=None,
-        raise_on_status=False,
-    )
-
-
-class JsonClient:
-    """Posts JSON to one service, from as many threads as like; those beyond `max_concurrent` wait.
-
-    Args:
-        key: name of the configuration key that holds the address, for errors.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str,
-        max_concurrent: int,
-        requests: RequestsConfig,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        parsed = parse_url(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"{key} must be an address such as http://host:8080, got {url!r}.")
-        self.url, self.key, self.requests = url.rstrip("/"), key, requests
-        self._http = urllib3.PoolManager(
-            maxsize=max_concurrent,
-            block=True,  # a thread waits for a connection to come back
-            timeout=urllib3.Timeout(
-                connect=min(_CONNECT_TIMEOUT_S, requests.timeout_s), read=requests.timeout_s
-            ),
-            headers=dict(headers or {}),
-        )
-
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that the service answers.
-
-        Raises:
-            RewardError: no answer after all retries, an error status, or something else than a JSON
-                object.
-        """
-        try:
-            answer = self._http.request(
-                "POST", self.url + path, json=body, retries=_retries(self.requests)
-            )
-        except urllib3.exceptions.HTTPError as error:
-            raise RewardError(f"{self.url + path} ({self.key}) gave no answer: {error}") from error
-        text = answer.data.decode("utf-8", "replace")
-        if answer.status != 200:
-            raise RewardError(
-                f"{self.url + path} ({self.key}) answered {answer.status}: {text[:300]!r}"
-            )
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise RewardError(
-                f"{self.url + path} ({self.key}) did not answer a JSON object: {text[:300]!r}"
-            )
-        return value
-
-    def check_reachable(self) -> None:
-        """Any answer will do. ConfigError when there is none."""
-        try:
-            self._http.request("GET", self.url, retries=False)
-        except urllib3.exceptions.HTTPError as error:
-            raise ConfigError(
-                f"{self.key}={self.url} cannot be reached: {error}. Start the service, or mend the "
-                "address."
-            ) from error
 
 
 class SandboxService:
@@ -267,7 +165,27 @@ class Judge:
             raise RewardError(
                 f"The judge gave no score (reward_model.judge.score_pattern) in: {text[-300:]!r}"
             )
-        return {"score": float(found[-1]) / self.config.score_scale, "judge_answer": text}
+        return {"score": self._score(found[-1]), "judge_answer": text}
+
+    def _score(self, number: str) -> float:
+        """Return a number of the judge over the scale.
+
+        Raises:
+            RewardError: it is no number, or not on the scale. The scale of our own prompt begins at
+                0, that of a user's prompt may begin at minus `score_scale`.
+        """
+        highest = self.config.score_scale
+        lowest = 0.0 if self.config.prompt is None else -highest
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not lowest <= value <= highest:
+            raise RewardError(
+                f"The judge must give a score from {lowest:g} to {highest:g} "
+                f"(reward_model.judge.score_scale), it gave {number[:40]!r}"
+            )
+        return value / highest
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from verl.utils.sigterm import TERMINATED, sigterm_as_exit
 
 MAX_CHARACTERS = 8000  # of a message on stderr
 INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C has ended
+READER_GONE = 141  # the exit code of a shell's command that SIGPIPE has ended
 # A disk that is full or may not be written, a file that grew too large: not every library names the
 # file in `filename`.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -22,7 +24,9 @@ def exit_code(job: Callable[[], int | None]) -> int:
     VERL_TRACEBACK=1 raises it."""
     try:
         with sigterm_as_exit():
-            return job() or 0
+            code = job() or 0
+            sys.stdout.flush()  # here, where a reader that is gone is no error
+            return code
     except VerlError as error:
         # What a rank raised comes with its place and traceback; where it is a user's to mend, the
         # one line will do.
@@ -34,6 +38,8 @@ def exit_code(job: Callable[[], int | None]) -> int:
             raise
         return _told(_named(MissingDependencyError(missing)), error)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return READER_GONE
         if error.filename is None and error.errno not in _NOT_WRITTEN:
             raise
         way_out = (
@@ -46,6 +52,24 @@ def exit_code(job: Callable[[], int | None]) -> int:
         if error.code != TERMINATED:
             raise
         return _told("Ended by SIGTERM.", error, TERMINATED)
+
+
+def _reader_is_gone() -> bool:
+    """Whether whoever read our standard output, `head` say, has ended; if so, drop the rest."""
+    try:
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    except BrokenPipeError:
+        is_gone = True
+    except (OSError, ValueError):  # closed, or no file
+        return False
+
+    if is_gone:
+        # Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_gone
 
 
 def _named(error: Exception) -> str:

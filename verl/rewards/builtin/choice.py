@@ -8,17 +8,19 @@ from verl.utils.errors import ConfigError, RewardError
 
 Method = Literal["strict", "flexible"]
 
-_LETTER = r"[\(\[]?\s*([A-Z])\s*[\)\]]?"
-# Where answers are marked, from the clearest mark to the weakest; the last of its kind counts.
-_MARKED = (
-    re.compile(rf"\\boxed\{{\s*(?:\\text\{{)?\s*{_LETTER}"),
-    re.compile(rf"<answer>\s*{_LETTER}(?![A-Za-z])[^<]*</answer>"),
-    re.compile(
-        rf"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:\s+(?:is|would be))?\s*:?\s*\**\s*{_LETTER}(?![A-Za-z'])"
-    ),
+# Each optional part of a pattern takes the blanks that follow it, so that a run of blanks can be
+# divided in one way alone: the time of a search grows with the length of the text.
+_LETTER = r"(?:[\(\[]\s*)?([A-Z])"
+_BOXED = re.compile(rf"\\boxed\{{\s*(?:\\text\{{\s*)?{_LETTER}")
+_TAGGED = re.compile(rf"<answer>\s*{_LETTER}(?![A-Za-z])[^<]*</answer>")
+_NAMED = re.compile(
+    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:\s+(?:is|would be))?"
+    rf"\s*(?::\s*)?(?:\*+\s*)?{_LETTER}(?![A-Za-z'])"
 )
+# Where answers are marked, from the clearest mark to the weakest; the last of its kind counts.
+_MARKED = (_BOXED, _TAGGED, _NAMED)
 _ALONE = re.compile(r"(?<![A-Za-z'])[\(\[]?([A-Z])[\)\].:,]?(?![A-Za-z'])")
-_WHOLE = re.compile(rf"\s*{_LETTER}\s*[.:]?\s*")
+_WHOLE = re.compile(rf"\s*{_LETTER}\s*(?:[\)\]]\s*)?(?:[.:]\s*)?")
 _SOURCES = (
     "multiple_choice*",
     "cais/mmlu",

@@ -3,6 +3,7 @@ math-verify."""
 
 import logging
 import os
+import re
 from typing import Any
 
 from verl.rewards.helper import HelperTimeout
@@ -14,6 +15,12 @@ STEP_TIMEOUT_S = 3
 ANSWER_TIMEOUT_S = 15.0  # above that of its steps: two parses, one comparison
 # Where a response boxes nothing, its answer is looked for at the end alone.
 TAIL_CHARACTERS = 500
+# The longest answer that math-verify reads. Its time grows with the square of the length, and a
+# response that repeats itself within a box would cost the deadline of every call.
+MAX_ANSWER_CHARACTERS = 1000
+# A character or pair, not of digits alone, that stands there more than 30 times in a row: no answer
+# has such a run, responses that loop do, and math-verify takes up to seconds for it.
+_RUN = re.compile(r"(\D|\d\D|\D\d|\D\D)\1{30,}")
 _SOURCES = (
     "math",
     "MATH",
@@ -61,8 +68,10 @@ def _plain(answer: str) -> str:
 
 @reward_rules.register(*_SOURCES)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1 when the answer means the same as the ground truth, else 0; what cannot be parsed, or not
-    in time, scores 0.
+    """Return 1 when the answer means the same as the ground truth, else 0.
+
+    An answer scores 0 if it cannot be parsed, or not in time, or if it has more than
+    MAX_ANSWER_CHARACTERS and is not spelled like the ground truth.
 
     `ground_truth` is the bare answer (LaTeX or plain), or a whole solution with a boxed answer.
     """
@@ -73,8 +82,11 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> float
         return 0.0  # cut off inside the box
     if answer is not None and _plain(answer) == _plain(gold):
         return 1.0
+    if answer is not None and len(answer) > MAX_ANSWER_CHARACTERS:
+        return 0.0
+
     text = f"\\boxed{{{answer}}}" if answer is not None else solution_str[-TAIL_CHARACTERS:]
-    return float(_equal(f"\\boxed{{{gold}}}", text))
+    return float(_equal(f"\\boxed{{{gold}}}", _RUN.sub(r"\1", text)))
 
 
 def equal(gold: str, answer: str) -> bool:

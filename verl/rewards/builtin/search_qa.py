@@ -24,7 +24,7 @@ _SOURCES = (
     "musique",
     "bamboogle",
 )
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPENING, _CLOSING = "<answer>", "</answer>"
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -36,9 +36,19 @@ def normalize_answer(text: str) -> str:
 
 @answer_extractors.register(*_SOURCES)
 def extract_answer(text: str) -> str | None:
-    """What stands between the last `<answer>` tags; None without them."""
-    answers = _ANSWER.findall(text)
-    return answers[-1].strip() if answers else None
+    """Return the text between the last `<answer>` tags; None without them."""
+    answer = None
+    start = text.find(_OPENING)
+
+    while start >= 0:
+        start += len(_OPENING)
+        end = text.find(_CLOSING, start)
+        if end < 0:
+            break  # as for every later opening tag
+        answer = text[start:end]
+        start = text.find(_OPENING, end)
+
+    return None if answer is None else answer.strip()
 
 
 def _golds(ground_truth: Any) -> list[str]:

@@ -1,0 +1,250 @@
+"""Reward functions that end their process, keep the interpreter, fork, change their arguments, or
+return objects that raise."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from tests.rewards.batches import CharTokenizer, make_batch
+from verl.rewards.calls import Caller
+from verl.rewards.custom import load_custom_reward
+from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, PrimeRewardManager
+from verl.rewards.texts import cut, on_one_line
+from verl.utils.errors import ConfigError, RewardError
+
+FILE = """
+import os, re, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "exits":
+        os._exit(0)
+    if solution_str == "loops":
+        while True:
+            pass
+    if solution_str == "backtracks":
+        re.match("(a+)+$", "a" * 60 + "b")
+    if solution_str == "forks":
+        os.fork()
+    return float(solution_str) if solution_str.isdigit() else 0.5
+
+async def exits_later(data_source, solution_str, ground_truth, extra_info=None):
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    path = tmp_path / "hostile.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
+def test_a_function_of_a_file_cannot_stop_the_trainer(reward_file, kind):
+    texts = ["1", "exits", "loops", "backtracks", "2", "forks", "3", "4"]
+    manager = kind(
+        CharTokenizer(), 0, load_custom_reward(reward_file), timeout_s=2.0, on_error="drop"
+    )
+    before = threading.active_count()
+    result = manager(make_batch(texts), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0, 0, 0, 2.0, 0.5, 3.0, 4.0]
+    assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 2}
+    assert threading.active_count() <= before + 2, "no thread is left behind"
+
+    with pytest.raises(RewardError, match=r"row 0 (?s:.)*ended with exit code 0"):
+        kind(CharTokenizer(), 0, load_custom_reward(reward_file))(make_batch(["exits"]))
+
+
+def test_a_function_that_forks_shifts_no_score(reward_file):
+    function = load_custom_reward(reward_file)
+    texts = [text for number in range(40) for text in ("forks", str(number))]
+    scores = NaiveRewardManager(CharTokenizer(), 0, function)(make_batch(texts)).sum(-1).tolist()
+    assert scores[1::2] == [float(number) for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("os._exit(0)", "exit code 0"), ("while True: pass", "no answer within 2 s")],
+)
+def test_a_file_that_hangs_or_exits_as_it_is_loaded_is_an_error(tmp_path, monkeypatch, line, told):
+    monkeypatch.setattr("verl.rewards.helper.START_TIMEOUT_S", 2.0)
+    path = tmp_path / "reward.py"
+    path.write_text(f"import os\n{line}\ndef compute_score(**sample): return 1.0\n")
+    with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{told}"):
+        load_custom_reward(str(path))
+
+
+def test_reward_kwargs_must_reach_the_process(reward_file):
+    with pytest.raises(ConfigError, match=r"reward_kwargs must be values that can be sent"):
+        load_custom_reward(reward_file, reward_kwargs={"hook": lambda: None})
+
+
+def test_a_function_of_python_cannot_exit_in_silence(reward_file):
+    done = run(
+        f"""
+        import os
+        from tests.rewards.batches import CharTokenizer, make_batch
+        from verl.rewards.custom import load_custom_reward
+        from verl.rewards.manager import NaiveRewardManager
+        kind = lambda function: NaiveRewardManager(CharTokenizer(), 0, function, on_error="drop")
+        for function in (lambda **_: os._exit(0), load_custom_reward({reward_file!r}, "exits_later")):
+            print(kind(function)(make_batch(["a"]), return_dict=True)["dropped"], flush=True)
+        os._exit(3)
+        """
+    )
+    assert done.stdout == "[0]\n[0]\n", done.stderr
+    assert "SystemExit: os._exit(0) in the process of the trainer" in done.stderr
+    assert done.returncode == 3, "elsewhere it ends the process"
+
+
+def test_a_function_of_python_that_keeps_the_interpreter_ends_the_run_with_its_stack():
+    done = run(
+        """
+        import re
+        from verl.rewards import watch
+        watch.LOCK_GRACE_S, watch.HEARTBEAT_S = 0.5, 0.1
+        from verl.rewards.calls import Caller
+        def backtracks():
+            re.match("(a+)+$", "a" * 60 + "b")
+        print(Caller(backtracks, 0.5)([{}]))
+        """
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in backtracks" in done.stderr
+
+
+def test_a_late_loop_of_python_is_ended():
+    """A thread that went on would take the interpreter from the trainer for the rest of the run."""
+
+    def loops(**_):
+        while True:
+            pass
+
+    manager = NaiveRewardManager(CharTokenizer(), 0, loops, timeout_s=0.2, on_error="zero")
+    result = manager(make_batch(["a"] * 3), return_dict=True)
+    assert result["metrics"]["reward/num_timeouts"] == 3
+    ends = time.monotonic() + 60
+    while any(thread.name == "verl-reward" for thread in threading.enumerate()):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_a_function_that_changes_its_arguments_changes_no_data(as_batch):
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        extra_info["seen"].append(solution_str)
+        ground_truth["target"] = 0
+        return float(len(extra_info["seen"]))
+
+    def whole(data_sources, solution_strs, ground_truths, extra_infos):
+        return list(map(compute_score, data_sources, solution_strs, ground_truths, extra_infos))
+
+    shared = {"seen": []}  # the samples of a prompt have one object
+    batch = make_batch(["a", "b"], [{"target": 4}, {"target": 5}], extra_infos=[shared, shared])
+    kind, function = (
+        (BatchRewardManager, whole) if as_batch else (NaiveRewardManager, compute_score)
+    )
+    manager = kind(CharTokenizer(), 0, function)
+    for _ in range(2):
+        assert manager(batch).sum(-1).tolist() == [1.0, 1.0]
+    assert shared == {"seen": []}
+    truths = [entry["ground_truth"]["target"] for entry in batch.non_tensor_batch["reward_model"]]
+    assert truths == [4, 5]
+
+
+class Odd(float):
+    """A number whose conversions raise."""
+
+    def __float__(self):
+        raise KeyError("no number")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class Unlike(float):
+    def __le__(self, other):
+        raise KeyError("no order")
+
+    __ge__ = __le__
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda **_: Odd(1.0), "returned Odd, which raised KeyError: 'no number'"),
+        (lambda **_: Unlike(1.0), "returned Unlike, which raised KeyError: 'no order'"),
+        (lambda **_: raises(Mute()), "Mute: <Mute, which __str__ cannot write: KeyError>"),
+    ],
+)
+def test_a_value_or_error_whose_class_raises_is_a_failed_call(answer, told):
+    with pytest.raises(RewardError, match=told):
+        NaiveRewardManager(CharTokenizer(), 0, answer)(make_batch(["a"]))
+    manager = NaiveRewardManager(CharTokenizer(), 0, answer, on_error="zero")
+    assert manager(make_batch(["a"]), return_dict=True)["metrics"]["reward/num_errors"] == 1
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_the_text_of_an_error_is_cut(tmp_path, caplog, in_file):
+    def compute_score(**_):
+        raise ValueError("begins " + "x" * 5_000_000 + " ends")
+
+    if in_file:
+        path = tmp_path / "long.py"
+        path.write_text(
+            "def compute_score(**sample):\n"
+            "    raise ValueError('begins ' + 'x' * 5_000_000 + ' ends')\n"
+        )
+        compute_score = load_custom_reward(str(path))
+    with pytest.raises(RewardError, match="begins") as caught:
+        NaiveRewardManager(CharTokenizer(), 0, compute_score)(make_batch(["a"]))
+    assert len(str(caught.value)) < 15_000
+    with caplog.at_level("WARNING", logger="verl"):
+        NaiveRewardManager(CharTokenizer(), 0, compute_score, on_error="zero")(make_batch(["a"]))
+    assert len(caplog.text) < 2_000
+
+
+def test_a_machine_without_another_thread_is_a_named_error(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    caller = Caller(lambda: 1.0, 60.0)
+    with monkeypatch.context() as patch, pytest.raises(RewardError, match="No thread could be"):
+        patch.setattr(threading.Thread, "start", refuse)
+        caller([{}])
+    assert caller([{}])[0].value == 1.0, "a later batch is called again"
+
+
+def test_examples_stand_on_one_line_each_and_are_cut(caplog):
+    manager = NaiveRewardManager(CharTokenizer(), 1, lambda **_: 1.0)
+    with caplog.at_level("INFO", logger="verl"):
+        manager(make_batch(["one\ntwo\x1b[2J" + "x" * 100_000], ["4\n5"], prompts=["a\nb"]))
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert len(message) < 2_000
+    assert message.count("\n") == 4, "a line for each label"
+    assert "[prompt] a\\nb" in message
+    assert "[response] one\\ntwo\\x1b[2Jxxx" in message
+
+
+def test_texts_are_cut_in_the_middle():
+    assert cut("abc", 3) == "abc"
+    assert cut("a" * 10 + "b" * 10, 4) == "aa ... (16 characters cut) ... bb"
+    assert on_one_line("é\t中\u202e") == "é\\t中\\u202e"

@@ -1,0 +1,316 @@
+"""Post JSON to a service and read a bounded answer within a bounded time.
+
+Lost connections and the statuses 429, 500, 502, 503 and 504 are tried again with growing waits, or
+after as long as Retry-After says. At most `max_concurrent` requests are under way, so that a slow
+service slows the run and is not flooded.
+"""
+
+import contextlib
+import json
+import math
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.util import parse_url
+
+from verl.config.reward import RequestsConfig
+from verl.rewards.deadline import call_ends
+from verl.utils.errors import ConfigError, RewardError
+
+MAX_ANSWER_BYTES = 16 * 1024**2
+_CHUNK_BYTES = 64 * 1024
+_RETRIED = (429, 500, 502, 503, 504)
+_LONGEST_BACKOFF_S = 60.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class JsonClient:
+    """Posts JSON to one service, from any number of threads; those beyond `max_concurrent` wait.
+
+    A request may take `requests.timeout_s` from its first byte to the last byte of its answer,
+    however slowly that comes. All retries together end with the reward call that they are made for.
+
+    Args:
+        key: name of the configuration key that holds the address, for errors.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str,
+        max_concurrent: int,
+        requests: RequestsConfig,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        parsed = parse_url(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"{key} must be an address such as http://host:8080, got {url!r}.")
+
+        self.url = url.rstrip("/")
+        self.key = key
+        self.requests = requests
+        self._http = urllib3.PoolManager(
+            maxsize=max_concurrent,
+            block=True,  # a thread waits for a connection to come back
+            timeout=urllib3.Timeout(
+                connect=min(_CONNECT_TIMEOUT_S, requests.timeout_s), read=requests.timeout_s
+            ),
+            headers=dict(headers or {}),
+        )
+        self._http.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON object that the service answers.
+
+        Raises:
+            RewardError: no answer after all retries or within the deadline, an error status, an
+                answer of more than MAX_ANSWER_BYTES, or something else than a JSON object.
+        """
+        address = f"{self.url + path} ({self.key})"
+        try:
+            with _watch(self.requests) as exchange:
+                status, data = self._exchange("POST", self.url + path, exchange, body)
+        except (urllib3.exceptions.HTTPError, zlib.error) as error:
+            raise RewardError(f"{address} gave no answer: {str(error)[:500]}") from error
+
+        text = data.decode("utf-8", "replace")
+        if status != 200:
+            raise RewardError(f"{address} answered {status}: {text[:300]!r}")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise RewardError(f"{address} did not answer a JSON object: {text[:300]!r}")
+        return value
+
+    def check_reachable(self) -> None:
+        """Raise ConfigError unless the service answers; any answer will do."""
+        try:
+            with _watch(self.requests, max_retries=0) as exchange:
+                self._http.request(
+                    "GET", self.url, retries=exchange.retries, preload_content=False, redirect=False
+                ).close()
+        except (urllib3.exceptions.HTTPError, RewardError) as error:
+            raise ConfigError(
+                f"{self.key}={self.url} cannot be reached: {error}. Start the service, or correct "
+                "the address."
+            ) from error
+
+    def _exchange(
+        self, method: str, url: str, exchange: "_Exchange", body: Mapping[str, Any]
+    ) -> tuple[int, bytes]:
+        retries = exchange.retries
+        while True:
+            answer = self._http.request(
+                method,
+                url,
+                json=body,
+                retries=retries,
+                preload_content=False,
+                pool_timeout=exchange.time_left(),
+            )
+            try:
+                return answer.status, _read(answer, exchange)
+            except urllib3.exceptions.HTTPError as error:
+                retries = answer.retries or retries
+                retries = retries.increment(method, url, error=error)
+                retries.sleep()
+            finally:
+                # The connection of an answer that was read to its end is back in the pool by now.
+                if not answer.closed:
+                    answer.close()
+
+
+class _Exchange:
+    """A post with its retries, and the alarm that ends the attempt under way."""
+
+    def __init__(self, requests: RequestsConfig, max_retries: int) -> None:
+        self.requests = requests
+        self.ends = call_ends.get()
+        self.attempt_is_late = False
+        self.retries = _retries(self, max_retries)
+        self._alarm: threading.Timer | None = None
+
+    def time_left(self) -> float | None:
+        """Return the seconds until the reward call is late; None without a deadline."""
+        if math.isinf(self.ends):
+            return None
+        return max(self.ends - time.monotonic(), 0.001)
+
+    def check_deadline(self) -> None:
+        """Raise RewardError if the reward call is late."""
+        if time.monotonic() >= self.ends:
+            raise RewardError("the service did not answer before the deadline of the reward call")
+
+    def begin_attempt(self, connection: "_Watched") -> None:
+        """Start the alarm of one attempt: it breaks the connection, which ends every wait on it."""
+        self.end_attempt()
+        self.check_deadline()
+        self.attempt_is_late = False
+        limit_s = min(self.requests.timeout_s, self.time_left() or math.inf)
+        self._alarm = threading.Timer(
+            min(limit_s, threading.TIMEOUT_MAX), self._break_off, (connection,)
+        )
+        self._alarm.daemon = True
+        self._alarm.start()
+
+    def end_attempt(self) -> None:
+        """Stop the alarm."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def _break_off(self, connection: "_Watched") -> None:
+        self.attempt_is_late = True
+        connection.break_off()
+
+
+_exchange_here: ContextVar[_Exchange] = ContextVar("exchange")
+
+
+@contextlib.contextmanager
+def _watch(requests: RequestsConfig, max_retries: int | None = None) -> Iterator[_Exchange]:
+    """Give the exchange that connections of this thread are watched by."""
+    exchange = _Exchange(requests, requests.max_retries if max_retries is None else max_retries)
+    token = _exchange_here.set(exchange)
+    try:
+        yield exchange
+    finally:
+        exchange.end_attempt()
+        _exchange_here.reset(token)
+
+
+class _Watched:
+    """A connection whose requests are under the alarm of their exchange."""
+
+    sock: Any
+    # An answer without a length outlives its connection, which forgets the socket.
+    _last_sock: Any = None
+
+    def connect(self) -> None:
+        super().connect()  # pyright: ignore[reportAttributeAccessIssue]
+        self._last_sock = self.sock
+        exchange = _exchange_here.get()
+        exchange.check_deadline()
+        if exchange.attempt_is_late:  # the alarm found no socket to break
+            raise urllib3.exceptions.ProtocolError("the connection took too long")
+
+    def request(self, *args: Any, **options: Any) -> None:
+        _exchange_here.get().begin_attempt(self)
+        super().request(*args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def break_off(self) -> None:
+        """Shut the socket down, from another thread than the one that reads it."""
+        if self._last_sock is None:
+            return
+        # The other side may have closed it, or the reader may be through just now.
+        with contextlib.suppress(OSError):
+            self._last_sock.shutdown(socket.SHUT_RDWR)
+
+
+class _WatchedHTTP(_Watched, HTTPConnection):
+    """HTTP under an alarm."""
+
+
+class _WatchedHTTPS(_Watched, HTTPSConnection):
+    """HTTPS under an alarm."""
+
+
+class _HTTPPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _WatchedHTTP  # pyright: ignore[reportAssignmentType]
+
+
+class _HTTPSPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _WatchedHTTPS  # pyright: ignore[reportAssignmentType]
+
+
+def _retries(exchange: _Exchange, max_retries: int) -> urllib3.Retry:
+    requests = exchange.requests
+
+    class Retry(urllib3.Retry):
+        """Retries that end with the reward call.
+
+        Retry-After is obeyed up to the time-out of a request; a value that is no number of seconds
+        or date is ignored.
+        """
+
+        def increment(self, *args: Any, **options: Any) -> urllib3.Retry:
+            exchange.end_attempt()
+            more = super().increment(*args, **options)
+            response = options.get("response")
+            if response is not None:
+                response.close()  # urllib3 would read all of it, however long it is
+            exchange.check_deadline()
+            return more
+
+        def get_retry_after(self, response: Any) -> float | None:
+            try:
+                seconds = super().get_retry_after(response)
+            except urllib3.exceptions.InvalidHeader:
+                return None
+            return None if seconds is None else self._bounded(min(seconds, requests.timeout_s))
+
+        def get_backoff_time(self) -> float:
+            return self._bounded(super().get_backoff_time())
+
+        def _bounded(self, seconds: float) -> float:
+            left = exchange.time_left()
+            return seconds if left is None else min(seconds, left)
+
+    return Retry(
+        total=max_retries,
+        status_forcelist=_RETRIED,
+        backoff_factor=requests.backoff_s,
+        backoff_max=_LONGEST_BACKOFF_S,
+        # Many wait for the same service: they must not all come back at once.
+        backoff_jitter=requests.backoff_s,
+        allowed_methods=None,
+        raise_on_status=False,
+    )
+
+
+def _read(answer: urllib3.BaseHTTPResponse, exchange: _Exchange) -> bytes:
+    """Read the body, and expand it; both up to MAX_ANSWER_BYTES."""
+    body = bytearray()
+    # As long as one more byte than the limit may come, so that a longer body is seen.
+    while chunk := answer.read(_CHUNK_BYTES, decode_content=False):
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise _too_long()
+
+    exchange.end_attempt()
+    if exchange.attempt_is_late:  # a body without a length looks whole where it was broken off
+        exchange.check_deadline()
+        raise urllib3.exceptions.ProtocolError(
+            f"the answer was not whole after {exchange.requests.timeout_s:g} s"
+        )
+    return _expanded(bytes(body), answer.headers.get("Content-Encoding", "identity"))
+
+
+def _expanded(body: bytes, encoding: str) -> bytes:
+    if encoding == "identity":
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise RewardError(
+            f"the service answered in the encoding {encoding[:40]!r}, which was not asked for; "
+            "gzip, deflate or none can be read"
+        )
+    expander = zlib.decompressobj(zlib.MAX_WBITS | 32)  # finds out which header it is
+    data = expander.decompress(body, MAX_ANSWER_BYTES)
+    if expander.unconsumed_tail:
+        raise _too_long()
+    return data
+
+
+def _too_long() -> RewardError:
+    return RewardError(
+        f"the service answered more than {MAX_ANSWER_BYTES // 1024**2} MiB, the most that is read"
+    )

@@ -1,0 +1,42 @@
+"""Text of a user's values and errors for messages: readable, and never longer than it helps."""
+
+import traceback
+from typing import Any
+
+MAX_ERROR_CHARACTERS = 500
+MAX_TRACEBACK_CHARACTERS = 10_000
+MAX_SAMPLE_CHARACTERS = 1_000
+
+
+def cut(text: str, limit: int) -> str:
+    """Return at most about `limit` characters of a text: its beginning and its end."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters cut) ... {text[-half:]}"
+
+
+def on_one_line(value: Any, limit: int = MAX_SAMPLE_CHARACTERS) -> str:
+    """Return a value as text on one line, with line breaks and control characters escaped."""
+    text = cut(text_of(value), limit)
+    escaped = (char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return "".join(escaped)
+
+
+def text_of(value: Any) -> str:
+    """Return `str(value)`, or a note where the class of the value fails at that."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001  (a user's __str__, for a message about another fault)
+        return f"<{type(value).__name__}, which __str__ cannot write: {type(error).__name__}>"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class and the text of an error."""
+    return f"{type(error).__name__}: {cut(text_of(error), MAX_ERROR_CHARACTERS)}"
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the traceback of an error."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return cut(text, MAX_TRACEBACK_CHARACTERS)
