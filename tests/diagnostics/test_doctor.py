@@ -549,6 +549,7 @@ def test_a_healthy_world():
         "ray",
     } <= set(names)
     assert "pytest" not in str(report), "what developers need is nothing to users"
+    assert repr(report) == str(report), "a table, also as the value of a notebook's cell"
 
 
 @pytest.mark.parametrize("world", BROKEN_WORLDS)

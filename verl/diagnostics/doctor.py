@@ -32,7 +32,8 @@ CHECKS = (
 
 
 def check_env(world: World | None = None) -> EnvReport:
-    """Look at this machine (or judge a `world` that was read before); `print` the result.
+    """Check this machine (or judge a `world` that was read before) and return the findings, which
+    print as a table.
 
     torch is imported and called in a process of its own, so that a broken one cannot take this
     process with it.
