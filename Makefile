@@ -1,4 +1,5 @@
-# Everything a newcomer types: `make quickstart` (install and the toy training) and `make test`.
+# Everything a newcomer types: `make quickstart` (install and the toy training), `make smoke` (the
+# tests of a first change, within two minutes) and `make test` (all tests).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,13 @@ ifeq ($(shell uname -s),Linux)
 endif
 TORCH ?= 'torch>=2.11'
 
-.PHONY: quickstart install test check format bench clean
+# One process and no ranks: keys, data, algorithms, rewards by rule, commands, and a whole toy run.
+SMOKE := tests/config tests/data tests/protocol tests/algorithms tests/tracking tests/utils \
+  tests/cli tests/rewards/test_rules.py tests/trainer/test_toy.py tests/trainer/test_flat_rewards.py
+TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
+  -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
+
+.PHONY: quickstart install smoke test check format bench clean
 
 quickstart: install
 	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \
@@ -35,8 +42,11 @@ check: install
 	$(BIN)/pyright
 
 # Property tests draw the same examples every time here; plain pytest draws others.
+smoke: install
+	$(TEST) $(SMOKE)
+
 test: check
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
+	$(TEST)
 
 format: install
 	$(BIN)/ruff format .

@@ -50,6 +50,14 @@ def test_a_configuration_is_checked_before_torch_is_loaded():
     assert python(code) == "1 False"
 
 
+def test_it_is_packaged_as_typed():
+    """Type checkers read a package's annotations only where it has this file."""
+    packaged = re.search(r"^verl = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert packaged is not None
+    assert '"py.typed"' in packaged[1]
+    assert (ROOT / "verl/py.typed").is_file()
+
+
 def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", verl.__version__)
 

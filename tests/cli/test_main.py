@@ -121,15 +121,23 @@ def test_a_second_yaml_file_is_refused(capsys, called):
 
 def test_merge_needs_no_backend(called):
     cli.main(["merge", "--local_dir", "actor"])
-    assert called == [
-        ("verl.model_merger.__main__", ["merge", "--backend", "fsdp", "--local_dir", "actor"])
-    ]
+    assert called == [("verl.model_merger.__main__", ["merge", "--local_dir", "actor"])]
 
 
 def test_help_of_a_command_begins_with_its_example(capsys, called):
     cli.main(["eval", "--help"])
     assert COMMANDS["eval"].example in capsys.readouterr().out
     assert called == [("verl.trainer.main_eval", ["--help"])]
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_help_names_the_command_as_it_is_typed(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.words.split(), "--help"])
+    assert ended.value.code == 0
+    (usage,) = [line for line in capsys.readouterr().out.splitlines() if line[:7] == "usage: "]
+    assert usage.startswith(f"usage: verl {command.words} ")
+    assert ("[key=value ...]" in usage) == command.takes_keys
 
 
 def test_a_missing_package_is_one_line(capsys, monkeypatch):

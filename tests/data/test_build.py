@@ -118,6 +118,25 @@ def test_files_and_no_files(tokenizer, parquet):
             build_dataset(make_config(dataset_name=name), tokenizer, split="train")
 
 
+def test_as_many_rows_as_asked(tokenizer, parquet, own):
+    rows = {
+        "train_files": [parquet(make_rows(9))],
+        "val_files": [parquet(make_rows(9), "v.parquet")],
+    }
+    config = make_config(**rows, train_max_samples=4, val_max_samples=2)
+    train, val = (build_dataset(config, tokenizer, split=split) for split in ("train", "val"))
+    assert train is not None
+    assert val is not None
+    assert len(train) == 4
+    assert [val[0]["index"], val[1]["index"], len(val)] == [0, 1, 2]
+
+    with pytest.raises(ConfigError, match=r"data\.train_max_samples must be at least 1, or -1"):
+        build_dataset(make_config(**rows, train_max_samples=0), tokenizer, split="train")
+    config.data.custom_cls.path, config.data.custom_cls.name = own, "Padded"
+    with pytest.raises(ConfigError, match="train_max_samples=4 needs a dataset that derives from"):
+        build_dataset(config, tokenizer, split="train")
+
+
 def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own):
     config = make_config(train_files=["x.parquet"])
     config.data.custom_cls.path, config.data.custom_cls.name = own, "Padded"

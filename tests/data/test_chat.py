@@ -123,6 +123,53 @@ def test_what_is_no_conversation_is_an_error(prompt, message):
         as_messages(prompt)
 
 
+IMAGE = {"type": "image", "image": "cat.png", "text": None}
+TEXT = {"type": "text", "text": "What is this?", "image": None}
+
+
+@pytest.mark.parametrize(
+    "part", [IMAGE, {"type": "image_url", "image_url": {"url": "x"}}, {"video": "a.mp4"}]
+)
+def test_a_part_that_is_no_text_is_an_error(part):
+    with pytest.raises(DataError, match=r"message 1 has a part of type '(image|image_url|video)'"):
+        as_messages([*ONE, {"role": "user", "content": [TEXT, part]}])
+
+
+def test_text_parts_are_joined(tokenizer):
+    """Also where the template would print the Python list."""
+    lenient = copy.deepcopy(tokenizer)
+    lenient.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    parts = [{"role": "user", "content": [TEXT, " Be brief."], "name": "me"}]
+    messages = as_messages(parts)
+    assert messages == [{"role": "user", "content": "What is this? Be brief.", "name": "me"}]
+    assert lenient.decode(apply_chat_template(lenient, messages)) == "What is this? Be brief."
+    with pytest.raises(DataError, match="message 0 has a text part without its text"):
+        as_messages([{"role": "user", "content": [{"type": "text"}]}])
+    with pytest.raises(DataError, match="message 0 must have parts that are dicts, got int"):
+        as_messages([{"role": "user", "content": [1]}])
+
+
+SELECTIVE = (
+    "{% for m in messages %}{% if m['role'] in ['user', 'developer'] %}{{ m['content'] }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("role", "is_written"), [("developer", True), ("human", False)])
+def test_a_role_that_the_template_leaves_out_is_an_error(tokenizer, role: str, is_written: bool):
+    selective = copy.deepcopy(tokenizer)
+    selective.chat_template = SELECTIVE
+    # The same text in a message that is written does not hide the one that is not.
+    messages = [{"role": role, "content": "Hi"}, *ONE]
+    if is_written:
+        assert selective.decode(apply_chat_template(selective, messages)) == "HiHi"
+    else:
+        with pytest.raises(
+            DataError, match=r"message 0 has the role 'human', .* Expected one of system, user"
+        ):
+            apply_chat_template(selective, messages)
+
+
 def test_a_string_is_one_message_of_the_user(caplog):
     say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="verl"):

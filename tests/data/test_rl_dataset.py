@@ -90,6 +90,15 @@ def test_a_column_that_training_writes_is_left_out(parquet, tokenizer):
         ({"data_source": 3}, r"row 1, column 'data_source': must be a text .* got int"),
         ({"reward_model": "5"}, r"row 1, column 'reward_model': must be a dict, got str"),
         ({"extra_info": [1]}, r"row 1, column 'extra_info': must be a dict, got list"),
+        (
+            {"images": [{"bytes": "x"}], "prompt": "<image>Hi"},
+            r"row 1, column 'images': must be empty, .* text only in this version, got list",
+        ),
+        ({"videos": ["a.mp4"]}, r"row 1, column 'videos': must be empty"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"row 1, column 'prompt': message 0 has a part of type 'image'",
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change, message):
@@ -97,6 +106,32 @@ def test_a_bad_row_is_named_with_file_row_and_column(tmp_path, tokenizer, change
     rows[1] |= change
     with pytest.raises(DataError, match=message):
         RLDataset(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, make_config())
+
+
+def test_empty_columns_of_pictures_are_no_pictures(tmp_path, tokenizer):
+    rows = [{**make_row(0), "images": [], "videos": None}]
+    assert len(RLDataset(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, make_config())) == 1
+    rows = [{**make_row(0), "pictures": ["cat.png"]}]
+    file = write_lines(tmp_path / "other.jsonl", rows)
+    with pytest.raises(DataError, match=r"other\.jsonl, row 0, column 'pictures'"):
+        RLDataset(file, tokenizer, make_config(image_key="pictures"))
+
+
+def test_a_subset_of_the_rows(parquet, tokenizer):
+    file = parquet(make_rows(20))
+
+    def kept(num_rows: int, **order) -> list[int]:
+        dataset = RLDataset(file, tokenizer, make_config())
+        dataset.keep_at_most(num_rows, **order)
+        return [dataset[item]["index"] for item in range(len(dataset))]
+
+    assert kept(3, shuffle=False, seed=1) == [0, 1, 2]
+    assert kept(-1, shuffle=True, seed=1) == kept(99, shuffle=True, seed=1) == list(range(20))
+    drawn = kept(5, shuffle=True, seed=1)
+    assert drawn == kept(5, shuffle=True, seed=1) == sorted(set(drawn))
+    assert len(drawn) == 5
+    assert drawn != kept(5, shuffle=True, seed=2)
+    assert drawn != list(range(5))
 
 
 def test_a_row_that_the_chat_template_refuses_is_named(parquet, tokenizer):

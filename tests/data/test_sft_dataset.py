@@ -306,6 +306,24 @@ def test_what_cannot_be_learnt_is_told_with_its_row(dataset, rows, keys, message
         dataset(rows, **keys)
 
 
+def test_pictures_and_roles_that_would_be_left_out_are_errors(dataset):
+    row = {"question": "<image>Hi", "answer": "Hello", "images": ["cat.png"]}
+    with pytest.raises(DataError, match=r"row 0, column 'images': must be empty"):
+        dataset([row])
+
+    template = (
+        "{% for m in messages %}{% if m['role'] in ['user', 'assistant'] %}<|im_start|>"
+        "{{ m['role'] + '\\n' + m['content'] }}<|im_end|>\\n{% endif %}{% endfor %}"
+    )
+    turns = [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    with pytest.raises(DataError, match=r"row 0: message 0 has the role 'human'"):
+        dataset(
+            [{"messages": turns}],
+            with_template(template),
+            multiturn=SFTMultiTurnConfig(enable=True),
+        )
+
+
 def test_padded_columns_hold_the_rows(dataset):
     rows = [{"question": "2+2?", "answer": "fourteen"}, {"question": "A longer one", "answer": "4"}]
     made = dataset(rows)

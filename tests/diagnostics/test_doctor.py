@@ -175,9 +175,9 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "no torch": (
         probed(torch=None, torch_error="ModuleNotFoundError: No module named 'torch'")
         | installed(torch=None),
-        "torch import",
+        "missing packages",
         "broken",
-        "No module named",
+        "not installed: torch>=2.11",
         "pip install 'torch>=2.11'",
     ),
     "torch kills its process": (
@@ -325,10 +325,23 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "old numpy": (installed(numpy="1.26.4"), "numpy", "broken", "1.26.4", "pip install 'numpy>=2'"),
     "no transformers": (
         installed(transformers=None),
-        "transformers",
+        "missing packages",
         "broken",
-        "not installed",
-        "pip install",
+        "not installed: transformers",
+        "pip install 'transformers<6,>=5'",
+    ),
+    "several packages missing, one of them needed by another": (
+        {"absent_modules": ["yaml"]}
+        | {
+            "packages": {
+                "torch": Package(version="2.11.0", requires=["sympy>=1.13", "mkl; extra == 'x'"]),
+                "numpy": Package(version="2.1.0"),
+            }
+        },
+        "missing packages",
+        "broken",
+        "not installed: transformers<6,>=5, sympy>=1.13 (torch), PyYAML",
+        "pip install 'transformers<6,>=5' 'sympy>=1.13' PyYAML",
     ),
     "old vLLM": (
         installed(vllm="0.8.4"),
@@ -374,6 +387,14 @@ BROKEN_WORLDS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "broken",
         "does not import",
         "pip install msgspec",
+    ),
+    "a package without one that has another name": (
+        probed(imports={"vllm": "ModuleNotFoundError: No module named 'zmq'"})
+        | installed(vllm="0.20.0"),
+        "import vllm",
+        "broken",
+        "does not import",
+        "pip install pyzmq",
     ),
     "Docker's /dev/shm": (
         host(shm=64 * 2**20, in_container=True),
@@ -528,6 +549,7 @@ def test_a_healthy_world():
         "ray",
     } <= set(names)
     assert "pytest" not in str(report), "what developers need is nothing to users"
+    assert repr(report) == str(report), "a table, also as the value of a notebook's cell"
 
 
 @pytest.mark.parametrize("world", BROKEN_WORLDS)

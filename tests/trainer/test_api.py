@@ -2,6 +2,7 @@
 itself."""
 
 import json
+import re
 import runpy
 import subprocess
 from pathlib import Path
@@ -96,10 +97,12 @@ def by_transformers(state: dict[str, torch.Tensor] | None = None) -> list[str]:
 # ---------------------------------------------------------------- training
 
 
-def test_it_trains_with_the_bits_of_the_entry_point_whatever_was_asked_before(tmp_path):
+def test_it_trains_with_the_bits_of_the_entry_point_whatever_was_asked_before(tmp_path, capsys):
     trainer = facade(tmp_path / "ours", **PPO)
     before = trainer.rollout(ASKED, greedy=True)
     metrics = trainer.train(micro_batch_size=2, gradient_accumulation_steps=4)
+    assert "I Device: cpu" in capsys.readouterr().out, "the log of the commands"
+    assert re.fullmatch(r"step 2: Actor loss: .*\(\d\d+ metrics; dict.*\)", repr(metrics))
     sizes = ["actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     sizes += [
         f"{role}.ppo_micro_batch_size_per_gpu=2" for role in ("actor_rollout_ref.actor", "critic")

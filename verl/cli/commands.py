@@ -22,7 +22,7 @@ COMMANDS = {
         Command(
             words="doctor",
             module="verl.diagnostics.doctor",
-            summary="is this machine fit to train; what is wrong, and the command that mends it",
+            summary="check whether this machine is fit to train; print a fix for each fault",
             example="verl doctor",
             takes_keys=False,
         ),
@@ -55,7 +55,7 @@ COMMANDS = {
             module="verl.model_merger.__main__",
             summary="a checkpoint to a Hugging Face folder",
             example="verl merge --local_dir checkpoints/global_step_10/actor --target_dir merged",
-            first=("merge", "--backend", "fsdp"),
+            first=("merge",),
             takes_keys=False,
         ),
         Command(

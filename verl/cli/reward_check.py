@@ -1,5 +1,4 @@
-"""`verl reward check key=value ...`: the reward of a run on a few rows of its data, before anything
-is trained."""
+"""Score gold and wrong answers of a few rows of a run's data, before anything is trained."""
 
 import argparse
 import sys
@@ -21,7 +20,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print what each answer scores and what is odd about it. 1 where training on this reward makes
     no sense."""
     parser = argparse.ArgumentParser(
-        description=__doc__, prog="verl reward check", allow_abbrev=False
+        prog="verl reward check",
+        usage="verl reward check [--rows ROWS] [config.yaml] [key=value ...]",
+        description=__doc__,
+        epilog="Keys are those of the run: every key with its default is in `verl train --cfg job`.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--rows", type=int, default=NUM_ROWS, help=f"how many rows to try, by default {NUM_ROWS}"

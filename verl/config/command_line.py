@@ -6,11 +6,12 @@ from pathlib import Path
 from verl.utils.errors import ConfigError
 
 USAGE = """\
-usage: python -m {module} [options] [key=value ...]
+usage: verl {command} [options] [config.yaml] [key=value ...]
 
   a.b.c=value             set a key; also +a.b.c=value, ++a.b.c=value and --a.b.c=value
+  config.yaml             a YAML file of keys; start it with `defaults: [{root}, _self_]`
   --config-path FOLDER    folder of your YAML file (relative to the current one)
-  --config-name NAME      its name; start it with `defaults: [{root}, _self_]`
+  --config-name NAME      its name; these two are what `python -m {module}` takes instead
   --config-dir FOLDER     a further folder to look for YAML files in
   --cfg job               print the configuration and stop
   --help                  print this and stop

@@ -6,6 +6,7 @@ from typing import Any
 from verl.config.setting import setting
 
 _TEXT_ONLY = "images and videos are not read in this version"
+_REFUSED = "a row that has any is an error, for models read text only in this version"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +59,18 @@ class DataConfig:
     val_batch_size: int | None = setting(
         None, "prompts a validation batch; null: all at once", above=0
     )
+    train_max_samples: int = setting(
+        -1,
+        "train on so many rows: the first ones, or drawn by data.seed where data.shuffle is true; "
+        "-1: all",
+        at_least=-1,
+    )
+    val_max_samples: int = setting(
+        -1,
+        "validate on so many rows: the first ones, or drawn by data.seed where "
+        "data.validation_shuffle is true; -1: all",
+        at_least=-1,
+    )
     return_raw_input_ids: bool = setting(
         False, "keep raw_prompt_ids", no_effect="every batch carries raw_prompt_ids", also=(True,)
     )
@@ -87,8 +100,8 @@ class DataConfig:
     custom_chat_template: str | None = setting(
         None, "Jinja chat template", alias_of="actor_rollout_ref.model.custom_chat_template"
     )
-    image_key: str = setting("images", "column of images", no_effect=_TEXT_ONLY)
-    video_key: str = setting("videos", "column of videos", no_effect=_TEXT_ONLY)
+    image_key: str = setting("images", f"column of images; {_REFUSED}")
+    video_key: str = setting("videos", f"column of videos; {_REFUSED}")
     return_multi_modal_inputs: bool = setting(True, "keep processed images", no_effect=_TEXT_ONLY)
     trust_remote_code: bool = setting(
         False, "run Python code that comes with a tokenizer (model.trust_remote_code does too)"

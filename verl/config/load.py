@@ -36,6 +36,7 @@ class Root:
     """The configuration of one entry point."""
 
     schema: type
+    command: str  # of `verl`
     module: str  # which `python -m` runs
     shortest: str  # what --help says of a first run
     rules: tuple[Rule, ...] = RULES
@@ -47,6 +48,7 @@ class Root:
 ROOTS = {
     "ppo_trainer": Root(
         TrainConfig,
+        "train",
         "verl.trainer.main_ppo",
         (
             "The shortest run: data.dataset_name=toy. With --dry-run: its memory and batches "
@@ -57,6 +59,7 @@ ROOTS = {
     ),
     "generation": Root(
         generation.GenerationConfig,
+        "generate",
         "verl.trainer.main_generation",
         "The shortest run: data.path=toy model.path=toy data.output_path=out.parquet",
         generation.RULES,
@@ -64,6 +67,7 @@ ROOTS = {
     ),
     "evaluation": Root(
         evaluation.EvaluationConfig,
+        "eval",
         "verl.trainer.main_eval",
         "The shortest run: data.path=out.parquet",
         evaluation.RULES,
@@ -71,6 +75,7 @@ ROOTS = {
     ),
     "sft_trainer": Root(
         sft.SFTConfig,
+        "sft",
         "verl.trainer.main_sft",
         "The shortest run: data.train_files=rows.parquet model.path=toy",
         sft.RULES,
@@ -91,7 +96,10 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
     command = parse_command_line(argv)
     if command.help:
         about = ROOTS[root]
-        print(USAGE.format(module=about.module, root=root, shortest=about.shortest), end="")
+        usage = USAGE.format(
+            command=about.command, module=about.module, root=root, shortest=about.shortest
+        )
+        print(usage, end="")
         sys.exit(0)
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     if command.show:

@@ -36,8 +36,8 @@ TOY_MODEL_DEFAULTS: dict[str, Any] = {
 
 
 def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` (flat, aliases already renamed) over the toy defaults, which are logged in one
-    line."""
+    """Return `given` (flat, aliases already renamed) over the toy defaults; one line counts
+    them."""
     if given.get("data.dataset_name") != TOY:
         return dict(given)
     defaults = dict(TOY_DATA_DEFAULTS)
@@ -47,6 +47,8 @@ def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         del defaults["trainer.total_training_steps"]
     applied = {path: value for path, value in defaults.items() if path not in given}
     if applied:
-        values = ", ".join(f"{path}={value}" for path, value in applied.items())
-        logger.info("data.dataset_name=toy sets what you left unset: %s", values)
+        logger.info(
+            "data.dataset_name=toy sets %d keys that you left unset (--cfg job prints them).",
+            len(applied),
+        )
     return {**applied, **given}

@@ -10,8 +10,9 @@ from verl.data.loader import MapDataset
 from verl.data.rl_dataset import RLDataset
 from verl.data.sampler import Sampler
 from verl.data.toy import TOY, toy_files
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
+from verl.utils.logging import logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,8 +27,31 @@ def build_dataset(
     if files is None:
         return None
     if data.custom_cls.path is None:
-        return RLDataset(files, tokenizer, data, split=split)
-    return _custom_dataset(data, files, tokenizer, split)
+        dataset: MapDataset = RLDataset(files, tokenizer, data, split=split)
+    else:
+        dataset = _custom_dataset(data, files, tokenizer, split)
+    _limit(dataset, data, split)
+    return dataset
+
+
+def _limit(dataset: MapDataset, data: DataConfig, split: str) -> None:
+    """Keep as many rows as `data.train_max_samples` or `data.val_max_samples` says."""
+    key = f"data.{split}_max_samples"
+    num_rows = data.train_max_samples if split == "train" else data.val_max_samples
+    shuffle = data.shuffle if split == "train" else data.validation_shuffle
+    if num_rows == -1:
+        return
+    if num_rows < 1:
+        raise ConfigError(f"{key} must be at least 1, or -1 for all rows, got {num_rows}.")
+    if not isinstance(dataset, RLDataset):
+        raise ConfigError(
+            f"{key}={num_rows} needs a dataset that derives from verl.data.RLDataset, got "
+            f"{type(dataset).__name__} of data.custom_cls. Derive it, or set {key}=-1 and let it "
+            "read fewer rows."
+        )
+    before = len(dataset)
+    dataset.keep_at_most(num_rows, shuffle=shuffle, seed=data.seed)
+    logger.info("%s: %d of %d rows are used.", key, len(dataset), before)
 
 
 def data_files(data: DataConfig, split: str) -> Any:

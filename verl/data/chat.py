@@ -1,6 +1,6 @@
 """From chat messages to prompt token ids."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Messages = list[Message]
 
+# Roles that chat templates write. A template may know others; see `check_roles`.
+_USUAL_ROLES = ("system", "user", "assistant", "tool")
+_MEDIA = ("image", "image_url", "video", "video_url", "audio", "input_audio", "audio_url")
+_PROBE = "verl-content-of-this-message"  # stands for a content in a rendered template
+
 
 def as_messages(value: Any) -> Messages:
-    """A prompt as messages; a plain string is one message of the user (said once). DataError
-    otherwise."""
+    """Return a prompt as messages, each content a text; DataError where that cannot be.
+
+    A plain string is one message of the user (logged once). A content of several text parts is
+    joined, since many templates would print the Python list instead.
+    """
     if isinstance(value, str):
         say_once("A prompt that is a plain string is taken as one message of the user.")
         value = [{"role": "user", "content": value}]
@@ -27,12 +35,10 @@ def as_messages(value: Any) -> Messages:
             "must be a list of messages such as [{'role': 'user', 'content': 'Hi'}], or a string, "
             f"got {type(value).__name__}: {str(value)[:80]!r}"
         )
-    for number, message in enumerate(value):
-        _check_message(number, message)
-    return value
+    return [_as_message(number, message) for number, message in enumerate(value)]
 
 
-def _check_message(number: int, message: Any) -> None:
+def _as_message(number: int, message: Any) -> Message:
     if not isinstance(message, dict):
         raise DataError(
             f"message {number} must be a dict with role and content, got {type(message).__name__}"
@@ -42,18 +48,39 @@ def _check_message(number: int, message: Any) -> None:
         raise DataError(
             f"message {number} lacks its role (system, user, assistant ...): {str(message)[:80]}"
         )
-    # Text, or a list of parts; null is an assistant's turn that only calls tools.
-    if not (isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))):
+    # Null is an assistant's turn that only calls tools.
+    if content is None and message.get("tool_calls"):
+        return message
+    if isinstance(content, list):
+        texts = [_text_of_part(number, part) for part in content]
+        content = "".join(texts)
+        message = {**message, "content": content}
+    if not isinstance(content, str):
         raise DataError(f"message {number} lacks its content (a text): {str(message)[:80]}")
-    for text in _texts(content):
-        check_text(text, f"message {number} ")
+    check_text(content, f"message {number} ")
+    return message
 
 
-def _texts(content: Any) -> Iterator[str]:
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) else part
-        if isinstance(text, str):
-            yield text
+def _text_of_part(number: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise DataError(
+            f"message {number} must have parts that are dicts, got {type(part).__name__}: "
+            f"{str(part)[:80]!r}"
+        )
+    # Arrow gives each part the keys of all parts, with null where a part has none.
+    given = [name for name in _MEDIA if part.get(name) is not None]
+    kind = part.get("type") or next(iter(given), "text")
+    if kind != "text" or given:
+        raise DataError(
+            f"message {number} has a part of type '{kind}', but models read text only in this "
+            "version. Leave the row out, or keep its text parts alone"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise DataError(f"message {number} has a text part without its text: {str(part)[:80]}")
+    return text
 
 
 def check_text(text: str, name: str = "") -> None:
@@ -129,11 +156,34 @@ def apply_chat_template(
 def _render(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool
 ) -> str:
-    with refusals_told(messages, "data.custom_chat_template"):
+    def by_template(given: Messages) -> str:
         text: Any = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            given, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    return text
+        return text
+
+    with refusals_told(messages, "data.custom_chat_template"):
+        check_roles(messages, by_template)
+        return by_template(messages)
+
+
+def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
+    """DataError for a message that the template leaves out because of its role.
+
+    Asked of unusual roles only: the message is rendered with a probe for its content, which must
+    come out.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] in _USUAL_ROLES:
+            continue
+        probed = [*messages]
+        probed[number] = {**message, "content": _PROBE}
+        if _PROBE not in render(probed):
+            raise DataError(
+                f"message {number} has the role '{message['role']}', whose messages the chat "
+                f"template leaves out. Expected one of {', '.join(_USUAL_ROLES)}, or another "
+                "that the template writes"
+            )
 
 
 @contextmanager

@@ -133,6 +133,21 @@ def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
         )
 
 
+def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
+    """DataError for the first row with pictures or videos, without which its text makes no
+    sense."""
+    if column not in rows.columns:
+        return
+    for number, value in enumerate(rows.column(column)):
+        is_empty = value is None or (isinstance(value, (list, dict, str, bytes)) and not value)
+        if not is_empty:
+            raise DataError(
+                f"{file}, row {number}, column '{column}': must be empty, for models read text "
+                f"only in this version, got {type(value).__name__}. Leave such rows out, or the "
+                "column if the text stands by itself."
+            )
+
+
 @contextmanager
 def told_of(place: str) -> Iterator[None]:
     """Errors within say where."""

@@ -17,6 +17,7 @@ from verl.data.files import (
     as_file_list,
     content_fingerprint,
     open_rows,
+    refuse_media,
     require_column,
     told_of,
 )
@@ -34,7 +35,7 @@ _RESERVED = {name for name, column in COLUMNS.items() if column.written_by != "d
     "raw_prompt_ids",
 }
 _DICT_COLUMNS = ("reward_model", "extra_info")
-_OWN_CACHE_VERSION = "1"  # raised when `verl.data.chat` renders a conversation differently
+_OWN_CACHE_VERSION = "2"  # raised when `verl.data.chat` renders a conversation differently
 
 
 class RLDataset(Dataset):
@@ -106,6 +107,20 @@ class RLDataset(Dataset):
                 for number, value in enumerate(values)
                 if number in kept
             )
+
+    def keep_at_most(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
+        """Keep so many of the rows: the first, or with `shuffle` a draw that the seed decides.
+
+        -1 keeps all. The rows that stay keep their order.
+        """
+        total = len(self._kept)
+        if num_rows < 0 or num_rows >= total:
+            return
+        chosen = np.arange(num_rows)
+        if shuffle:
+            drawn = np.random.default_rng(seed).choice(total, size=num_rows, replace=False)
+            chosen = np.sort(drawn)
+        self._kept = self._kept[chosen]
 
     @property
     def fingerprint(self) -> str:
@@ -192,9 +207,11 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
 
 
 def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
-    """DataError for the first row whose prompt is empty, or with a column of ours of the wrong
-    type."""
+    """DataError for the first row with an empty prompt, with images or videos, or with a column of
+    ours of the wrong type."""
     key = config.prompt_key
+    refuse_media(file, rows, config.image_key)
+    refuse_media(file, rows, config.video_key)
     for number, value in enumerate(rows.column(key)):
         with told_of(f"{file}, row {number}, column '{key}'"):
             last = as_messages(value)[-1]

@@ -15,12 +15,20 @@ from torch.utils.data import Dataset
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from verl.config.sft import SFTDataConfig
-from verl.data.chat import Messages, as_messages, check_text, encode_conversations, refusals_told
+from verl.data.chat import (
+    Messages,
+    as_messages,
+    check_roles,
+    check_text,
+    encode_conversations,
+    refusals_told,
+)
 from verl.data.files import (
     Rows,
     as_file_list,
     encoded_in_chunks,
     open_rows,
+    refuse_media,
     require_column,
     told_of,
 )
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # conversations tokenised in one call
+_MEDIA_COLUMNS = ("images", "videos")
 # A template that marks the assistant's text itself.
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -73,6 +82,7 @@ def render(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> 
         number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"
     ]
     with refusals_told(messages, "data.chat_template"):
+        check_roles(messages, lambda probed: _text(tokenizer, probed, arguments))
         if _MARKER.search(
             template := str(tokenizer.get_chat_template(tools=arguments.get("tools")))
         ):
@@ -237,6 +247,8 @@ class SFTDataset(Dataset):
         examples, self._names = list[Example](), list[str]()
         for file in as_file_list(data_files):
             rows = open_rows(file, split)
+            for column in _MEDIA_COLUMNS:
+                refuse_media(file, rows, column)
             for number, example in enumerate(self._examples(file, rows)):
                 self._names.append(f"{file}, row {number}")
                 examples.append(self._cut(self._names[-1], example))

@@ -1,5 +1,4 @@
-"""`python -m verl.diagnostics.doctor [--json] [--ray]`: is this machine fit to train, and what
-mends it."""
+"""Check whether this machine is fit to train, and print the command that fixes each fault."""
 
 import argparse
 import sys
@@ -13,6 +12,7 @@ from verl.utils.errors import MissingDependencyError
 # In the order in which one mends them: what comes later may follow from what comes first.
 CHECKS = (
     software_checks.python_version,
+    software_checks.missing,
     software_checks.other_verl,
     software_checks.conda_beside_pip,
     software_checks.torch_import,
@@ -32,7 +32,8 @@ CHECKS = (
 
 
 def check_env(world: World | None = None) -> EnvReport:
-    """Look at this machine (or judge a `world` that was read before); `print` the result.
+    """Check this machine (or judge a `world` that was read before) and return the findings, which
+    print as a table.
 
     torch is imported and called in a process of its own, so that a broken one cannot take this
     process with it.

@@ -18,9 +18,12 @@ class Finding:
     fix: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EnvReport:
-    """`print` it. `exit_code` is 1 where something is broken."""
+    """Findings that print as a table, also as the value of a notebook's cell.
+
+    `exit_code` is 1 where something is broken.
+    """
 
     findings: Sequence[Finding]
 
@@ -41,7 +44,7 @@ class EnvReport:
             {**count, "findings": [asdict(finding) for finding in self.findings]}, indent=2
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(len(finding.name) for finding in self.findings)
         lines = []
         for finding in self.findings:

@@ -83,6 +83,8 @@ def open_files(world: World) -> Iterator[Finding]:
 
 def memory(world: World) -> Iterator[Finding]:
     host = world.host
+    if host.ram is None or host.ram_available is None or host.swap is None:
+        return  # psutil, which measures them, is reported as missing
     evidence = f"{host.ram / GIB:.0f} GiB, {host.ram_available / GIB:.1f} available"
     if host.ram_available < RAM:
         verdict = "broken" if host.ram_available < LEAST_RAM else "warn"

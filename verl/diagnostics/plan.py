@@ -1,5 +1,4 @@
-"""`python -m verl.diagnostics.plan [--device-gib GIB|CARD] [--json] key=value ...`: a run's memory
-before it starts."""
+"""Predict the memory of a run and its batches before it starts."""
 
 import argparse
 import sys
@@ -11,7 +10,13 @@ from verl.utils.garbage import loading_packages
 def main(argv: list[str] | None = None) -> int:
     """Print the plan. 0 where it fits or the device is not known, 2 where it does not fit, 1 for
     what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="verl plan",
+        usage="verl plan [--device-gib GIB|CARD] [--json] [config.yaml] [key=value ...]",
+        description=__doc__,
+        epilog="Keys are those of the run: every key with its default is in `verl train --cfg job`.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--device-gib", help="memory of a device in GiB, or a card: H100, A100-40, L40S ..."
     )

@@ -3,11 +3,16 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from packaging.requirements import Requirement
-
 from verl.diagnostics.findings import Finding
 from verl.diagnostics.probing import SUSPECTS, Gpu, Torch
+from verl.diagnostics.requirements import (
+    Needed,
+    install_command,
+    missing_packages,
+    read_requirement,
+)
 from verl.diagnostics.world import World, canonical
+from verl.utils.imports import distribution_of
 from verl.utils.units import GIB
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)  # that verl is tested with
@@ -72,24 +77,38 @@ def other_verl(world: World) -> Iterator[Finding]:
         yield Finding(
             "verl",
             "warn",
-            f"used from {world.here}, not installed: nobody checks versions",
+            f"used from {world.here}, not installed: versions of packages are not checked",
             "pip install -e .",
         )
     else:
         yield Finding("verl", "ok", world.here)
 
 
+def missing(world: World) -> Iterator[Finding]:
+    """Everything that is not installed, with one command for all of it."""
+    found = missing_packages(world)
+    if not found:
+        return
+    names = [
+        package.wanted if package.needed_by is None else f"{package.wanted} ({package.needed_by})"
+        for package in found.values()
+    ]
+    yield Finding(
+        "missing packages", "broken", f"not installed: {', '.join(names)}", install_command(found)
+    )
+
+
 def torch_import(world: World) -> Iterator[Finding]:
     probed = world.probed
+    if "torch" in missing_packages(world):
+        return  # `missing` has the command
     if probed.torch_error is None:
         if probed.torch is not None:
             yield Finding("torch import", "ok", f"torch {probed.torch.version}")
         return
     fix = f"pip install --force-reinstall {_TORCH}"
     libraries = world.environment.get("LD_LIBRARY_PATH", "")
-    if "torch" not in world.packages and not world.conda_packages.keys() & {"pytorch", "libtorch"}:
-        fix = f"pip install {_TORCH}"
-    elif re.search(r"cuda|nvidia|cudnn|nccl", libraries):
+    if re.search(r"cuda|nvidia|cudnn|nccl", libraries):
         fix = "unset LD_LIBRARY_PATH  # its libraries come before those that torch brings"
     yield Finding("torch import", "broken", probed.torch_error, fix)
 
@@ -278,33 +297,35 @@ def attention(world: World) -> Iterator[Finding]:
 
 def versions(world: World) -> Iterator[Finding]:
     """Installed packages against what verl's own metadata asks for."""
-    asked: dict[str, tuple[Requirement, bool]] = {}  # and whether one can do without
+    asked: dict[str, Needed] = {}
     for text in world.requirements or ():
-        requirement = Requirement(text)
-        extra = re.search(r"""extra == ["']([\w-]+)["']""", str(requirement.marker or ""))
-        if extra is None or extra.group(1) != "dev":
-            asked.setdefault(canonical(requirement.name), (requirement, extra is not None))
+        needed = read_requirement(text)
+        if needed is not None and needed.extra != "dev":
+            asked.setdefault(needed.name, needed)
+    reported = missing_packages(world)
     plain, absent = [], []
-    for name, (requirement, is_optional) in asked.items():
+    for name, needed in asked.items():
         package = world.packages.get(name)
-        wanted = f"{requirement.name}{requirement.specifier}"
-        if package is None and is_optional:
-            absent.append(wanted)
-        elif package is None:
-            if name != "torch":  # of which its import tells; conda's may have no metadata
-                yield Finding(
-                    name, "broken", f"not installed, {wanted} is needed", f"pip install '{wanted}'"
-                )
-        elif not requirement.specifier.contains(package.version, prereleases=True):
-            verdict = "warn" if is_optional else "broken"
+        wanted = needed.wanted
+        if name in reported:
+            continue
+        if package is None:
+            if needed.extra is not None:
+                absent.append(wanted)
+        elif not needed.accepts(package.version):
+            verdict = "broken" if needed.extra is None else "warn"
             yield Finding(
                 name, verdict, f"{package.version}, tested with {wanted}", f"pip install '{wanted}'"
             )
         elif name in NAMED:
-            yield Finding(name, "ok", f"{package.version} ({wanted})")
+            checked = wanted if needed.specifier is not None else f"{wanted}, not checked"
+            yield Finding(name, "ok", f"{package.version} ({checked})")
         else:
             plain.append(name)
-    if plain:
+    if plain and "packaging" in reported:
+        evidence = f"ranges not checked without the package 'packaging': {', '.join(plain)}"
+        yield Finding("packages", "ok", evidence)
+    elif plain:
         yield Finding("packages", "ok", f"within their ranges: {', '.join(plain)}")
     if "flash-attn" in world.packages:
         evidence = (
@@ -319,15 +340,18 @@ def binary_interfaces(world: World) -> Iterator[Finding]:
     """Packages whose import fails: compiled for another torch, CUDA or NumPy, or without what they
     need."""
     failed = {name: error for name, error in world.probed.imports.items() if error is not None}
+    reported = missing_packages(world)
     for name, error in failed.items():
         version = world.packages[name].version if name in world.packages else ""
-        missing = re.search(r"No module named '([\w.]+)'", error)
+        absent = re.search(r"No module named '([\w.]+)'", error)
+        if absent and canonical(distribution_of(absent.group(1))) in reported:
+            continue
         if name == "flash-attn":
             fix = (
                 "pip uninstall -y flash-attn  # not needed here, and transformers stumbles over it"
             )
-        elif missing and missing.group(1).split(".")[0] != SUSPECTS[name][0].split(".")[0]:
-            fix = f"pip install {missing.group(1).split('.')[0]}"
+        elif absent and absent.group(1).split(".")[0] != SUSPECTS[name][0].split(".")[0]:
+            fix = f"pip install {distribution_of(absent.group(1))}"
         else:
             fix = f"pip install --force-reinstall --no-cache-dir --no-deps {name}"
         what = "compiled for something else" if _ABI.search(error) else "does not import"

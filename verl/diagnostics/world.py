@@ -3,22 +3,49 @@ question."""
 
 import glob
 import importlib.metadata
+import importlib.util
 import os
 import re
 import resource
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 import verl
 from verl.diagnostics.probing import Probed, probe
 
+try:
+    import psutil
+except ImportError:  # the doctor must run on a machine that lacks it
+    psutil = None
+
 HERE = str(Path(verl.__file__).parent)
+# Modules without which no command but the doctor runs: the packages that verl requires, and those
+# that configuration and chat templates get from others.
+CORE_MODULES = (
+    "torch",
+    "transformers",
+    "tensordict",
+    "hydra",
+    "omegaconf",
+    "yaml",
+    "jinja2",
+    "datasets",
+    "pyarrow",
+    "numpy",
+    "safetensors",
+    "math_verify",
+    "jaxtyping",
+    "peft",
+    "accelerate",
+    "packaging",
+    "psutil",
+    "urllib3",
+)
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # PCI class of graphics cards and 3D controllers
 
@@ -27,16 +54,17 @@ _DISPLAY = "0x03"  # PCI class of graphics cards and 3D controllers
 class Package:
     version: str
     installer: str = "pip"
+    requires: Sequence[str] = ()  # as its metadata says
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Sizes in bytes."""
+    """Sizes in bytes; those of memory are None where psutil is missing."""
 
     in_container: bool
-    ram: int  # that this container may use
-    ram_available: int
-    swap: int
+    ram: int | None  # that this container may use
+    ram_available: int | None
+    swap: int | None
     shm: int | None  # None: there is no /dev/shm
     open_files: int  # soft limit
     open_files_hard: int
@@ -62,6 +90,7 @@ class World:
     # as the installed metadata of verl says; None: verl is not installed
     requirements: Sequence[str] | None
     packages: Mapping[str, Package]  # by canonical name
+    absent_modules: Sequence[str] = ()  # of CORE_MODULES, those that no import finds
     conda_packages: Mapping[str, str] = field(default_factory=dict)
     num_nvidia_cards: int = 0  # whether or not a driver serves them
     driver_version: str | None = None  # of the kernel module
@@ -80,6 +109,7 @@ def read_world() -> World:
         verl_copies=find_copies([os.getcwd(), *sys.path]),
         requirements=_requirements(),
         packages=packages,
+        absent_modules=[name for name in CORE_MODULES if not _is_found(name)],
         conda_packages=_conda_packages(sys.prefix),
         num_nvidia_cards=_count_cards(),
         driver_version=_driver_version(),
@@ -102,8 +132,20 @@ def read_packages() -> dict[str, Package]:
         name = distribution.metadata["Name"]
         if name and canonical(name) not in found:
             installer = (distribution.read_text("INSTALLER") or "pip").strip()
-            found[canonical(name)] = Package(version=distribution.version, installer=installer)
+            found[canonical(name)] = Package(
+                version=distribution.version,
+                installer=installer,
+                requires=tuple(distribution.requires or ()),
+            )
     return found
+
+
+def _is_found(module: str) -> bool:
+    """Whether an import would find the module; nothing is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # refused by a finder, or set to None in sys.modules
+        return False
 
 
 def find_copies(folders: Sequence[str]) -> list[str]:
@@ -148,11 +190,7 @@ def _driver_version() -> str | None:
 
 
 def read_host() -> Host:
-    memory = psutil.virtual_memory()
-    limit, used = (_text(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
-    ram, available = memory.total, memory.available
-    if limit.isdigit() and int(limit) < ram:
-        ram, available = int(limit), min(available, int(limit) - int(used or 0))
+    ram, available, swap = _read_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     without_limit = 2**63 - 1
     cache = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
@@ -166,12 +204,27 @@ def read_host() -> Host:
         or "KUBERNETES_SERVICE_HOST" in os.environ,
         ram=ram,
         ram_available=available,
-        swap=psutil.swap_memory().total,
+        swap=swap,
         shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         open_files=without_limit if soft == resource.RLIM_INFINITY else soft,
         open_files_hard=without_limit if hard == resource.RLIM_INFINITY else hard,
         disks={what: (folder, _free(folder)) for what, folder in folders.items()},
     )
+
+
+def _read_memory() -> tuple[int | None, int | None, int | None]:
+    """RAM that this container may use, how much of it is available, and swap."""
+    if psutil is None:
+        return None, None, None
+    memory = psutil.virtual_memory()
+    ram, available = memory.total, memory.available
+
+    limit = _text(Path("/sys/fs/cgroup/memory.max"))
+    used = _text(Path("/sys/fs/cgroup/memory.current"))
+    if limit.isdigit() and int(limit) < ram:
+        ram = int(limit)
+        available = min(available, ram - int(used or 0))
+    return ram, available, psutil.swap_memory().total
 
 
 def _free(folder: str) -> int:
@@ -183,7 +236,11 @@ def _free(folder: str) -> int:
 
 
 def read_network() -> Network:
-    up = [name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo"]
+    if psutil is None:
+        up = [name for _, name in socket.if_nameindex()]
+    else:
+        up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    up = [name for name in up if name != "lo"]
     routes = [line.split() for line in _text(Path("/proc/net/route")).splitlines()[1:]]
     default = next(
         (route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None

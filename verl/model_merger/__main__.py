@@ -40,13 +40,16 @@ def _parser() -> argparse.ArgumentParser:
         "python -m verl.model_merger", description=sys.modules["verl.model_merger"].__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    to_merge = commands.add_parser("merge", help="write a Hugging Face folder")
+    to_merge = commands.add_parser("merge", prog="verl merge", help="write a Hugging Face folder")
     to_test = commands.add_parser(
         "test", help="compare a checkpoint with a Hugging Face folder, tensor by tensor"
     )
     for command in (to_merge, to_test):
         command.add_argument(
-            "--backend", required=True, choices=("fsdp", "megatron"), help="fsdp; there is no other"
+            "--backend",
+            default="fsdp",
+            choices=("fsdp", "megatron"),
+            help="fsdp; there is no other",
         )
         command.add_argument(
             "--local_dir",

@@ -17,16 +17,18 @@ from verl.data.chat import apply_chat_template, as_messages
 from verl.data.collate import collate
 from verl.data.rl_dataset import truncate
 from verl.protocol import DataProto
+from verl.tracking.console import step_line
 from verl.trainer import setup
 from verl.trainer.response_scores import FunctionScorer, RewardModelScorer, scores_of
 from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, WorkerError
+from verl.utils.logging import show_log
 from verl.workers.reward_inputs import compute_reward
 
 
 def train(config: Any = None, **keywords: Any) -> "RLTrainer":
-    """Train as `config` and the keywords of `RLTrainer` say; gives the trainer, whose `metrics` are
-    the last step's."""
+    """Train as `config` and the keywords of `RLTrainer` say; return the trainer, which has the last
+    step's `metrics`."""
     trainer = RLTrainer(config, **keywords)
     trainer.train()
     return trainer
@@ -35,9 +37,10 @@ def train(config: Any = None, **keywords: Any) -> "RLTrainer":
 class RLTrainer:
     """Trains a causal LM on prompts and a reward, and answers with it and scores before or after.
 
-    What can be told without models is told at once: of keys, engine, data and reward. Models are
-    loaded at the first call that needs one. Under torchrun rank 0 alone comes back from here, see
-    `PPOTrainer`.
+    Keys, engine, data and reward are checked at once. Models are loaded at the first call that
+    needs one. Under torchrun rank 0 alone comes back from here, see `PPOTrainer`. The log is shown
+    as the commands show it; `logging.getLogger("verl").setLevel(logging.WARNING)` before makes it
+    quiet, and `trainer.logger=[]` leaves out the lines of steps.
 
     Args:
         config: a TrainConfig, keys of the tree (nested or dotted), or the path of a YAML file.
@@ -61,6 +64,7 @@ class RLTrainer:
         val_dataset: Any = None,
         **keywords: Any,
     ) -> None:
+        show_log()
         self.config: TrainConfig = config_from_keywords(config, keywords)
         self.missing = list(training_data_is_named(self.config)) if train_dataset is None else []
         self.has_own_reward = reward_fn is not None
@@ -117,9 +121,9 @@ class RLTrainer:
         micro_batch_size: int | None = None,
         gradient_accumulation_steps: int | None = None,
         amp: bool | None = None,
-    ) -> dict[str, float]:
-        """Train to the last step, from the newest checkpoint on where there is one; gives the last
-        step's metrics.
+    ) -> "StepMetrics":
+        """Train to the last step, from the newest checkpoint on where there is one; return the last
+        step's metrics, a dict that prints as one line.
 
         Args:
             micro_batch_size: responses a forward-backward pass and rank.
@@ -145,7 +149,7 @@ class RLTrainer:
         self._load_models()
         self.has_trained = True
         self.ppo.fit()
-        return self.metrics
+        return StepMetrics(self.metrics)
 
     def rollout(
         self,
@@ -329,6 +333,16 @@ class RLTrainer:
                 "Raise it, or set data.truncation=left, right or middle to have it cut."
             )
         return truncate(ids, limit, truncation)
+
+
+class StepMetrics(dict[str, float]):
+    """The metrics of a step by name; its repr is the step's line, not a hundred entries."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no step was trained"
+        step = self.get("training/global_step", "?")
+        return f"step {step}: {step_line(self)} ({len(self)} metrics; dict(...) shows them)"
 
 
 @dataclass(frozen=True)

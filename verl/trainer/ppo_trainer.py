@@ -28,6 +28,7 @@ from verl.trainer.algorithm import (
     is_corrected,
     penalised_scores,
 )
+from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
@@ -102,6 +103,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
+        self.flat_rewards = FlatRewards(config)
         # passes over a batch, by phase
         self.begun: tuple[DataProto | None, dict[str, GroupFuture]] = None, {}
 
@@ -204,9 +206,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.write_timeline()
 
     def after_step(self, batch: DataProto) -> None:
-        """The curriculum learns of the step, and `rollout_data_dir` gets its samples."""
+        """Show the step to the curriculum, watch its rewards, and write its samples."""
         self.train_loader.tell_sampler(batch)
         self.metrics.update(data_metrics(batch))
+        self.flat_rewards.watch(batch, self.global_step)
         self.write_rollouts(batch)
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:

@@ -121,16 +121,47 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
 
 
 # Packages that are installed under another name than they are imported by.
-_INSTALLED_AS = {"hydra": "hydra-core", "math_verify": "math-verify"}
+_INSTALLED_AS = {
+    "OpenSSL": "pyOpenSSL",
+    "PIL": "pillow",
+    "attr": "attrs",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python-headless",
+    "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
+    "flash_attn": "flash-attn",
+    "git": "GitPython",
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "hydra": "hydra-core",
+    "jwt": "PyJWT",
+    "magic": "python-magic",
+    "math_verify": "math-verify",
+    "pkg_resources": "setuptools",
+    "quack": "quack-kernels",
+    "rouge_score": "rouge-score",
+    "sentence_transformers": "sentence-transformers",
+    "serial": "pyserial",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "yaml": "PyYAML",
+    "zmq": "pyzmq",
+}
+
+
+def distribution_of(module: str) -> str:
+    """Return the name that `pip install` knows the package of a module by."""
+    package = module.split(".")[0]
+    return _INSTALLED_AS.get(package, package)
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to say of an import that failed because a package is not installed (after `pip install
+    """Describe an import that failed because a package is not installed (after `pip install
     --no-deps`, say); None if the module that was not found is one of ours."""
     name = (error.name or "").split(".")[0]
     if not name or name == "verl":
         return None
     return (
-        f"The package '{name}' is not installed. Install it: pip install "
-        f"{_INSTALLED_AS.get(name, name)}"
+        f"The package '{name}' is not installed. Install it: pip install {distribution_of(name)} "
+        "(`verl doctor` lists everything that is missing)"
     )

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,20 @@ def configure_logging(level: int = logging.INFO) -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
+
+
+def show_log() -> None:
+    """Show the package's log in a program or a notebook, as commands do.
+
+    A program that shows it already, by handlers of its own, is left alone. A level that was set
+    before stays: `logging.getLogger("verl").setLevel(logging.WARNING)` is quiet by choice. Ranks
+    other than the first show warnings only.
+    """
+    shown_already = logger.hasHandlers() and logger.isEnabledFor(logging.INFO)
+    if logger.handlers or shown_already:
+        return
+    is_first = os.environ.get("RANK", "0") == "0"
+    configure_logging(logger.level or (logging.INFO if is_first else logging.WARNING))
 
 
 @contextmanager

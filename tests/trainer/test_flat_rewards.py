@@ -1,0 +1,44 @@
+"""Steps without a difference between scores are reported, once in a while."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.runs import run
+from verl.trainer.flat_rewards import is_flat
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups", "flat"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], [0, 0, 1, 1], True),
+        ([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], True),
+        ([1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1], False),
+        ([1.0, 0.0, 0.0], [0, 1, 2], False),
+        ([0.5, 0.5, 0.5], [0, 1, 2], True),
+        ([], [], False),
+    ],
+)
+def test_flat_is_no_difference_within_any_group(scores, groups, flat):
+    assert is_flat(torch.tensor(scores), torch.tensor(groups)) is flat
+
+
+@pytest.mark.parametrize(
+    ("score", "steps"), [("0.0", ["3", "6"]), ("float(len(solution_str) % 2)", [])]
+)
+def test_a_run_without_anything_to_learn_from_says_so(tmp_path: Path, capfd, score, steps):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    return {score}\n"
+    )
+    own = [f"custom_reward_function.path={reward}", "reward_model.preflight=false"]
+    assert run(tmp_path / "run", *own, "trainer.max_steps=7", "trainer.test_freq=-1") == 0
+    lines = [
+        line for line in capfd.readouterr().out.splitlines() if "Nothing to learn from" in line
+    ]
+    assert len(lines) == len(steps)
+    for line, step in zip(lines, steps):
+        assert f"in the last {step} steps, to step {step}: all responses score 0." in line
+        assert "rollout.n is too small" in line
