@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.algorithms.tensors import random_columns, random_mask
-from verl.algorithms import compat_signatures as core
+from verl.compat import signatures as core
 from verl.algorithms.advantages import AdvantageInputs, gae
 from verl.algorithms.group_advantages import grpo
 from verl.algorithms.masked import agg_loss, masked_mean
