@@ -78,7 +78,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "compute_timing_metrics process_validation_metrics reduce_metrics _compute_response_info",
     ),
     "verl.trainer.ppo.ray_trainer": {
-        "RayPPOTrainer": "verl.trainer.ppo_trainer",
+        "RayPPOTrainer": "verl.compat.ray_trainer",
         **_same(_ALGORITHMS, "apply_kl_penalty compute_advantage compute_response_mask"),
         **_same(_TRAINER, "ResourcePoolManager Role"),
         "AdvantageEstimator": _REGISTRIES,
@@ -164,6 +164,11 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "remove_pad_token split_dict_tensor_into_batches tokenize_and_postprocess_data",
     ),
     "verl.utils.tracking": _same("verl.compat.tracking", "Tracking"),
+    "verl.workers.fsdp_workers": {
+        "ActorRolloutRefWorker": ("verl.workers", "ActorRolloutWorker"),
+        "CriticWorker": "verl.workers",
+        "RewardModelWorker": "verl.workers",
+    },
     "verl.workers.reward_manager": {
         **_same(_MANAGERS, "BatchRewardManager DAPORewardManager NaiveRewardManager"),
         **_same(_MANAGERS, "PrimeRewardManager REWARD_MANAGER_REGISTRY"),
@@ -221,10 +226,6 @@ ABSENT = {
     "verl.experimental.agent_loop": (
         "agent loops are not in this version. Override verl.trainer.PPOTrainer.generate, which "
         "gives responses and their masks"
-    ),
-    "verl.workers.fsdp_workers": (
-        "the roles are verl.workers.ActorRolloutWorker, CriticWorker, ReferenceWorker and "
-        "RewardModelWorker, which the trainer starts itself. Override a method of the trainer"
     ),
     "verl.workers.megatron_workers": (
         "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
