@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from verl.utils.column_dicts import (
     leading_sizes,
+    lists_as_matrix,
     object_column,
     union_dict,
     union_numpy_dict,
@@ -402,29 +403,32 @@ class DataProto:
         self, n_split: int, split_keys: list[str] | None = None
     ) -> "DataProto":
         """Cut dimension 1 of `split_keys` into `n_split` rows each: (B, n_split * k, ...) -> (B *
-        n_split, k, ...).
+        n_split, k, ...). An object column of lists of one length L counts as (B, L).
 
         All other columns are repeated to match, rows of one origin side by side.
         """
-        known, rows = self._columns(), len(self) * n_split
+        columns = {**self._tensors(), **self.non_tensor_batch}
+        rows = len(self) * n_split
+        cut: dict[str, Any] = {}
         for key in split_keys or ():
-            if key not in known or not known[key] or n_split < 1 or known[key][0] % n_split:
+            column = lists_as_matrix(columns[key]) if key in columns else None
+            if column is None or column.ndim < 2 or n_split < 1 or column.shape[1] % n_split:
                 fact = (
-                    f"it has {known[key]} beside the rows"
-                    if key in known
-                    else f"there are {list(known)}"
+                    f"there are {list(columns)}"
+                    if column is None
+                    else f"it has {tuple(column.shape[1:])} after the rows"
                 )
                 raise BatchError(
                     f"Column '{key}' needs a dimension 1 divisible by n_split={n_split}; {fact}."
                 )
+            cut[key] = column.reshape(rows, column.shape[1] // n_split, *column.shape[2:])
+
         unfolded = self.repeat(n_split)
-        homes: Any = (
-            (self.batch, unfolded.batch),
-            (self.non_tensor_batch, unfolded.non_tensor_batch),
-        )
-        for key in split_keys or ():
-            source, target = homes[key in self.non_tensor_batch]
-            target[key] = source[key].reshape(rows, known[key][0] // n_split, *known[key][1:])
+        for key, column in cut.items():
+            home: Any = (
+                unfolded.non_tensor_batch if key in self.non_tensor_batch else unfolded.batch
+            )
+            home[key] = column
         return unfolded
 
     def save_to_disk(self, filepath: str | os.PathLike) -> None:

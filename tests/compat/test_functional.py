@@ -2,10 +2,11 @@
 
 import os
 import pickle
-import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -49,8 +50,8 @@ def test_dictionaries():
 
 
 class Colors(DynamicEnum):
-    _registry: dict = {}
-    _next_value: int = 0
+    _registry: ClassVar[dict] = {}  # as verl's own enumerations write it
+    _next_value: ClassVar[int] = 0
 
 
 def test_an_enumeration_takes_members():
@@ -111,13 +112,16 @@ def test_a_limit_of_time(use_signals):
 def test_a_limit_of_time_in_a_thread():
     @timeout_limit(seconds=60)
     def quick():
-        return threading.current_thread().name
+        return "done"
 
-    found = []
-    thread = threading.Thread(target=lambda: found.append(quick()))
-    thread.start()
-    thread.join()
-    assert len(found) == 1
+    @timeout_limit(seconds=60, use_signals=True)
+    def by_signal():
+        return "done"
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(quick).result() == "done"
+        with pytest.raises(ValueError, match="main thread"):
+            thread.submit(by_signal).result()
 
 
 def test_a_process_that_ends_without_an_answer_is_no_timeout():

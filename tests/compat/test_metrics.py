@@ -33,12 +33,16 @@ def batch() -> SimpleNamespace:
         "returns": torch.tensor([[1.0, 99.0, 3.0], [8.0, 99.0, 99.0]]),
         "values": torch.tensor([[0.0, 99.0, 4.0], [5.0, 99.0, 99.0]]),
     }
-    return SimpleNamespace(batch=columns, non_tensor_batch={}, meta_info={"global_token_num": [5, 2]})
+    return SimpleNamespace(
+        batch=columns, non_tensor_batch={}, meta_info={"global_token_num": [5, 2]}
+    )
 
 
 def test_numbers_of_a_batch():
     metrics = compute_data_metrics(batch(), use_critic=True)
-    spread = {name: [metrics.pop(f"{name}/{of}") for of in ("mean", "max", "min")] for name in NAMES}
+    spread = {
+        name: [metrics.pop(f"{name}/{of}") for of in ("mean", "max", "min")] for name in NAMES
+    }
     assert spread == {
         "critic/score": [3, 4, 2],
         "critic/rewards": [1.5, 2, 1],

@@ -22,7 +22,9 @@ def test_log_probs_and_entropy():
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     distribution = torch.distributions.Categorical(logits=logits)
-    torch.testing.assert_close(F.logprobs_from_logits(logits, labels), distribution.log_prob(labels))
+    torch.testing.assert_close(
+        F.logprobs_from_logits(logits, labels), distribution.log_prob(labels)
+    )
     torch.testing.assert_close(F.entropy_from_logits(logits), distribution.entropy())
     of_response = F.log_probs_from_logits_response(labels, logits, 2)
     expected = logits.log_softmax(-1)[:, 2:4].gather(-1, labels[:, 3:, None]).squeeze(-1)

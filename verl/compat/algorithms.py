@@ -64,7 +64,7 @@ def compute_advantage(
 
     columns["advantages"], columns["returns"] = get_adv_estimator_fn(name)(**given)
 
-    if getattr(config, "use_pf_ppo", False):
+    if config is not None and config.use_pf_ppo:
         pf_ppo = config.pf_ppo
         return compute_pf_ppo_reweight_data(data, pf_ppo.reweight_method, pf_ppo.weight_pow)
     return data

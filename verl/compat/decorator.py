@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from verl.single_controller.dispatch import (
-    MODES,
     CALL_PLAN,
+    MODES,
     DispatchMode,
     Execute,
-    mode_of_functions,
     functions_of,
+    mode_of_functions,
 )
 from verl.utils.errors import ConfigError
 

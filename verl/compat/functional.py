@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from omegaconf import DictConfig, ListConfig
@@ -93,7 +93,7 @@ class NestedNamespace(SimpleNamespace):
 class DynamicEnumMeta(type):
     """Makes the class an iterable container of its members."""
 
-    _registry: dict[str, Any]
+    _registry: ClassVar[dict[str, Any]]
 
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls._registry.values())
@@ -119,13 +119,15 @@ class DynamicEnumMeta(type):
 
 
 class DynamicEnum(metaclass=DynamicEnumMeta):
-    """Base of enumerations that take members at run time: `register`, `remove`, `from_name`.
+    """Base of enumerations that take members at run time: `register`, `remove`, `from_name`. Each
+    subclass has members of its own."""
 
-    A subclass has its own `_registry: dict = {}` and `_next_value: int = 0`.
-    """
+    _registry: ClassVar[dict[str, Any]] = {}
+    _next_value: ClassVar[int] = 0
 
-    _registry: dict[str, Any] = {}
-    _next_value: int = 0
+    def __init_subclass__(cls) -> None:
+        cls._registry = {}
+        cls._next_value = 0
 
     def __init__(self, name: str, value: int) -> None:
         self.name = name

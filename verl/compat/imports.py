@@ -33,8 +33,7 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     try:
         imports.load_module(file_path)
     except ConfigError as error:
-        missing = isinstance(error.__cause__, ModuleNotFoundError) and "." not in file_path
-        raise (MissingFileError if missing else BrokenFileError)(str(error)) from error
+        raise BrokenFileError(f"Error loading module from '{file_path}': {error}") from error
     try:
         return imports.load_extern_type(file_path, str(type_name))
     except ConfigError as error:

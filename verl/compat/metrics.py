@@ -182,9 +182,7 @@ def process_validation_metrics(
     return metrics
 
 
-def _metrics_of_prompt(
-    values: list[Any], answers: list[Any] | None, seed: int
-) -> dict[str, float]:
+def _metrics_of_prompt(values: list[Any], answers: list[Any] | None, seed: int) -> dict[str, float]:
     n = len(values)
     metrics: dict[str, Any] = {f"mean@{n}": np.mean(values)}
     if n == 1:

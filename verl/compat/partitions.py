@@ -23,9 +23,7 @@ def get_seqlen_balanced_partitions(
     return karmarkar_karp(seqlen_list, k_partitions, equal_size)
 
 
-def karmarkar_karp(
-    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
-) -> Partitions:
+def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
     """Parts by the largest differencing method (Karmarkar and Karp 1982)."""
     if not equal_size:
         positive = [max(length, 1) for length in seqlen_list]
@@ -48,9 +46,7 @@ def karmarkar_karp(
     return sorted(sorted(indices) for _, indices in states[0])
 
 
-def greedy_partition(
-    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
-) -> Partitions:
+def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
     """Parts by giving each sequence, in order, to the part with the smallest sum."""
     if equal_size:
         _require_equal_size(seqlen_list, k_partitions)

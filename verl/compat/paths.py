@@ -47,7 +47,9 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "DataProtoFuture": "verl.single_controller.data_future",
         "list_of_dict_to_dict_of_list": _FUNCTIONAL,
     },
-    "verl.trainer.config": _same(_CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"),
+    "verl.trainer.config": _same(
+        _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
+    ),
     "verl.trainer.config.algorithm": _same(
         _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
     ),
@@ -105,7 +107,9 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.utils.debug.performance": _same(
         _TIMERS, "log_gpu_memory_usage marked_timer simple_timer"
     ),
-    "verl.utils.device": _same("verl.compat.devices", "get_device_id get_device_name is_cuda_available"),
+    "verl.utils.device": _same(
+        "verl.compat.devices", "get_device_id get_device_name is_cuda_available"
+    ),
     "verl.utils.fs": _same(_FILES, "copy_to_local is_non_local"),
     "verl.utils.hdfs_io": _same(_FILES, "copy exists makedirs"),
     "verl.utils.import_utils": _same(

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from verl.compat import signatures
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss, padded_signature
 from verl.algorithms.policy_losses import policy_losses
+from verl.compat import signatures
 from verl.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.utils.errors import ConfigError
 from verl.utils.registry import RegistryDict, nearest_names, plain

@@ -57,9 +57,7 @@ def remove_boxed(s: str) -> str:
     return answer
 
 
-def load_reward_manager(
-    config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
-) -> Any:
+def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
     """The reward manager that a configuration names, with the user's function, a judge or the rules.
 
     `reward_kwargs` go to the manager, over those of `reward_model.reward_kwargs`.
@@ -79,4 +77,3 @@ def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[
     """(B, R) scores, and the further fields of each response."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})
-

@@ -44,7 +44,7 @@ def _with_alarm(
     function: Callable[..., Any], seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
+        raise ValueError(
             "timeout_limit(use_signals=True) needs the main thread, where signals arrive. Use "
             "use_signals=False."
         )

@@ -46,7 +46,5 @@ def _forwarded(role: str, method: str, plan: CallPlan) -> Callable[..., Any]:
         return getattr(self.fused_worker_dict[role], method)(*args, **kwargs)
 
     forward.__name__ = fused_name(role, method)
-    mark = register(
-        plan.dispatch_mode, plan.execute_mode, plan.blocking, plan.materialize_futures
-    )
+    mark = register(plan.dispatch_mode, plan.execute_mode, plan.blocking, plan.materialize_futures)
     return mark(forward)

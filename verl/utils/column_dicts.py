@@ -34,6 +34,20 @@ def object_column(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
+def lists_as_matrix(column: Any) -> Any:
+    """A 1-D object array of lists of one length as an object array with a second dimension; any
+    other column as it is."""
+    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != object:
+        return column
+    lengths = {len(row) if isinstance(row, list | tuple) else -1 for row in column}
+    if len(lengths) != 1 or lengths == {-1}:
+        return column
+    matrix = np.empty((len(column), lengths.pop()), dtype=object)
+    for number, row in enumerate(column):
+        matrix[number] = object_column(row)
+    return matrix
+
+
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """All columns of both; BatchError where batch sizes differ or one key holds unequal values (NaN
     equals NaN)."""
