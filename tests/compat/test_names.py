@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from verl.utils.config import omega_conf_to_dataclass  # pyright: ignore
     from verl.utils.debug import log_gpu_memory_usage, marked_timer  # pyright: ignore
 
-    from verl.utils import fs, hdfs_io, hf_tokenizer, seqlen_balancing, tracking  # pyright: ignore
+    from verl.utils import fs, hdfs_io, hf_processor, hf_tokenizer, seqlen_balancing, tracking  # pyright: ignore
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -104,6 +104,12 @@ def test_a_tokenizer_pads_on_the_left():
     tokenizer = hf_tokenizer("toy")
     assert tokenizer.padding_side == "left"
     assert tokenizer.pad_token_id is not None
+
+
+def test_a_folder_without_a_processor_gives_none_and_says_so(tmp_path: Path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    assert hf_processor(str(tmp_path)) is None
+    assert "No processor for" in caplog.text
 
 
 def test_seconds_add_up(caplog):

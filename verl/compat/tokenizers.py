@@ -6,6 +6,7 @@ from transformers import AutoProcessor
 
 from verl.models.load import load_tokenizer
 from verl.utils.errors import ModelError
+from verl.utils.logging import logger
 
 
 def hf_tokenizer(
@@ -20,10 +21,11 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """The processor of a model that takes images; None for a model of text alone."""
+    """The processor of a model that takes images; None, with a warning, where there is none."""
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        logger.warning("No processor for '%s': %s", name_or_path, error)
         return None
     return processor if "Processor" in type(processor).__name__ else None
 
