@@ -25,12 +25,12 @@ __all__ = ["DataProto", "__version__", "train"]
 
 class _OldPaths(importlib.abc.MetaPathFinder):
     """Asked last, for modules of ours that do not exist: they may be old paths
-    (`verl/compat.py`)."""
+    (`verl/compat/paths.py`)."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith("verl.") or fullname == "verl.compat":
+        if not fullname.startswith("verl.") or fullname.startswith("verl.compat"):
             return None
         return importlib.import_module("verl.compat").find_old_module(fullname)
 

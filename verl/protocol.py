@@ -2,8 +2,8 @@
 little meta.
 
 Letters as in `verl/columns.py`: B rows. Every method either returns a new DataProto that shares
-memory with this one where a view allows it, or says that it works in place. What a caller gets
-wrong is a ValueError that names the columns.
+memory with this one where a view allows it, or says that it works in place. A wrong argument
+raises BatchError (a ValueError, and an AssertionError as in verl 0.5), which names the columns.
 """
 
 import copy
@@ -26,11 +26,13 @@ from torch.utils.data import DataLoader
 
 from verl.utils.column_dicts import (
     leading_sizes,
+    lists_as_matrix,
     object_column,
     union_dict,
     union_numpy_dict,
     union_tensor_dict,
 )
+from verl.utils.errors import BatchError
 from verl.utils.pickling import pack_tensor_dict, unpack_tensor_dict
 
 # int, or bool of length B
@@ -65,6 +67,10 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.non_tensor_batch is None:
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
         self.check_consistency()
 
     def __len__(self) -> int:
@@ -98,10 +104,10 @@ class DataProto:
         )
 
     def check_consistency(self) -> None:
-        """Raise ValueError unless all columns have the same number of rows."""
+        """Raise BatchError unless all columns have the same number of rows."""
         dims = 1 if self.batch is None else len(self.batch.batch_size)
         if dims < 1 or (dims > 1 and self.non_tensor_batch):
-            raise ValueError(
+            raise BatchError(
                 f"A batch has one row dimension, or several without object columns; got {dims} and "
                 f"object columns {list(self.non_tensor_batch)}. unfold_batch_dim flattens a batch."
             )
@@ -110,7 +116,7 @@ class DataProto:
                 fact = (
                     f"{len(column)} rows" if getattr(column, "ndim", 0) else type(column).__name__
                 )
-                raise ValueError(
+                raise BatchError(
                     f"Object column '{key}' must be a numpy array of {len(self)} rows like the "
                     f"others, got {fact}. from_dict(non_tensors=...) makes an array of a list."
                 )
@@ -120,14 +126,14 @@ class DataProto:
         cls, data: dict[str, Any], meta_info: dict | None = None, auto_padding: bool = False
     ):
         """Tensors go to `batch`, numpy arrays to `non_tensor_batch`; anything else is a
-        ValueError."""
+        BatchError."""
         strange = {
             k: type(v).__name__
             for k, v in data.items()
             if not isinstance(v, torch.Tensor | np.ndarray)
         }
         if strange:
-            raise ValueError(f"Columns must be tensors or numpy arrays, got {strange}.")
+            raise BatchError(f"Columns must be tensors or numpy arrays, got {strange}.")
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
@@ -186,13 +192,13 @@ class DataProto:
         of B is true."""
         index = torch.as_tensor(idxs if isinstance(idxs, torch.Tensor) else np.asarray(idxs)).cpu()
         if index.ndim != 1 or (index.numel() and index.is_floating_point()):
-            raise ValueError(
+            raise BatchError(
                 f"Rows are chosen by a 1-D list of int or bool, got {index.dtype} of "
                 f"{list(index.shape)}."
             )
         if index.dtype == torch.bool:
             if len(index) != len(self):
-                raise ValueError(
+                raise BatchError(
                     f"A mask must have one entry for each of the {len(self)} rows, got "
                     f"{len(index)}."
                 )
@@ -245,7 +251,7 @@ class DataProto:
             or len(old) != len(new)
             or len({names.get(k, k) for k in known}) < len(known)
         ):
-            raise ValueError(
+            raise BatchError(
                 f"Cannot rename {old} to {new}: columns are {list(known)}, and names must stay "
                 "different."
             )
@@ -287,7 +293,7 @@ class DataProto:
         epoch, the same ones for the same `seed`.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(
+            raise BatchError(
                 f"mini_batch_size must divide the {len(self)} rows of the batch, got "
                 f"{mini_batch_size}."
             )
@@ -312,11 +318,11 @@ class DataProto:
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Append `padding_size` copies of the "first" or the "last" (also "") row, in place."""
         if padding_candidate not in ("", "first", "last"):
-            raise ValueError(
+            raise BatchError(
                 f"padding_candidate must be 'first' or 'last', got '{padding_candidate}'."
             )
         if padding_size < 0 or (padding_size and not len(self)):
-            raise ValueError(
+            raise BatchError(
                 f"Cannot append {padding_size} copies of a row to a batch of {len(self)} rows."
             )
         row = 0 if padding_candidate == "first" else len(self) - 1
@@ -326,7 +332,7 @@ class DataProto:
         """`chunks` pieces in order. Equal ones, or with padding enabled of sizes that differ by at
         most one."""
         if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
-            raise ValueError(
+            raise BatchError(
                 f"chunk needs a number of rows divisible by chunks, got {len(self)} rows and "
                 f"{chunks} chunks. Pad with pad_dataproto_to_divisor, or build the batch with "
                 "auto_padding=True."
@@ -338,7 +344,7 @@ class DataProto:
     def split(self, split_size: int) -> list["DataProto"]:
         """Pieces of `split_size` rows in order; the last one has what is left."""
         if split_size < 1:
-            raise ValueError(f"split_size must be at least 1, got {split_size}.")
+            raise BatchError(f"split_size must be at least 1, got {split_size}.")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
@@ -346,7 +352,7 @@ class DataProto:
         """All rows, one batch after the other. Columns must be the same in all; meta_info is the
         first one's."""
         if not data:
-            raise ValueError("concat needs at least one DataProto, got an empty list.")
+            raise BatchError("concat needs at least one DataProto, got an empty list.")
         first, tensors, columns = data[0], data[0]._tensors(), data[0]._columns()
         for position, other in enumerate(data):
             differing = (
@@ -354,7 +360,7 @@ class DataProto:
                 or tensors.keys() ^ other._tensors().keys()
             )
             if differing:
-                raise ValueError(
+                raise BatchError(
                     f"concat needs the same columns in all batches; {position} differs from 0 in "
                     f"{sorted(differing)}."
                 )
@@ -377,7 +383,7 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Each row `repeat_times` times: a,a,b,b when interleaved, else a,b,a,b."""
         if repeat_times < 0:
-            raise ValueError(f"repeat_times must not be negative, got {repeat_times}.")
+            raise BatchError(f"repeat_times must not be negative, got {repeat_times}.")
         rows = np.arange(len(self))
         return self.select_idxs(
             np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
@@ -387,7 +393,7 @@ class DataProto:
         """Row i `repeat_times[i]` times, copies side by side."""
         times = np.asarray(repeat_times, dtype=np.int64)
         if times.shape != (len(self),) or (times < 0).any():
-            raise ValueError(
+            raise BatchError(
                 f"repeat_times must be {len(self)} counts, one a row and none negative, got "
                 f"{times}."
             )
@@ -397,29 +403,32 @@ class DataProto:
         self, n_split: int, split_keys: list[str] | None = None
     ) -> "DataProto":
         """Cut dimension 1 of `split_keys` into `n_split` rows each: (B, n_split * k, ...) -> (B *
-        n_split, k, ...).
+        n_split, k, ...). An object column of lists of one length L counts as (B, L).
 
         All other columns are repeated to match, rows of one origin side by side.
         """
-        known, rows = self._columns(), len(self) * n_split
+        columns = {**self._tensors(), **self.non_tensor_batch}
+        rows = len(self) * n_split
+        cut: dict[str, Any] = {}
         for key in split_keys or ():
-            if key not in known or not known[key] or n_split < 1 or known[key][0] % n_split:
+            column = lists_as_matrix(columns[key]) if key in columns else None
+            if column is None or column.ndim < 2 or n_split < 1 or column.shape[1] % n_split:
                 fact = (
-                    f"it has {known[key]} beside the rows"
-                    if key in known
-                    else f"there are {list(known)}"
+                    f"there are {list(columns)}"
+                    if column is None
+                    else f"it has {tuple(column.shape[1:])} after the rows"
                 )
-                raise ValueError(
+                raise BatchError(
                     f"Column '{key}' needs a dimension 1 divisible by n_split={n_split}; {fact}."
                 )
+            cut[key] = column.reshape(rows, column.shape[1] // n_split, *column.shape[2:])
+
         unfolded = self.repeat(n_split)
-        homes: Any = (
-            (self.batch, unfolded.batch),
-            (self.non_tensor_batch, unfolded.non_tensor_batch),
-        )
-        for key in split_keys or ():
-            source, target = homes[key in self.non_tensor_batch]
-            target[key] = source[key].reshape(rows, known[key][0] // n_split, *known[key][1:])
+        for key, column in cut.items():
+            home: Any = (
+                unfolded.non_tensor_batch if key in self.non_tensor_batch else unfolded.batch
+            )
+            home[key] = column
         return unfolded
 
     def save_to_disk(self, filepath: str | os.PathLike) -> None:
@@ -435,7 +444,7 @@ class DataProto:
         with Path(filepath).open("rb") as file:
             data = pickle.load(file)
         if not isinstance(data, DataProto):
-            raise ValueError(f"Expected a DataProto in '{filepath}', found {type(data).__name__}.")
+            raise BatchError(f"Expected a DataProto in '{filepath}', found {type(data).__name__}.")
         return data
 
     def print_size(self, prefix: str = "") -> None:
@@ -470,7 +479,7 @@ class DataProto:
         homes = (self._tensors(), self.non_tensor_batch, self.meta_info)
         for kind, keys, home in zip(("tensor column", "object column", "meta_info"), wanted, homes):
             if missing := [key for key in keys if key not in home]:
-                raise ValueError(
+                raise BatchError(
                     f"No {kind} {missing} in this DataProto; there are {sorted(home)}."
                 )
 
@@ -490,7 +499,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Append rows, again from the first on, until `size_divisor` divides B; returns (padded, number
     appended)."""
     if size_divisor < 1:
-        raise ValueError(f"size_divisor must be at least 1, got {size_divisor}.")
+        raise BatchError(f"size_divisor must be at least 1, got {size_divisor}.")
     pad_size = -len(data) % size_divisor
     return (
         data.select_idxs(np.arange(len(data) + pad_size) % len(data)) if pad_size else data
@@ -500,7 +509,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drop the last `pad_size` rows."""
     if not 0 <= pad_size <= len(data):
-        raise ValueError(
+        raise BatchError(
             f"pad_size must lie between 0 and the {len(data)} rows of the batch, got {pad_size}."
         )
     return data.slice(0, len(data) - pad_size) if pad_size else data
@@ -509,7 +518,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """Every column from (B, ...) to (new_batch_size, B / new_batch_size, ...)."""
     if new_batch_size < 1 or len(data) % new_batch_size:
-        raise ValueError(
+        raise BatchError(
             f"new_batch_size must divide the {len(data)} rows of the batch, got {new_batch_size}."
         )
     sizes = (new_batch_size, len(data) // new_batch_size)
@@ -530,7 +539,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
     """Rows back to a batch (for a DataLoader over a DataProto); without meta_info."""
     if not x:
-        raise ValueError("collate_fn needs at least one row, got an empty list.")
+        raise BatchError("collate_fn needs at least one row, got an empty list.")
     batch: Any = None if x[0].batch is None else torch.stack([item.batch for item in x])  # pyright: ignore
     objects = {
         key: object_column(item.non_tensor_batch[key] for item in x)

@@ -76,6 +76,21 @@ def test_unknown_keys_name_the_nearest(written: str, nearest: str):
         flatten(nest({written: 1}), TrainConfig)
 
 
+@pytest.mark.parametrize(
+    ("written", "way"),
+    [
+        ("sglang_endpoint", "name=embedded"),
+        ("actor_rollout_ref.rollout.server_urls", "name=embedded"),
+        ("trainer.mode", "asynchronous training is not in this version"),
+        ("actor_rollout_ref.actor.megatron.param_offload", "FSDP2"),
+    ],
+)
+def test_a_key_of_what_is_not_here_names_the_way_and_no_other_key(written: str, way: str):
+    with pytest.raises(ConfigError, match=way) as raised:
+        flatten(nest({written: 1}), TrainConfig)
+    assert "Nearest" not in str(raised.value)
+
+
 def test_all_unknown_keys_are_named_at_once():
     with pytest.raises(ConfigError, match="(?s)'data.a'.*'trainer.b.c'"):
         flatten({"data": {"a": 1}, "trainer": {"b": {"c": 1}}}, TrainConfig)

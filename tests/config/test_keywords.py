@@ -176,6 +176,7 @@ APART = HYBRID | {"critic_placement": [2, 3]}
             {"rollout_config": {"temprature": 2}},
             f"Unknown key '{ROLLOUT}.temprature'. Nearest known: {ROLLOUT}.temper",
         ),
+        ({"sglang_endpoint": "http://h"}, "servers are not in this version.*name=embedded"),
         ({"rollout_config": {"lr": 2}}, f"Unknown key '{ROLLOUT}.lr'"),
         ({"critic_config": [1]}, "critic_config must be a mapping of keys of critic"),
         (

@@ -389,6 +389,45 @@ def test_unfold_column_chunks_cuts_arrays_and_refuses_what_does_not_fit():
             data.unfold_column_chunks(split, [key])
 
 
+def test_unfold_column_chunks_cuts_lists_of_one_length():
+    labels = [["a1", ["a", 2]], ["b1", "b2"], ["c1", "c2"]]
+    data = DataProto.from_dict({"x": torch.arange(3)}, {"labels": labels, "of": [[1], [2, 3], [4]]})
+    assert data.non_tensor_batch["labels"].shape == (3,), "lists stay lists"
+
+    unfolded = data.unfold_column_chunks(2, ["labels"])
+    expected = [["a1"], [["a", 2]], ["b1"], ["b2"], ["c1"], ["c2"]]
+    assert unfolded.non_tensor_batch["labels"].dtype == object
+    assert unfolded.non_tensor_batch["labels"].tolist() == expected
+    assert unfolded.batch["x"].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="'of'"):
+        data.unfold_column_chunks(1, ["of"])
+
+
+def test_a_batch_of_nothing_has_no_rows():
+    for empty in (DataProto(), DataProto(batch=None, non_tensor_batch=None, meta_info=None)):
+        assert len(empty) == 0
+        assert empty.non_tensor_batch == {}
+        assert empty.meta_info == {}
+
+
+def test_wrong_arguments_are_assertion_errors_too():
+    data = make_batch(3)
+    wrong = [
+        lambda: data.chunk(2),
+        lambda: data.pop(["nothing"]),
+        lambda: data.make_iterator(2, 1),
+        lambda: DataProto.from_dict({"a": torch.ones(2), "b": torch.ones(3)}),
+        lambda: DataProto.from_dict({"a": torch.ones(2)}, num_batch_dims=2),
+        lambda: DataProto(batch=None, non_tensor_batch={"a": [1]}),
+        lambda: union_numpy_dict({"a": np.ones(2)}, {"a": np.zeros(2)}),
+        lambda: data.union(DataProto.from_dict(meta_info={}, non_tensors={"plain": [0, 0, 0]})),
+        lambda: unpad_dataproto(data, 4),
+    ]
+    for call in wrong:
+        with pytest.raises(AssertionError):
+            call()
+
+
 @given(st.integers(1, 3), st.integers(0, 3), kinds)
 def test_fold_and_unfold_batch_dim(new_size, inner, kind):
     data = make_batch(new_size * inner, kind).select(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.rewards.batches import CharTokenizer, make_batch
+from verl.compat.score import default_compute_score
 from verl.config.load import config_from_dict
 from verl.config.reward import JudgeConfig, RequestsConfig, SandboxFusionConfig
 from verl.rewards.build import build_code_runner, build_reward, build_reward_function
-from verl.rewards.compat_score import default_compute_score
 from verl.rewards.managers import NaiveRewardManager
 from verl.rewards.remote import JsonClient, Judge, SandboxService
 from verl.rewards.rules import with_options

@@ -148,13 +148,18 @@ def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
     return shares[0].item()
 
 
-@functools.cache
 def padded_signature(name: str) -> Callable[..., tuple[Scalar, Scalar, Scalar, Scalar]]:
     """The registered loss `name` as a function of padded (B, R) tensors, by verl's parameters."""
     loss = policy_losses.get(name)
     if isinstance(loss, PaddedPolicyLoss):
         return loss.function
+    return _of_padded_tensors(name, loss)
 
+
+@functools.cache
+def _of_padded_tensors(
+    name: str, loss: Callable[..., PolicyLossOutput]
+) -> Callable[..., tuple[Scalar, Scalar, Scalar, Scalar]]:
     def policy_loss(
         old_log_prob: Float[Tensor, "B R"],
         log_prob: Float[Tensor, "B R"],

@@ -155,12 +155,37 @@ def rename_aliases(
     return renamed, written_as
 
 
+# Parts of names that verl's users write for what this version does not have, with the way out.
+_SERVERS = (
+    "engines that run as servers are not in this version. Leave it out, and set "
+    "actor_rollout_ref.rollout.name=embedded: the engine runs with the trainer."
+)
+_ABSENT = {
+    "megatron": (
+        "there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) and split the rollout "
+        "engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
+    ),
+    "sglang_endpoint": _SERVERS,
+    "server_urls": _SERVERS,
+    "trainer.mode": (
+        "asynchronous training is not in this version. Leave it out: generation and update take "
+        "turns, and the reward runs beside them."
+    ),
+}
+
+
+def absent_key(path: str) -> str | None:
+    """The way out for a key of something that this version does not have; None for any other."""
+    for part, way in _ABSENT.items():
+        if part in path:
+            return way
+    return None
+
+
 def _unknown_key_message(path: str, known: list[str]) -> str:
-    if "megatron" in path:
-        return (
-            f"Unknown key '{path}': there is no Megatron backend. Shard with FSDP2 (strategy=fsdp) "
-            "and split the rollout engine by actor_rollout_ref.rollout.tensor_model_parallel_size."
-        )
+    way = absent_key(path)
+    if way is not None:
+        return f"Unknown key '{path}': {way}"
     return f"Unknown key '{path}'. Nearest known: {nearest_keys(path, known)}."
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from verl.config.keys import flatten, keys_of, nearest_keys, nest, owner_of, value_at
+from verl.config.keys import absent_key, flatten, keys_of, nearest_keys, nest, owner_of, value_at
 from verl.config.load import config_from_dict, given_values, merge_values, read_yaml
 from verl.config.placement import ranks_of_roles
 from verl.config.train import TrainConfig
@@ -146,6 +146,8 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
                 )
         elif name.partition(".")[0] in tops or "." in name:
             yield name, name, value
+        elif (way := absent_key(name)) is not None:
+            raise ConfigError(f"Unknown keyword '{name}': {way}")
         else:
             near = nearest_keys(name, [*KEYWORDS, *SECTIONS, *OPTIONS, *tops, *known])
             raise ConfigError(f"Unknown keyword '{name}'. Nearest known: {near}.")

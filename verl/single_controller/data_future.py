@@ -2,6 +2,7 @@
 gives a GroupFuture."""
 
 import functools
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ from verl.utils.imports import require
 
 
 @dataclass(eq=False)
-class DataProtoFuture:
+class DataProtoFuture(metaclass=ABCMeta):
     """A DataProto some time: `collect_fn` joins what `futures` give, `dispatch_fn` takes a part of
-    that.
+    that. A GroupFuture, which a call that does not block gives, counts as one.
 
     As the argument of a call on a group it is read where the method materialises futures. `futures`
     are Ray's object references, and what other calls gave without blocking.
@@ -54,6 +55,9 @@ class DataProtoFuture:
     def _part(self, chunks: int, number: int, batch: DataProto) -> DataProto:
         whole = batch if self.dispatch_fn is None else self.dispatch_fn(batch)
         return whole.chunk(chunks)[number]
+
+
+DataProtoFuture.register(GroupFuture)
 
 
 def _value(future: Any) -> Any:

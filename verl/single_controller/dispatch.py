@@ -51,6 +51,12 @@ class Dispatch:
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     DP_COMPUTE_METRIC = "dp_compute_metric"
 
+    @classmethod
+    def remove(cls, name: str) -> None:
+        """Undo `register_dispatch_mode`."""
+        delattr(cls, name.upper())
+        MODES.pop(name, None)
+
 
 class Execute(str, Enum):
     """Which ranks run the call."""
@@ -84,6 +90,7 @@ class DispatchMode:
     collect: Collect
     shares: str | None = None
     takes_any_deal: bool = False
+    functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # of verl's form
 
 
 def each_argument(
@@ -249,7 +256,7 @@ def _all(outputs: list[Any], _: Any) -> Any:
 _split_protos = functools.partial(_split_batches, deal=_deal, pad=_repeated)
 _split_for_metrics = functools.partial(_split_batches, deal=_deal_windows, pad=_masked)
 
-_MODES: dict[str, DispatchMode] = {
+MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
     Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
     Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
@@ -269,12 +276,12 @@ _MODES: dict[str, DispatchMode] = {
 
 def add_dispatch_mode(name: str, mode: DispatchMode) -> None:
     """Add a split/collect pair under a new name, also as `Dispatch.NAME`."""
-    if name in _MODES:
+    if name in MODES:
         raise ConfigError(
             f"Dispatch mode '{name}' exists already; give yours another name, or "
             "update_dispatch_mode."
         )
-    _MODES[name] = mode
+    MODES[name] = mode
     setattr(Dispatch, name.upper(), name)
 
 
@@ -287,7 +294,7 @@ def register_dispatch_mode(
     entry a rank; `collect_fn(worker_group, outputs)` gives the answer. Of the group they see
     `world_size`.
     """
-    add_dispatch_mode(dispatch_mode_name, _of_functions(dispatch_fn, collect_fn))
+    add_dispatch_mode(dispatch_mode_name, mode_of_functions(dispatch_fn, collect_fn))
 
 
 def update_dispatch_mode(
@@ -295,7 +302,7 @@ def update_dispatch_mode(
 ) -> None:
     """Replace the pair of a known mode, in groups that are made from now on."""
     known = find_dispatch_mode(dispatch_mode)
-    _MODES[dispatch_mode] = _of_functions(dispatch_fn, collect_fn, known.shares)
+    MODES[dispatch_mode] = mode_of_functions(dispatch_fn, collect_fn, known.shares)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., Any]]:
@@ -305,7 +312,15 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., An
     Both must be given the same group: the order of the rows, which collecting undoes, is noted on
     it.
     """
-    mode = find_dispatch_mode(dispatch_mode)
+    dispatch_fn, collect_fn = functions_of(find_dispatch_mode(dispatch_mode))
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+@functools.cache
+def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A mode in verl's form: the pair that was registered, or one that does the same."""
+    if mode.functions is not None:
+        return mode.functions
 
     def dispatch_fn(
         worker_group: Any, *args: Any, **kwargs: Any
@@ -317,10 +332,10 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., An
     def collect_fn(worker_group: Any, output: list[Any]) -> Any:
         return mode.collect(output, worker_group.undo_of_dispatch)
 
-    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    return dispatch_fn, collect_fn
 
 
-def _of_functions(
+def mode_of_functions(
     dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], shares: str | None = None
 ) -> DispatchMode:
     def split(
@@ -332,14 +347,17 @@ def _of_functions(
             return [((), {})] * num_shares, group
         return one_entry_each(num_shares, tuple(columns), named)[0], group
 
-    return DispatchMode(split, lambda outputs, group: collect_fn(group, outputs), shares)
+    def collect(outputs: list[Any], group: Any) -> Any:
+        return collect_fn(group, outputs)
+
+    return DispatchMode(split, collect, shares, functions=(dispatch_fn, collect_fn))
 
 
 def find_dispatch_mode(name: str) -> DispatchMode:
     """The pair registered under `name`."""
-    if name not in _MODES:
-        raise ConfigError(f"Unknown dispatch mode '{name}'. Known: {', '.join(_MODES)}.")
-    return _MODES[name]
+    if name not in MODES:
+        raise ConfigError(f"Unknown dispatch mode '{name}'. Known: {', '.join(MODES)}.")
+    return MODES[name]
 
 
 def register(

@@ -1,6 +1,8 @@
 """One rank's process, whatever backend started it: the roles that live there, and how their methods
 are run."""
 
+import asyncio
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -103,7 +105,8 @@ def call_method(
     token = _on_told.set(on_told)
     try:
         with span(method, row=role):
-            return getattr(worker, method)(*args, **kwargs)
+            answer = getattr(worker, method)(*args, **kwargs)
+            return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
     finally:
         _on_told.reset(token)
         note_progress(0, 0, "")

@@ -7,12 +7,16 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 import yaml
+from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from verl.single_controller.calls import GroupFuture
+from verl.single_controller.dispatch import CallPlan, Dispatch, registered_methods
 from verl.single_controller.ray_control import is_own, note_own, on_loopback, starts_its_own
 from verl.single_controller.ray_ranks import RayRanks, forwarded
 from verl.single_controller.ray_upload import EXCLUDES, refused_upload
@@ -133,6 +137,10 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
                 "cluster that runs on this machine), or local for one of the run's own."
             ) from error
         raise
+
+
+# Lets `verl.single_controller.ray.base`, verl 0.5's path, be looked up in the table of old paths.
+__path__: list[str] = []
 
 
 class RayResourcePool:
@@ -261,8 +269,18 @@ class RayResourcePool:
 class RayClassWithInitArgs:
     """A worker class and what it is built with on every rank."""
 
-    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        self.cls: type[Worker] = _undecorated(cls)
+        self.args = args
+        self.kwargs = kwargs
+
+
+def _undecorated(cls: Any) -> type[Worker]:
+    """The class itself, where `cls` comes from the decorator ray.remote."""
+    if not isinstance(cls, ActorClass):
+        return cls
+    actor_class: Any = cls
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class ColocatedClasses:
@@ -282,7 +300,7 @@ class RayWorkerGroup(WorkerGroup):
     """Workers in a set of processes of their own; a pool has room for `max_colocate_count` sets.
 
     Of colocated classes, `spawn` gives the groups. `pool.start(role, cls, ...)` does the same with
-    less ado.
+    less ado. The last three arguments are those of verl 0.5, and not read: the pool decides.
     """
 
     def __init__(
@@ -292,6 +310,9 @@ class RayWorkerGroup(WorkerGroup):
         *,
         name_prefix: str | None = None,
         deadline_s: float = DEADLINE_S,
+        bin_pack: bool = True,
+        device_name: str | None = None,
+        ray_wait_register_center_timeout: int = 300,
     ) -> None:
         ranks, given = resource_pool.new_processes(), ray_cls_with_init
         colocated = isinstance(given, ColocatedClasses)
@@ -315,6 +336,54 @@ class RayWorkerGroup(WorkerGroup):
                 f"No roles {unknown} in this group; there are {sorted(self._groups)}."
             )
         return {role: self._groups[role] for role in prefix_set}
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Give the group an attribute for each role of its fused worker, with that role's
+        methods."""
+        for role in prefix_set:
+            names = registered_methods(self.worker_class)
+            prefix = fused_name(role, "")
+            methods = {
+                name.removeprefix(prefix): getattr(self, name)
+                for name in names
+                if name.startswith(prefix)
+            }
+            setattr(self, role, SimpleNamespace(**methods))
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> GroupFuture:
+        """Start any method of the worker on every rank.
+
+        Where all arguments are lists with an entry for each rank, a rank gets its own; otherwise
+        every rank gets all.
+        """
+        values = [*args, *kwargs.values()]
+        by_rank = values and all(
+            isinstance(value, list) and len(value) == self.world_size for value in values
+        )
+        mode = Dispatch.ALL_TO_ALL if by_rank else Dispatch.ONE_TO_ALL
+        return self._call(method_name, CallPlan(mode), args, kwargs, None, False, None)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`execute_all_async`, and wait for the answers of all ranks."""
+        return self.execute_all_async(method_name, *args, **kwargs).result()
+
+    execute_all = execute_all_async
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> GroupFuture:
+        """Start any method of the worker on the first rank."""
+        plan = CallPlan(Dispatch.RANK_ZERO)
+        return self._call(method_name, plan, args, kwargs, None, False, None)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """`execute_rank_zero_async`, and wait for the answer."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs).result()
+
+    execute_rank_zero = execute_rank_zero_async
+
+
+def fused_name(role: str, method: str) -> str:
+    """Under this name a fused worker has the method of one of its roles."""
+    return f"{role}__fused__{method}"
 
 
 __all__ = [

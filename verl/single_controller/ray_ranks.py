@@ -135,9 +135,11 @@ class RayRanks:
         for place in self.places:
             local_rank = on_node.setdefault(place.node_id, 0)
             on_node[place.node_id] += 1
-            environments.append({"LOCAL_RANK": str(local_rank)})
+            number = str(local_rank)
+            environments.append({"LOCAL_RANK": number, "RAY_LOCAL_RANK": number})
         for environment, place in zip(environments, self.places):
             environment["LOCAL_WORLD_SIZE"] = str(on_node[place.node_id])
+            environment["RAY_LOCAL_WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"]
             environment["MASTER_ADDR"] = self.places[0].address if len(on_node) > 1 else LOOPBACK
             environment["MASTER_PORT"] = str(self.places[0].free_port)
         self.links = open_links(self.actors, nodes=set(on_node))

@@ -237,7 +237,8 @@ class WorkerGroup:
         joined and dealt again."""
         values = (*args, *kwargs.values())
         futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
-        read_here = any(isinstance(value, DataProto | Dealt | DataProtoFuture) for value in values)
+        others = [value for value in values if id(value) not in futures]
+        read_here = any(isinstance(value, DataProto | Dealt | DataProtoFuture) for value in others)
         if not plan.materialize_futures:
             return mode.split(num_shares, args, kwargs)
         if futures and mode.takes_any_deal and not read_here:

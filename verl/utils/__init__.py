@@ -1,6 +1,7 @@
 """Small tools that know nothing of the rest of the package. What looks into all of it is offered
 here by name alone."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.lazy import lazy_names
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     profile_memory: Any
     test_ray_connectivity: Any
 
-__getattr__ = lazy_names(
+_find = lazy_names(
     __name__,
     {
         "check_env": "verl.diagnostics.doctor",
@@ -18,3 +19,10 @@ __getattr__ = lazy_names(
         "test_ray_connectivity": "verl.diagnostics.connectivity",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    compat = importlib.import_module("verl.compat")
+    if name in compat.OLD_PATHS[__name__]:
+        return compat.find_old_name(__name__, name)
+    return _find(name)

@@ -7,17 +7,19 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.utils.errors import BatchError
+
 
 def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """The first `count` sizes, which all columns must share (0 of each without columns); else
-    ValueError."""
+    BatchError."""
     sizes = {key: tuple(column.shape[:count]) for key, column in columns.items()}
     if (
         count < 1
         or len(set(sizes.values())) > 1
         or any(len(size) < count for size in sizes.values())
     ):
-        raise ValueError(
+        raise BatchError(
             f"All columns must have and share {count} (at least 1) leading sizes, got {sizes}."
         )
     return next(iter(sizes.values()), (0,) * count)
@@ -32,14 +34,28 @@ def object_column(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
+def lists_as_matrix(column: Any) -> Any:
+    """A 1-D object array of lists of one length as an object array with a second dimension; any
+    other column as it is."""
+    if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != object:
+        return column
+    lengths = {len(row) if isinstance(row, list | tuple) else -1 for row in column}
+    if len(lengths) != 1 or lengths == {-1}:
+        return column
+    matrix = np.empty((len(column), lengths.pop()), dtype=object)
+    for number, row in enumerate(column):
+        matrix[number] = object_column(row)
+    return matrix
+
+
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """All columns of both; ValueError where batch sizes differ or one key holds unequal values (NaN
+    """All columns of both; BatchError where batch sizes differ or one key holds unequal values (NaN
     equals NaN)."""
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
     size, other_size = tensor_dict1.batch_size, tensor_dict2.batch_size
     if size != other_size:
-        raise ValueError(
+        raise BatchError(
             f"A union needs equal batch sizes, got {list(size)} and {list(other_size)}."
         )
     columns: Any = union_dict(
@@ -49,16 +65,16 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: dict[str, Any]) -> dict[str, Any]:
-    """All columns of both; ValueError where one key holds unequal values (NaN equals NaN, also deep
+    """All columns of both; BatchError where one key holds unequal values (NaN equals NaN, also deep
     inside)."""
     return union_dict(tensor_dict1, tensor_dict2, "object columns")
 
 
 def union_dict(one: dict[str, Any], other: dict[str, Any], kind: str) -> dict[str, Any]:
-    """All entries of both; `kind` is what the ValueError calls them where one key holds unequal
+    """All entries of both; `kind` is what the BatchError calls them where one key holds unequal
     values."""
     if clash := [key for key in one if key in other and not same_value(one[key], other[key])]:
-        raise ValueError(
+        raise BatchError(
             f"union refuses unequal values under one key: {kind} {clash}. Rename or drop one "
             "side's."
         )

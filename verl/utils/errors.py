@@ -24,6 +24,11 @@ class ConfigError(VerlError, ValueError):
     """A configuration value is unknown, contradicts another one, or cannot be honoured."""
 
 
+class BatchError(VerlError, ValueError, AssertionError):
+    """Columns, rows or arguments of a DataProto do not fit. Also an AssertionError, which callers
+    of verl 0.5 catch."""
+
+
 class DataError(VerlError, ValueError):
     """A data file, row or column is not what the loader expects."""
 

@@ -31,12 +31,17 @@ class Registry(Generic[T]):
         def add(entry: T) -> T:
             if self._entries.get(name, entry) is not entry:
                 raise ConfigError(
-                    f"{self.kind} '{name}' is already registered; give yours another name."
+                    f"{self.kind} '{name}' has already been registered; give yours another name."
                 )
             self._entries[name] = entry
             return entry
 
         return add
+
+    def remove(self, name: str) -> T:
+        """Take an entry out, and return it."""
+        self.get(name)
+        return self._entries.pop(name)
 
     def get(self, name: str) -> T:
         if name not in self._entries:
@@ -53,36 +58,57 @@ class Registry(Generic[T]):
 
 
 class RegistryDict(MutableMapping[str, Any]):
-    """A registry as a dictionary, as verl 0.5 has them: `show(name)` is what stands there, `wrap`
-    of what is set is registered."""
+    """A view of a registry as a dictionary, as verl 0.5 has them.
+
+    `show(name)` gives the value under a name, and `wrap(value)` is what gets registered when a
+    value is set. Names may be members of an Enum. Deleting or clearing changes the registry itself;
+    setting the value that was there before undoes that.
+    """
 
     def __init__(
         self, registry: Registry[Any], wrap: Callable[[Any], Any], show: Callable[[str], Any]
     ) -> None:
-        self._registry, self._wrap, self._show = registry, wrap, show
+        self._registry = registry
+        self._wrap = wrap
+        self._show = show
+        self._removed: dict[str, tuple[Any, Any]] = {}  # name -> (shown value, registered entry)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._registry:
+        if name not in self:
             raise KeyError(name)
         return self._show(plain(name))
 
     def __setitem__(self, name: str, entry: Any) -> None:
         name = plain(name)
-        if name not in self._registry or self._show(name) is not entry:
-            self._registry.register(name)(self._wrap(entry))
+        if name in self and self._show(name) is entry:
+            return
+
+        shown, registered = self._removed.get(name, (None, None))
+        if registered is None or shown is not entry:
+            registered = self._wrap(entry)
+        self._registry.register(name)(registered)
 
     def __delitem__(self, name: str) -> None:
-        raise ConfigError(
-            f"What is registered stays; '{name}' cannot be deleted. Register yours by another name."
-        )
+        if name not in self:
+            raise KeyError(name)
+        name = plain(name)
+        shown = self._show(name)
+        self._removed[name] = (shown, self._registry.remove(name))
+
+    def __contains__(self, name: object) -> bool:
+        return plain(name) in self._registry
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._registry)
+        return iter(list(self._registry))
 
     def __len__(self) -> int:
         return len(list(self._registry))
 
+    def copy(self) -> dict[str, Any]:
+        """A plain dictionary with the same values."""
+        return dict(self)
 
-def plain(name: str) -> str:
-    """The text of a name that may be a member of an Enum."""
+
+def plain(name: Any) -> Any:
+    """The value of a member of an Enum; any other name as it is."""
     return name.value if isinstance(name, Enum) else name

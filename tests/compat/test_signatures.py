@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.algorithms.tensors import random_columns, random_mask
-from verl.algorithms import compat_signatures as core
 from verl.algorithms.advantages import AdvantageInputs, gae
 from verl.algorithms.group_advantages import grpo
 from verl.algorithms.masked import agg_loss, masked_mean
+from verl.compat import signatures as core
 from verl.utils.errors import ConfigError
 
 MASK = random_mask(5, 4, 6)

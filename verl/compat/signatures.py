@@ -176,6 +176,7 @@ def compute_policy_loss(
 compute_policy_loss_gpg = padded_signature("gpg")
 compute_policy_loss_clip_cov = padded_signature("clip_cov")
 compute_policy_loss_kl_cov = padded_signature("kl_cov")
+compute_policy_loss_gspo = padded_signature("gspo")
 
 
 def compute_value_loss(
@@ -210,6 +211,16 @@ def kl_penalty(
 ) -> Float[Tensor, "*tokens"]:
     """KL of each token by the estimator that `kl_penalty` names, see `kl.kl_penalty`."""
     return estimated_kl(logprob, ref_logprob, kl_penalty)
+
+
+def compute_rewards(
+    token_level_scores: Float[Tensor, "B R"],
+    old_log_prob: Float[Tensor, "B R"],
+    ref_log_prob: Float[Tensor, "B R"],
+    kl_ratio: float,
+) -> Float[Tensor, "B R"]:
+    """Scores less `kl_ratio` times the KL of each token (k1: old less reference log-prob)."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
 def _scores_and_group(

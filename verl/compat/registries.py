@@ -1,16 +1,20 @@
-"""The registries of verl 0.5's `core_algos`: dictionaries of functions by its signatures, over the
-registries here."""
+"""The registries of verl 0.5: dictionaries of functions by its signatures, over the registries of
+the package."""
 
+import functools
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from verl.algorithms import compat_signatures as signatures
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss, padded_signature
 from verl.algorithms.policy_losses import policy_losses
-from verl.utils.registry import RegistryDict, plain
+from verl.compat import signatures
+from verl.rewards.managers import REWARD_MANAGER_REGISTRY
+from verl.utils.errors import ConfigError
+from verl.utils.registry import RegistryDict, nearest_names, plain
+from verl.utils.user_parts import is_our_own
 
 Function = Callable[..., Any]
 
@@ -44,11 +48,17 @@ _ESTIMATORS: dict[str, Function] = {
 
 
 def _estimator(name: str) -> Function:
-    if name in _ESTIMATORS:
-        return _ESTIMATORS[name]
     estimator = advantage_estimators.get(name)
     if isinstance(estimator, PaddedEstimator):
         return estimator.function
+    if name in _ESTIMATORS and is_our_own(estimator):
+        return _ESTIMATORS[name]
+    return _by_names(estimator)
+
+
+@functools.cache
+def _by_names(estimator: Callable[[AdvantageInputs], Any]) -> Function:
+    """The estimator as a function of verl's parameters, by name."""
 
     def by_names(
         token_level_rewards: Any,
@@ -89,8 +99,7 @@ def register_policy_loss(name: str) -> Callable[[Function], Function]:
 
 def get_policy_loss_fn(name: str) -> Function:
     """The loss by that signature. ConfigError (a ValueError) for an unknown name."""
-    policy_losses.get(name)
-    return POLICY_LOSS_REGISTRY[name]
+    return _registered(POLICY_LOSS_REGISTRY, "loss mode", name)
 
 
 def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Function], Function]:
@@ -106,5 +115,17 @@ def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[Functi
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> Function:
     """The estimator by that signature. ConfigError (a ValueError) for an unknown name."""
-    advantage_estimators.get(plain(name_or_enum))
-    return ADV_ESTIMATOR_REGISTRY[name_or_enum]
+    return _registered(ADV_ESTIMATOR_REGISTRY, "advantage estimator", plain(name_or_enum))
+
+
+def get_reward_manager_cls(name: str) -> Callable[..., Any]:
+    """The reward manager under that name. ConfigError (a ValueError) for an unknown name."""
+    return _registered(REWARD_MANAGER_REGISTRY, "reward manager", name)
+
+
+def _registered(registry: RegistryDict, kind: str, name: str) -> Any:
+    """The value under `name`; an unknown name raises in the words of verl 0.5."""
+    if name not in registry:
+        near = nearest_names(name, list(registry))
+        raise ConfigError(f"Unknown {kind}: {name}. Nearest known: {near}.")
+    return registry[name]

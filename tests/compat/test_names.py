@@ -1,0 +1,206 @@
+"""Partitions, files, trackers, tokenizers, timers, sections and dispatch modes by verl 0.5's
+names."""
+
+import dataclasses
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.utils.errors import ConfigError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from verl.base_config import BaseConfig  # pyright: ignore
+    from verl.single_controller.base import decorator  # pyright: ignore
+    from verl.trainer.config import AlgoConfig, FilterGroupsConfig  # pyright: ignore
+    from verl.utils.checkpoint import checkpoint_manager  # pyright: ignore
+    from verl.utils.config import omega_conf_to_dataclass  # pyright: ignore
+    from verl.utils.debug import log_gpu_memory_usage, marked_timer  # pyright: ignore
+
+    from verl.utils import fs, hdfs_io, hf_processor, hf_tokenizer, seqlen_balancing, tracking  # pyright: ignore
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+LENGTHS = [9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 10, 12]
+
+
+@pytest.mark.parametrize("equal_size", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6])
+def test_partitions_hold_every_index_once_and_are_even(k, equal_size):
+    parts = seqlen_balancing.get_seqlen_balanced_partitions(LENGTHS, k, equal_size)
+    assert len(parts) == k
+    assert sorted(index for part in parts for index in part) == list(range(len(LENGTHS)))
+    assert all(part == sorted(part) for part in parts)
+    sums = [sum(LENGTHS[index] for index in part) for part in parts]
+    assert max(sums) - min(sums) <= 3
+    if equal_size:
+        assert {len(part) for part in parts} == {len(LENGTHS) // k}
+    greedy = seqlen_balancing.greedy_partition(LENGTHS, k, equal_size)
+    assert sorted(index for part in greedy for index in part) == list(range(len(LENGTHS)))
+
+
+def test_partitions_that_cannot_be_are_assertion_errors():
+    with pytest.raises(AssertionError, match="at least as many"):
+        seqlen_balancing.get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
+    with pytest.raises(AssertionError, match="divisible by 2"):
+        seqlen_balancing.get_seqlen_balanced_partitions([1, 2, 3], 2, equal_size=True)
+
+
+def test_numbers_of_a_partition():
+    logged = seqlen_balancing.log_seqlen_unbalance([1, 2, 3, 8], [[0, 3], [1, 2]], "tokens")
+    assert logged == {
+        "tokens/min": 3,
+        "tokens/max": 11,
+        "tokens/minmax_diff": 8,
+        "tokens/balanced_min": 5,
+        "tokens/balanced_max": 9,
+        "tokens/mean": 7.0,
+    }
+    assert seqlen_balancing.roundup_divisible(7, 4) == 8
+
+
+def test_files(tmp_path: Path):
+    assert fs.copy_to_local(str(tmp_path)) == str(tmp_path)
+    for refused in (fs.copy_to_local, hdfs_io.exists, hdfs_io.makedirs):
+        with pytest.raises(ConfigError, match="hdfs dfs -get"):
+            refused("hdfs://host/folder")
+    with pytest.raises(ConfigError, match="/dev/shm"):
+        fs.copy_to_local("model", use_shm=True)
+    hdfs_io.makedirs(str(tmp_path / "a/b"), exist_ok=True)
+    (tmp_path / "a/b/file").write_text("text")
+    hdfs_io.copy(str(tmp_path / "a"), str(tmp_path / "c"))
+    assert hdfs_io.exists(str(tmp_path / "c/b/file"))
+    assert not hdfs_io.exists(str(tmp_path / "d"))
+
+
+def test_the_newest_checkpoint(tmp_path: Path):
+    find = checkpoint_manager.find_latest_ckpt_path
+    assert find(None) is None
+    assert find(str(tmp_path)) is None
+    Path(checkpoint_manager.get_checkpoint_tracker_filename(str(tmp_path))).write_text("7")
+    assert find(str(tmp_path)) is None, "the folder is gone"
+    (tmp_path / "global_step_7").mkdir()
+    assert find(str(tmp_path)) == str(tmp_path / "global_step_7")
+
+
+def test_tracking_writes_what_is_logged(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = tracking.Tracking("project", "run", ["file"], {"seed": 1})
+    tracker.log({"loss": 0.5}, step=3)
+    tracker.log({"loss": 0.25}, step=4, backend=["wandb"])
+    tracker.finish()
+    (written,) = (tmp_path / "checkpoints/project/run").glob("*.jsonl")
+    lines = written.read_text().splitlines()
+    assert len(lines) == 1
+    assert '"loss": 0.5' in lines[0]
+
+
+def test_a_tokenizer_pads_on_the_left():
+    tokenizer = hf_tokenizer("toy")
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.pad_token_id is not None
+
+
+def test_a_folder_without_a_processor_gives_none_and_says_so(tmp_path: Path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    assert hf_processor(str(tmp_path)) is None
+    assert "No processor for" in caplog.text
+
+
+def test_seconds_add_up(caplog):
+    timing = {"step": 1.0}
+    with marked_timer("step", timing, color="red"):
+        pass
+    with marked_timer("gen", timing):
+        pass
+    assert timing["step"] >= 1.0
+    assert 0 <= timing["gen"] < 60
+    log_gpu_memory_usage("head", logger=logging.getLogger("test"), level=logging.INFO)
+
+
+@dataclass
+class Model(BaseConfig):
+    hidden_size: int = 8
+    act: str = "silu"
+
+    _mutable_fields: ClassVar[set[str]] = {"act"}
+
+
+def test_a_section_is_an_object_and_a_mapping():
+    model = omega_conf_to_dataclass(OmegaConf.create({"hidden_size": 16}), Model)
+    assert isinstance(model, Model)
+    assert model["hidden_size"] == model.hidden_size == model.get("hidden_size") == 16
+    assert model.get("nothing", 3) == 3
+    assert "hidden_size" in model
+    model.act = "gelu"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.hidden_size = 3
+    with pytest.raises(KeyError):
+        _ = model["nothing"]
+    with pytest.raises(ConfigError, match="no fields \\['hiden'\\]"):
+        omega_conf_to_dataclass({"hiden": 1}, Model)
+    named = OmegaConf.create({"_target_": f"{__name__}.Model", "hidden_size": 2})
+    assert omega_conf_to_dataclass(named).hidden_size == 2
+    assert omega_conf_to_dataclass(model) is model
+
+
+def test_the_section_of_the_algorithm():
+    section = AlgoConfig(adv_estimator="grpo", filter_groups=FilterGroupsConfig(enable=True))
+    assert section.get("gamma") == 1.0
+    assert section["kl_ctrl"]["kl_coef"] == 0.001
+    assert section.filter_groups.enable
+
+
+@pytest.fixture
+def dispatch_registry():
+    registry = decorator.DISPATCH_MODE_FN_REGISTRY
+    before = registry.copy()
+    yield registry
+    registry.clear()
+    registry.update(before)
+
+
+def test_dispatch_modes_are_a_dictionary(dispatch_registry):
+    def dispatch_fn(worker_group, *args, **kwargs):
+        return args, kwargs
+
+    def collect_fn(worker_group, output):
+        return output
+
+    expected = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    decorator.register_dispatch_mode("TEST_MODE", dispatch_fn, collect_fn)
+    decorator._check_dispatch_mode(decorator.Dispatch.TEST_MODE)
+    decorator._check_dispatch_mode(expected)
+    assert decorator.get_predefined_dispatch_fn(decorator.Dispatch.TEST_MODE) == expected
+    assert dispatch_registry[decorator.Dispatch.TEST_MODE] == expected
+    decorator.Dispatch.remove("TEST_MODE")
+    assert not hasattr(decorator.Dispatch, "TEST_MODE")
+
+    decorator.update_dispatch_mode(decorator.Dispatch.ONE_TO_ALL, dispatch_fn, collect_fn)
+    changed = decorator.get_predefined_dispatch_fn(decorator.Dispatch.ONE_TO_ALL)
+    assert changed == expected
+
+
+def test_a_cleared_dispatch_mode_is_put_back_as_it_was():
+    from verl.single_controller.dispatch import find_dispatch_mode
+
+    before = find_dispatch_mode("dp_compute_proto")
+    saved = decorator.DISPATCH_MODE_FN_REGISTRY.copy()
+    decorator.DISPATCH_MODE_FN_REGISTRY.clear()
+    with pytest.raises(AssertionError, match="Expected a dispatch mode"):
+        decorator._check_dispatch_mode("dp_compute_proto")
+    decorator.DISPATCH_MODE_FN_REGISTRY.update(saved)
+    assert find_dispatch_mode("dp_compute_proto") is before
+
+
+def test_execute_modes():
+    decorator._check_execute_mode(decorator.Execute.ALL)
+    with pytest.raises(AssertionError, match="member of Execute"):
+        decorator._check_execute_mode("all of them")
+    named = decorator.get_predefined_execute_fn(decorator.Execute.RANK_ZERO)
+    assert named == {"execute_fn_name": "execute_rank_zero"}

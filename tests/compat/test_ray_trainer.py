@@ -1,0 +1,103 @@
+"""`RayPPOTrainer(...)` as recipes of verl 0.5 call it."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import SequentialSampler
+
+from tests.trainer.runs import command_line
+from verl.config import load_config
+from verl.trainer.setup import build_tokenizer
+from verl.utils.errors import ConfigError
+
+pytest.importorskip("ray", reason="Role is part of the optional backend")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from verl.trainer.ppo.ray_trainer import (  # pyright: ignore[reportMissingImports]
+        RayPPOTrainer,
+        ResourcePoolManager,
+        Role,
+    )
+    from verl.utils.dataset.rl_dataset import collate_fn  # pyright: ignore[reportMissingImports]
+    from verl.workers.fsdp_workers import (  # pyright: ignore[reportMissingImports]
+        ActorRolloutRefWorker,
+        CriticWorker,
+    )
+
+
+class OwnActor(ActorRolloutRefWorker):
+    """A recipe's worker."""
+
+    started = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        OwnActor.started += 1
+
+
+def one_score(data, return_dict=False):
+    scores = data.batch["responses"].float() * 0
+    scores[:, 0] = 1.0
+    return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
+
+
+def test_a_recipes_call_trains(tmp_path):
+    config = load_config(command_line(tmp_path, "trainer.max_steps=1"))
+    manager = ResourcePoolManager(
+        resource_pool_spec={"global_pool": [1]},
+        mapping={Role.ActorRollout: "global_pool", Role.Critic: "global_pool"},
+    )
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=build_tokenizer(config),
+        processor=None,
+        role_worker_mapping={Role.ActorRollout: OwnActor, Role.Critic: CriticWorker},
+        resource_pool_manager=manager,
+        ray_worker_group_cls=None,
+        reward_fn=one_score,
+        val_reward_fn=one_score,
+        collate_fn=collate_fn,
+        train_sampler=SequentialSampler(range(10)),
+        device_name="cpu",
+    )
+    assert isinstance(trainer.train_loader.sampler, SequentialSampler)
+    trainer.init_workers()
+    trainer.fit()
+    assert OwnActor.started == 1
+    assert trainer.metrics["critic/score/mean"] == 1.0
+    assert trainer.total_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ({"processor": object()}, "Images are not in this version"),
+        ({"collate_fn": list}, "__getitem__"),
+        ({"role_worker_mapping": {Role.Actor: OwnActor}}, "'Actor' is not in this version"),
+        ({"role_worker_mapping": {Role.Critic: OwnActor}}, "verl.workers.CriticWorker"),
+        ({"device_name": "cuda"}, "contradicts trainer.device=cpu"),
+        (
+            {
+                "resource_pool_manager": SimpleNamespace(
+                    resource_pool_spec={"a": [8, 8]}, mapping={Role.Critic: "a"}
+                )
+            },
+            "16 processes, and the run 1 ranks",
+        ),
+        (
+            {
+                "resource_pool_manager": SimpleNamespace(
+                    resource_pool_spec={"a": [1], "b": [1]},
+                    mapping={Role.Critic: "a", Role.ActorRollout: "b"},
+                )
+            },
+            "trainer.placement",
+        ),
+    ],
+)
+def test_what_has_no_meaning_here_names_the_way(tmp_path, given, way):
+    config = load_config(command_line(tmp_path, "trainer.device=cpu"))
+    with pytest.raises(ConfigError, match=way):
+        RayPPOTrainer(config, reward_fn=one_score, **given)

@@ -1,0 +1,141 @@
+"""Groups of Ray actors as recipes of verl 0.5 make them: decorated classes, fused workers, calls by
+name, padding."""
+
+import asyncio
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="the optional backend is not installed")
+import ray
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller.data_future import DataProtoFuture
+from verl.single_controller.ray import connect
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from verl.single_controller.base import Worker  # pyright: ignore[reportMissingImports]
+    from verl.single_controller.base.decorator import (  # pyright: ignore[reportMissingImports]
+        Dispatch,
+        register,
+    )
+    from verl.single_controller.ray.base import (  # pyright: ignore[reportMissingImports]
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        create_colocated_worker_cls_fused,
+        create_colocated_worker_raw_cls,
+    )
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@ray.remote
+class Actor(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        return x + self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add_rank(self, data: DataProto) -> DataProto:
+        data.batch["a"] += self.rank
+        return data
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    async def add_rank_later(self, data: DataProto) -> DataProto:
+        await asyncio.sleep(0)
+        data.batch["a"] = data.batch["a"] + self.rank
+        return data
+
+    def getenv(self, key):
+        return os.environ.get(key)
+
+
+@ray.remote
+class Critic(Worker):
+    def __init__(self, val) -> None:
+        super().__init__()
+        self.val = val
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def sub(self, x):
+        return x - self.val
+
+
+CLASSES = {"actor": RayClassWithInitArgs(Actor), "critic": RayClassWithInitArgs(cls=Critic, val=10)}
+
+
+@ray.remote
+class Both(create_colocated_worker_raw_cls(CLASSES)):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add_and_sub(self, x):
+        return self.critic.sub(self.actor.add(x))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    connect(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=3)
+    yield pool
+    pool.shutdown()
+    ray.shutdown()
+    del os.environ["PYTHONPATH"]
+
+
+@pytest.fixture(scope="module")
+def actors(pool):
+    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=Actor))
+
+
+def test_methods_are_called_by_name(actors):
+    sizes = actors.execute_all_sync("getenv", key="RAY_LOCAL_WORLD_SIZE")
+    assert sizes == ["2", "2"]
+    assert set(actors.execute_all_sync("getenv", key="RAY_LOCAL_RANK")) == {"0", "1"}
+    assert actors.execute_all_sync("add", [10, 20]) == [10, 21], "a list with an entry each"
+    assert actors.execute_all_sync("add", 10) == [10, 11]
+    assert actors.execute_rank_zero_sync("add", 10) == 10
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7])
+def test_a_batch_of_any_size_comes_back_whole(actors, rows):
+    names = np.array([f"row {row}" for row in range(rows)], dtype=object)
+    data = DataProto.from_dict({"a": torch.zeros(rows)}, {"na": names}, auto_padding=True)
+    output = actors.add_rank(data)
+    assert output.non_tensor_batch["na"].tolist() == names.tolist()
+    expected = torch.arange(2).repeat_interleave((rows + 1) // 2)[:rows]
+    assert output.batch["a"].tolist() == expected.tolist()
+
+
+def test_an_async_method_gives_a_future_of_a_batch(actors):
+    future = actors.add_rank_later(DataProto.from_dict({"a": torch.zeros(4)}))
+    assert isinstance(future, DataProtoFuture)
+    assert future.get().batch["a"].tolist() == [0, 0, 1, 1]
+
+
+def test_fused_workers(pool):
+    fused = RayWorkerGroup(pool, RayClassWithInitArgs(cls=Both))
+    fused.fuse(CLASSES.keys())
+    x = fused.actor.add(torch.tensor(0.1))
+    assert fused.critic.sub(x) == [torch.tensor(0.1) - 10, torch.tensor(1.1) - 10]
+    assert fused.add_and_sub(0.1) == [0.1 - 10, 0.1 + 1 - 10]
+
+
+def test_fused_classes_of_their_own(pool):
+    fused = RayWorkerGroup(pool, create_colocated_worker_cls_fused(CLASSES))
+    fused.fuse(["actor"])
+    assert fused.actor.add(1) == [1, 2]

@@ -1,0 +1,5 @@
+"""`python -m verl.compat > docs/import_paths.md` writes that page."""
+
+from verl.compat.paths import page
+
+print(page(), end="")

@@ -1,0 +1,15 @@
+"""The device of this process, by verl 0.5's names."""
+
+import torch
+
+is_cuda_available: bool = torch.cuda.is_available()
+
+
+def get_device_name() -> str:
+    """cuda, where a GPU is visible, else cpu."""
+    return "cuda" if is_cuda_available else "cpu"
+
+
+def get_device_id() -> int:
+    """Number of the current GPU; 0 on a CPU."""
+    return torch.cuda.current_device() if is_cuda_available else 0

@@ -1,0 +1,93 @@
+"""Partitions of sequences with nearly equal sums of lengths (`verl.utils.seqlen_balancing`)."""
+
+from collections.abc import Sequence
+
+from verl.engine.dynamic_batches import ceildiv
+from verl.single_controller.dealing import largest_differencing
+from verl.utils.errors import BatchError
+
+Partitions = list[list[int]]  # indices of the sequences in each part
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
+) -> Partitions:
+    """Indices in `k_partitions` parts, each ascending, of nearly equal sums of lengths.
+
+    `equal_size`: every part gets as many indices, so `k_partitions` must divide their number.
+    """
+    if len(seqlen_list) < k_partitions:
+        raise BatchError(
+            f"{k_partitions} partitions need at least as many sequences, got {len(seqlen_list)}."
+        )
+    return karmarkar_karp(seqlen_list, k_partitions, equal_size)
+
+
+def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
+    """Parts by the largest differencing method (Karmarkar and Karp 1982)."""
+    if not equal_size:
+        positive = [max(length, 1) for length in seqlen_list]
+        return largest_differencing(positive, k_partitions)
+
+    _require_equal_size(seqlen_list, k_partitions)
+    order = sorted(range(len(seqlen_list)), key=lambda index: (-seqlen_list[index], index))
+    starts = range(0, len(order), k_partitions)
+    windows = [order[start : start + k_partitions] for start in starts]
+
+    # One entry of each window goes to each part. The states that differ most within are merged
+    # first, largest part with smallest.
+    states = [[(seqlen_list[index], [index]) for index in window] for window in windows]
+    while len(states) > 1:
+        states.sort(key=lambda parts: parts[0][0] - parts[-1][0])
+        one = states.pop()
+        other = states.pop()
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other))]
+        states.append(sorted(merged, key=lambda part: -part[0]))
+    return sorted(sorted(indices) for _, indices in states[0])
+
+
+def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
+    """Parts by giving each sequence, in order, to the part with the smallest sum."""
+    if equal_size:
+        _require_equal_size(seqlen_list, k_partitions)
+    room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
+    parts: Partitions = [[] for _ in range(k_partitions)]
+    sums = [0] * k_partitions
+    for index, length in enumerate(seqlen_list):
+        open_parts = [number for number in range(k_partitions) if len(parts[number]) < room]
+        smallest = min(open_parts, key=sums.__getitem__)
+        parts[smallest].append(index)
+        sums[smallest] += length
+    return parts
+
+
+def _require_equal_size(seqlen_list: Sequence[int], k_partitions: int) -> None:
+    if len(seqlen_list) % k_partitions:
+        raise BatchError(
+            f"Parts of equal size need a number of sequences divisible by {k_partitions}, got "
+            f"{len(seqlen_list)}."
+        )
+
+
+def log_seqlen_unbalance(
+    seqlen_list: Sequence[int], partitions: Partitions, prefix: str
+) -> dict[str, float]:
+    """Smallest, largest and mean sum of lengths: of parts in the order of the list, and of
+    `partitions` (`balanced_*`)."""
+    size = len(seqlen_list) // len(partitions)
+    starts = range(0, size * len(partitions), size)
+    in_order = [sum(seqlen_list[start : start + size]) for start in starts]
+    balanced = [sum(seqlen_list[index] for index in part) for part in partitions]
+    return {
+        f"{prefix}/min": min(in_order),
+        f"{prefix}/max": max(in_order),
+        f"{prefix}/minmax_diff": max(in_order) - min(in_order),
+        f"{prefix}/balanced_min": min(balanced),
+        f"{prefix}/balanced_max": max(balanced),
+        f"{prefix}/mean": sum(seqlen_list) / len(partitions),
+    }
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The smallest multiple of b that is at least a."""
+    return ceildiv(a, b) * b

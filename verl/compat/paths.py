@@ -1,0 +1,335 @@
+"""Old import paths of verl 0.5, and where their names live here: the one table.
+
+`import verl.trainer.ppo.ray_trainer` finds no such file; the finder in `verl/__init__.py` then asks
+this table and gives a module. Its names are looked up here on first use, with a DeprecationWarning
+that names the new path. A module that does exist, and has lost a name to another room, asks the
+table in its own `__getattr__`.
+"""
+
+import importlib
+import importlib.util
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_ALGORITHMS = "verl.compat.algorithms"
+_CONFIGS = "verl.compat.configs"
+_CORE = "verl.compat.signatures"
+_DECORATOR = "verl.compat.decorator"
+_FILES = "verl.compat.files"
+_FUNCTIONAL = "verl.compat.functional"
+_MANAGERS = "verl.rewards.managers"
+_METRICS = "verl.compat.metrics"
+_MICRO = "verl.engine.dynamic_batches"
+_PARTITIONS = "verl.compat.partitions"
+_REGISTRIES = "verl.compat.registries"
+_REWARDS = "verl.compat.rewards"
+_TENSORS = "verl.compat.tensors"
+_TIMERS = "verl.compat.timers"
+_TOKENIZERS = "verl.compat.tokenizers"
+_TRAINER = "verl.compat.trainer"
+_RAY = "verl.single_controller.ray"
+_GROUPS = "verl.single_controller"
+
+Entry = str | tuple[str, str]
+
+
+def _same(module: str, names: str) -> dict[str, Entry]:
+    """Names that are the same in a new module, separated by blanks."""
+    return dict.fromkeys(names.split(), module)
+
+
+# old module -> {name: new module}, or {name: (new module, new name)}
+OLD_PATHS: dict[str, dict[str, Entry]] = {
+    "verl.base_config": _same(_CONFIGS, "BaseConfig"),
+    "verl.protocol": {
+        "DataProtoFuture": "verl.single_controller.data_future",
+        "list_of_dict_to_dict_of_list": _FUNCTIONAL,
+    },
+    "verl.trainer.config": _same(
+        _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
+    ),
+    "verl.trainer.config.algorithm": _same(
+        _CONFIGS, "AlgoConfig FilterGroupsConfig KLControlConfig PFPPOConfig"
+    ),
+    "verl.trainer.ppo": {},
+    "verl.trainer.ppo.core_algos": {
+        "agg_loss": "verl.algorithms.masked",
+        **_same(
+            _CORE,
+            "compute_entropy_loss compute_gae_advantage_return compute_gpg_outcome_advantage "
+            "compute_grpo_outcome_advantage compute_grpo_passk_outcome_advantage "
+            "compute_opo_outcome_advantage compute_policy_loss compute_policy_loss_clip_cov "
+            "compute_policy_loss_gpg compute_policy_loss_gspo compute_policy_loss_kl_cov "
+            "compute_reinforce_plus_plus_baseline_outcome_advantage "
+            "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage "
+            "compute_rewards compute_rloo_outcome_advantage compute_value_loss kl_penalty",
+        ),
+        **_same(
+            _REGISTRIES,
+            "register_policy_loss get_policy_loss_fn register_adv_est get_adv_estimator_fn "
+            "AdvantageEstimator POLICY_LOSS_REGISTRY ADV_ESTIMATOR_REGISTRY",
+        ),
+        **_same(_ALGORITHMS, "compute_pf_ppo_reweight_data"),
+        **_same("verl.algorithms.kl", "AdaptiveKLController FixedKLController get_kl_controller"),
+    },
+    "verl.trainer.ppo.metric_utils": _same(
+        _METRICS,
+        "bootstrap_metric calc_maj_val compute_data_metrics compute_throughout_metrics "
+        "compute_timing_metrics process_validation_metrics reduce_metrics _compute_response_info",
+    ),
+    "verl.trainer.ppo.ray_trainer": {
+        "RayPPOTrainer": "verl.compat.ray_trainer",
+        **_same(_ALGORITHMS, "apply_kl_penalty compute_advantage compute_response_mask"),
+        **_same(_TRAINER, "ResourcePoolManager Role"),
+        "AdvantageEstimator": _REGISTRIES,
+    },
+    "verl.trainer.ppo.reward": _same(
+        _REWARDS, "compute_reward get_custom_reward_fn load_reward_manager"
+    ),
+    "verl.experimental": {},
+    "verl.experimental.dataset": {},
+    "verl.experimental.dataset.sampler": {
+        "AbstractCurriculumSampler": ("verl.data.sampler", "CurriculumSampler"),
+        "AbstractSampler": ("verl.data.sampler", "Sampler"),
+    },
+    "verl.utils": {
+        **_same(_TOKENIZERS, "hf_processor hf_tokenizer"),
+        "omega_conf_to_dataclass": _CONFIGS,
+    },
+    "verl.utils.checkpoint": {},
+    "verl.utils.checkpoint.checkpoint_manager": _same(
+        _FILES, "find_latest_ckpt_path get_checkpoint_tracker_filename"
+    ),
+    "verl.utils.config": _same(_CONFIGS, "omega_conf_to_dataclass"),
+    "verl.utils.debug": _same(_TIMERS, "log_gpu_memory_usage marked_timer simple_timer"),
+    "verl.utils.debug.performance": _same(
+        _TIMERS, "log_gpu_memory_usage marked_timer simple_timer"
+    ),
+    "verl.utils.device": _same(
+        "verl.compat.devices", "get_device_id get_device_name is_cuda_available"
+    ),
+    "verl.utils.fs": _same(_FILES, "copy_to_local is_non_local"),
+    "verl.utils.hdfs_io": _same(_FILES, "copy exists makedirs"),
+    "verl.utils.import_utils": _same(
+        "verl.compat.imports", "deprecated import_external_libs is_vllm_available load_extern_type"
+    ),
+    "verl.utils.metric": _same(_METRICS, "reduce_metrics"),
+    "verl.utils.model": {
+        "create_random_mask": "verl.utils.masks",
+        "compute_position_id_with_mask": _TENSORS,
+    },
+    "verl.utils.dataset": {"RLHFDataset": "verl.data.rlhf_dataset"},
+    "verl.utils.dataset.rl_dataset": {
+        "RLHFDataset": "verl.data.rlhf_dataset",
+        "collate_fn": ("verl.data.collate", "columns_of"),
+    },
+    "verl.utils.py_functional": {
+        **_same(
+            _FUNCTIONAL,
+            "DynamicEnum DynamicEnumMeta NestedNamespace append_to_dict convert_to_regular_types "
+            "list_of_dict_to_dict_of_list rename_dict temp_env_var union_two_dict",
+        ),
+        "timeout_limit": "verl.compat.timeouts",
+    },
+    "verl.utils.reward_score": {
+        "default_compute_score": "verl.compat.score",
+        "_default_compute_score": ("verl.compat.score", "default_compute_score"),
+    },
+    "verl.utils.reward_score.gsm8k": {
+        "compute_score": (_REWARDS, "gsm8k_score"),
+        "extract_solution": (_REWARDS, "gsm8k_answer"),
+    },
+    "verl.utils.reward_score.math": {
+        "compute_score": (_REWARDS, "math_score"),
+        "is_equiv": (_REWARDS, "math_equal"),
+        **_same(_REWARDS, "last_boxed_only_string remove_boxed"),
+    },
+    "verl.utils.seqlen_balancing": {
+        **_same(
+            _MICRO,
+            "ceildiv get_reverse_idx prepare_dynamic_batch rearrange_micro_batches "
+            "restore_dynamic_batch",
+        ),
+        **_same(
+            _PARTITIONS,
+            "get_seqlen_balanced_partitions greedy_partition karmarkar_karp log_seqlen_unbalance "
+            "roundup_divisible",
+        ),
+    },
+    "verl.utils.tokenizer": _same(_TOKENIZERS, "hf_processor hf_tokenizer set_pad_token_id"),
+    "verl.utils.torch_functional": _same(
+        _TENSORS,
+        "clip_by_value entropy_from_logits get_constant_schedule_with_warmup "
+        "get_cosine_schedule_with_warmup get_response_mask log_probs_from_logits_response "
+        "logprobs_from_logits logprobs_from_logits_naive masked_mean masked_sum masked_var "
+        "masked_whiten pad_2d_list_to_length pad_sequence_to_length postprocess_data "
+        "remove_pad_token split_dict_tensor_into_batches tokenize_and_postprocess_data",
+    ),
+    "verl.utils.tracking": _same("verl.compat.tracking", "Tracking"),
+    "verl.workers.fsdp_workers": {
+        "ActorRolloutRefWorker": ("verl.workers", "ActorRolloutWorker"),
+        "CriticWorker": "verl.workers",
+        "RewardModelWorker": "verl.workers",
+    },
+    "verl.workers.reward_manager": {
+        **_same(_MANAGERS, "BatchRewardManager DAPORewardManager NaiveRewardManager"),
+        **_same(_MANAGERS, "PrimeRewardManager REWARD_MANAGER_REGISTRY"),
+        "get_reward_manager_cls": _REGISTRIES,
+        "register": (_MANAGERS, "register_reward_manager"),
+    },
+    "verl.workers.reward_manager.registry": {
+        "REWARD_MANAGER_REGISTRY": _MANAGERS,
+        "get_reward_manager_cls": _REGISTRIES,
+        "register": (_MANAGERS, "register_reward_manager"),
+    },
+    "verl.workers.reward_manager.batch": _same(_MANAGERS, "BatchRewardManager"),
+    "verl.workers.reward_manager.dapo": _same(_MANAGERS, "DAPORewardManager"),
+    "verl.workers.reward_manager.naive": _same(_MANAGERS, "NaiveRewardManager"),
+    "verl.workers.reward_manager.prime": _same(_MANAGERS, "PrimeRewardManager"),
+    "verl.single_controller.base": _same(_GROUPS, "Worker WorkerGroup")
+    | {"ClassWithInitArgs": (_RAY, "RayClassWithInitArgs")},
+    "verl.single_controller.base.worker": _same(_GROUPS, "Worker"),
+    "verl.single_controller.base.worker_group": _same(_GROUPS, "WorkerGroup")
+    | {"ClassWithInitArgs": (_RAY, "RayClassWithInitArgs")},
+    "verl.single_controller.base.decorator": {
+        **_same(
+            _GROUPS,
+            "Dispatch Execute get_predefined_dispatch_fn register register_dispatch_mode "
+            "update_dispatch_mode",
+        ),
+        **_same(
+            _DECORATOR,
+            "DISPATCH_MODE_FN_REGISTRY MAGIC_ATTR _check_dispatch_mode _check_execute_mode "
+            "get_predefined_execute_fn",
+        ),
+    },
+    "verl.single_controller.ray.base": {
+        **_same(
+            _RAY, "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls"
+        ),
+        **_same(
+            "verl.compat.workers",
+            "FusedWorker create_colocated_worker_cls_fused create_colocated_worker_raw_cls",
+        ),
+    },
+}
+
+
+# Modules that this version does not have, with the way to the same end.
+ABSENT = {
+    "verl.tools": (
+        "tools of multi-turn rollouts are not in this version. Override "
+        "verl.trainer.PPOTrainer.generate to call yours, or train on single turns"
+    ),
+    "verl.interactions": (
+        "interactions of multi-turn rollouts are not in this version. Override "
+        "verl.trainer.PPOTrainer.generate to answer the model, or train on single turns"
+    ),
+    "verl.experimental.agent_loop": (
+        "agent loops are not in this version. Override verl.trainer.PPOTrainer.generate, which "
+        "gives responses and their masks"
+    ),
+    "verl.workers.megatron_workers": (
+        "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    ),
+    "verl.workers.sharding_manager": (
+        "weights go to the rollout by themselves (verl.weight_sync). Call trainer.sync_weights()"
+    ),
+    "verl.third_party": (
+        "patched engines are not in this version. Use actor_rollout_ref.rollout.name=embedded"
+    ),
+}
+
+
+def find_old_name(path: str, name: str) -> Any:
+    """The object that the table has for `name` at the old `path`. A module's `__getattr__` calls
+    it."""
+    module, new_name = home_of(path, name)
+    warnings.warn(f"{path}.{name} is now {module}.{new_name}", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(module), new_name)
+
+
+def home_of(path: str, name: str) -> tuple[str, str]:
+    """(new module, new name) of an old name."""
+    entry = OLD_PATHS[path][name]
+    return entry if isinstance(entry, tuple) else (entry, name)
+
+
+class _OldModule(ModuleType):
+    """Looks its names up in the table. A name that is set or deleted here, as unittest.mock.patch
+    does, is set or deleted where it lives now, so that a patch has its effect."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = OLD_PATHS[self.__name__]
+        if name in names:
+            return find_old_name(self.__name__, name)
+        known = ", ".join(sorted(names)) or "only submodules"
+        raise AttributeError(
+            f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in OLD_PATHS[self.__name__]:
+            super().__setattr__(name, value)
+            return
+        module, new_name = home_of(self.__name__, name)
+        setattr(importlib.import_module(module), new_name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name not in OLD_PATHS[self.__name__]:
+            super().__delattr__(name)
+            return
+        module, new_name = home_of(self.__name__, name)
+        delattr(importlib.import_module(module), new_name)
+
+
+class _OldModuleLoader:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = _OldModule(spec.name)
+        module.__path__ = []  # submodules are looked up in the table as well
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are looked up on use."""
+
+
+def find_old_module(name: str) -> ModuleSpec | None:
+    """The spec of a module that is only in the table; None for a module that verl 0.5 had not.
+
+    Raises ModuleNotFoundError, with the way out, for a module that this version does not have.
+    """
+    for absent, way in ABSENT.items():
+        if name == absent or name.startswith(f"{absent}."):
+            raise ModuleNotFoundError(f"No module named '{name}': {way}.", name=name)
+    if name not in OLD_PATHS:
+        return None
+    return importlib.util.spec_from_loader(name, _OldModuleLoader(), is_package=True)  # pyright: ignore[reportArgumentType]
+
+
+def page() -> str:
+    """The table as Markdown."""
+    lines = [
+        "# Import paths of verl 0.5",
+        "",
+        "Generated: `python -m verl.compat > docs/import_paths.md` writes this page anew.",
+        "",
+        (
+            "The old path works, with a `DeprecationWarning` that names the new one. Paths that "
+            "are the same are left out."
+        ),
+        "",
+        "| old | new |",
+        "|---|---|",
+    ]
+    for old, names in OLD_PATHS.items():
+        for name in names:
+            module, new_name = home_of(old, name)
+            lines.append(f"| `{old}.{name}` | `{module}.{new_name}` |")
+
+    lines += ["", "Not in this version:", "", "| old | way |", "|---|---|"]
+    for name, way in ABSENT.items():
+        lines.append(f"| `{name}` | {way} |")
+    return "\n".join(lines) + "\n"

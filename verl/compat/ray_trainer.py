@@ -1,0 +1,151 @@
+"""`RayPPOTrainer` with the parameters of verl 0.5, as recipes call it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.config.keywords import config_from_keywords
+from verl.data import RLDataLoader
+from verl.data.collate import columns_of
+from verl.single_controller import Worker
+from verl.trainer import setup
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.utils.errors import ConfigError
+from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+
+# Names of verl 0.5's roles: the role here, and the class that its worker must be or extend.
+ROLES: dict[str, tuple[str, type[Worker]]] = {
+    "ActorRollout": ("actor_rollout", ActorRolloutWorker),
+    "ActorRolloutRef": ("actor_rollout", ActorRolloutWorker),
+    "Critic": ("critic", CriticWorker),
+    "RefPolicy": ("reference", ReferenceWorker),
+    "RewardModel": ("reward_model", RewardModelWorker),
+}
+_NEW_FORM = "verl.trainer.PPOTrainer(config, tokenizer=..., reward_fn=..., train_dataset=...)"
+
+
+class RayPPOTrainer(PPOTrainer):
+    """PPOTrainer by verl 0.5's parameters.
+
+    Args:
+        config, tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: see PPOTrainer.
+        role_worker_mapping: worker class of each Role, a worker here or a subclass of it, with or
+            without ray.remote. Roles that the algorithm does not need are not started.
+        resource_pool_manager: one pool, of as many processes as the run has ranks.
+        ray_worker_group_cls: not read; the trainer's pool makes the groups.
+        processor: None. Images are not in this version.
+        collate_fn: None or `verl.utils.dataset.rl_dataset.collate_fn`.
+        train_sampler: the order of the training rows, instead of data.sampler and data.shuffle.
+        device_name: trainer.device.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any = None,
+        role_worker_mapping: Mapping[Any, Any] | None = None,
+        resource_pool_manager: Any = None,
+        ray_worker_group_cls: Any = None,
+        processor: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        val_reward_fn: Callable[..., Any] | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ) -> None:
+        _refuse("processor", processor is not None, "Images are not in this version; leave it None")
+        _refuse(
+            "collate_fn",
+            collate_fn not in (None, columns_of),
+            "Return the same values from the dataset's __getitem__, which are collated for you",
+        )
+        self.worker_classes = _worker_classes(role_worker_mapping or {})
+        super().__init__(
+            _on_device(config, device_name),
+            tokenizer=tokenizer,
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+        )
+        if resource_pool_manager is not None:
+            _check_pools(resource_pool_manager, self.pool.world_size)
+        if train_sampler is not None:
+            self._order_rows_by(train_sampler)
+
+    def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
+        """See TrainingRun; `role_worker_mapping` may name another class."""
+        chosen = self.worker_classes.get(role, worker_class)
+        return super().start_role(role, chosen, *args, **kwargs)
+
+    def _order_rows_by(self, sampler: Any) -> None:
+        data = self.config.data
+        self.train_loader = RLDataLoader(
+            self.train_loader.dataset,
+            data.train_batch_size,
+            shuffle=False,
+            seed=data.seed,
+            sampler=sampler,
+        )
+        self.total_steps = setup.count_steps(self.config, len(self.train_loader))
+
+
+def _refuse(name: str, is_wrong: bool, way: str) -> None:
+    if is_wrong:
+        raise ConfigError(f"RayPPOTrainer({name}=...) has no meaning here. {way}: {_NEW_FORM}.")
+
+
+def _on_device(config: Any, device_name: str | None) -> Any:
+    config = config_from_keywords(config, {})
+    if device_name is None:
+        return config
+    given = config.trainer.device
+    if given not in (None, "auto", device_name):
+        raise ConfigError(
+            f"device_name={device_name!r} contradicts trainer.device={given}. Leave one unset."
+        )
+    return config_from_keywords(config, {"trainer.device": device_name})
+
+
+def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
+    """{role: worker class} of a mapping by verl 0.5's roles."""
+    classes = {}
+    for key, given in mapping.items():
+        name = getattr(key, "name", str(key))
+        if name not in ROLES:
+            raise ConfigError(
+                f"role_worker_mapping: the role '{name}' is not in this version. Roles are "
+                f"{', '.join(ROLES)}."
+            )
+        role, base = ROLES[name]
+        worker_class = _undecorated(given)
+        if not (isinstance(worker_class, type) and issubclass(worker_class, base)):
+            raise ConfigError(
+                f"role_worker_mapping: the worker of {name} must be verl.workers.{base.__name__} "
+                f"or a subclass, got {worker_class!r}. Override its methods, or a phase of "
+                "verl.trainer.PPOTrainer."
+            )
+        classes[role] = worker_class
+    return classes
+
+
+def _undecorated(cls: Any) -> Any:
+    """The class itself, where it comes from the decorator ray.remote, which may not be installed."""
+    metadata = getattr(cls, "__ray_metadata__", None)
+    return cls if metadata is None else metadata.modified_class.__ray_actor_class__
+
+
+def _check_pools(manager: Any, num_ranks: int) -> None:
+    used = set(manager.mapping.values())
+    if len(used) > 1:
+        raise ConfigError(
+            f"resource_pool_manager gives the roles {len(used)} pools: {sorted(used)}. Give all "
+            "roles one, and the ranks of each by trainer.placement."
+        )
+    wanted = sum(sum(counts) for counts in manager.resource_pool_spec.values())
+    if wanted != num_ranks:
+        raise ConfigError(
+            f"resource_pool_manager has {wanted} processes, and the run {num_ranks} ranks. Set "
+            f"trainer.nnodes and trainer.n_gpus_per_node to {wanted} in all."
+        )

@@ -1,0 +1,79 @@
+"""Rules and reward managers by verl 0.5's names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl.config.keywords import config_from_keywords
+from verl.protocol import DataProto
+from verl.rewards.build import build_reward
+from verl.rewards.builtin import gsm8k, math
+from verl.rewards.custom import load_custom_reward
+
+
+def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:
+    """The number that a GSM8K solution ends in, see `gsm8k.extract_answer`."""
+    return gsm8k.extract_answer(solution_str, method)  # pyright: ignore[reportArgumentType]
+
+
+def gsm8k_score(
+    solution_str: str,
+    ground_truth: str,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` for the right number, `format_score` for another one, 0 for none."""
+    if gsm8k_answer(solution_str, method) is None:
+        return 0.0
+    is_right = gsm8k.score(solution_str, ground_truth, method=method)  # pyright: ignore[reportArgumentType]
+    return score if is_right else format_score
+
+
+def math_score(solution_str: str, ground_truth: str) -> float:
+    """1 when the answer in the last box means the same as the ground truth, else 0."""
+    return math.score(solution_str, ground_truth)
+
+
+def math_equal(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
+    """Whether two answers mean the same; None equals None alone."""
+    if str1 is None or str2 is None:
+        return str1 is str2
+    return math_score(f"\\boxed{{{str1}}}", str2) == 1.0
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    """The last \\boxed{...} of a text with its box; None without one."""
+    answer = math.last_boxed(string)
+    return None if answer is None else f"\\boxed{{{answer}}}"
+
+
+def remove_boxed(s: str) -> str:
+    """What stands in a \\boxed{...}."""
+    answer = math.last_boxed(s)
+    if answer is None:
+        raise ValueError(f"Expected a text with \\boxed{{...}}, got {s!r}.")
+    return answer
+
+
+def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
+    """The reward manager that a configuration names, with the user's function, a judge or the rules.
+
+    `reward_kwargs` go to the manager, over those of `reward_model.reward_kwargs`.
+    """
+    config = config_from_keywords(config, {})
+    config.reward_model.reward_kwargs = {**config.reward_model.reward_kwargs, **reward_kwargs}
+    return build_reward(config, tokenizer, num_examine=num_examine)
+
+
+def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
+    """The function that `custom_reward_function` names; None without a path."""
+    section = config_from_keywords(config, {}).custom_reward_function
+    return load_custom_reward(section.path, section.name, section.reward_kwargs)
+
+
+def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    """(B, R) scores, and the further fields of each response."""
+    result = reward_fn(data, return_dict=True)
+    return result["reward_tensor"], result.get("reward_extra_info", {})

@@ -1,0 +1,109 @@
+"""A limit on the seconds that a function may take, as verl 0.5's decorator `timeout_limit`."""
+
+import functools
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl.utils.errors import sendable
+
+# A child that was asked to end has this long before it is killed.
+_END_S = 1.0
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[..., Any]:
+    """Decorator: raise TimeoutError where a call takes longer than `seconds`.
+
+    Args:
+        use_signals: interrupt the call by SIGALRM, in the main thread of a process of Unix.
+            Otherwise it runs in a process of its own, which is ended at the limit: what it returns
+            or raises must be picklable, and what it changes is lost.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        run = _with_alarm if use_signals else _in_process
+
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            return run(function, seconds, args, kwargs)
+
+        return limited
+
+    return decorate
+
+
+def _too_long(function: Callable[..., Any], seconds: float) -> TimeoutError:
+    name = getattr(function, "__name__", repr(function))
+    return TimeoutError(f"Function {name} timed out after {seconds} seconds.")
+
+
+def _with_alarm(
+    function: Callable[..., Any], seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            "timeout_limit(use_signals=True) needs the main thread, where signals arrive. Use "
+            "use_signals=False."
+        )
+
+    def expire(number: int, frame: Any) -> None:
+        raise _too_long(function, seconds)
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_process(
+    function: Callable[..., Any], seconds: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    # A fork, so that the function need not be picklable: decorated, its own name is `limited`.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(writer, function, args, kwargs))
+    process.start()
+    writer.close()
+    try:
+        if not reader.poll(seconds):
+            raise _too_long(function, seconds)
+        is_well, value = reader.recv()
+    except EOFError:
+        process.join()
+        name = getattr(function, "__name__", repr(function))
+        raise RuntimeError(
+            f"The process of {name} ended without an answer, with exit code {process.exitcode}."
+        ) from None
+    finally:
+        reader.close()
+        _end(process)
+
+    if is_well:
+        return value
+    raise value
+
+
+def _answer(
+    writer: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    try:
+        writer.send((True, function(*args, **kwargs)))
+    except Exception as error:  # noqa: BLE001 - a process border: the parent raises it
+        writer.send((False, sendable(error) or RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def _end(process: Any) -> None:
+    process.terminate()
+    process.join(_END_S)
+    if process.is_alive():
+        process.kill()
+        process.join()

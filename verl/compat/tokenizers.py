@@ -1,0 +1,39 @@
+"""Tokenizers and processors by verl 0.5's names."""
+
+from typing import Any
+
+from transformers import AutoProcessor
+
+from verl.models.load import load_tokenizer
+from verl.utils.errors import ModelError
+from verl.utils.logging import logger
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> Any:
+    """The tokenizer of a model, padding on the left, with a pad token.
+
+    `kwargs`: trust_remote_code, custom_chat_template. Its tokens are never changed, so the two
+    switches are not read.
+    """
+    return load_tokenizer(name_or_path, **kwargs)
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> Any:
+    """The processor of a model that takes images; None, with a warning, where there is none."""
+    try:
+        processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+    except (OSError, ValueError) as error:
+        logger.warning("No processor for '%s': %s", name_or_path, error)
+        return None
+    return processor if "Processor" in type(processor).__name__ else None
+
+
+def set_pad_token_id(tokenizer: Any) -> None:
+    """Pad with the end-of-sequence token where a tokenizer has no pad token."""
+    if tokenizer.pad_token_id is not None:
+        return
+    if tokenizer.eos_token_id is None:
+        raise ModelError("The tokenizer has no pad and no end-of-sequence token. Set pad_token.")
+    tokenizer.pad_token = tokenizer.eos_token

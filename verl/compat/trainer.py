@@ -1,0 +1,59 @@
+"""Roles and pools of verl 0.5's `ray_trainer`, for recipes that place their workers themselves."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import ray
+
+from verl.single_controller.ray import RayResourcePool
+from verl.utils.errors import ConfigError
+
+
+class Role(Enum):
+    """What a worker does."""
+
+    Actor = 0
+    Rollout = 1
+    ActorRollout = 2
+    Critic = 3
+    RefPolicy = 4
+    RewardModel = 5
+    ActorRolloutRef = 6
+
+
+@dataclass
+class ResourcePoolManager:
+    """Pools by name (`resource_pool_spec`: processes of each node), and the pool of each role
+    (`mapping`).
+
+    The trainer makes its own pool of these specs. `create_resource_pool` is for recipes that start
+    further worker groups.
+    """
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+
+    def create_resource_pool(self) -> None:
+        """Make the pools. Raises ConfigError where Ray's cluster has fewer GPUs than they need."""
+        self._check_resource_available()
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes, use_gpu=True, max_colocate_count=1, name_prefix=name
+            )
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        """The pool of a role."""
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """GPUs of all pools."""
+        return sum(sum(counts) for counts in self.resource_pool_spec.values())
+
+    def _check_resource_available(self) -> None:
+        available = ray.cluster_resources().get("GPU", 0)
+        if available < self.get_n_gpus():
+            raise ConfigError(
+                f"The pools need {self.get_n_gpus()} GPUs, and Ray's cluster has {available:g}. "
+                "Lower resource_pool_spec, or start more nodes (`ray start --address=...`)."
+            )
