@@ -180,7 +180,7 @@ def config_folder(folder: Path, family: str, **settings: object) -> Path:
         ("falcon_mamba", {}, "recurrent"),
         ("jamba", {}, "recurrent"),
         ("rwkv", {}, "recurrent"),
-        ("deepseek_v3", {}, "MLA"),
+        ("deepseek_v32", {}, "indexer"),
         ("qwen3_next", {}, "linear_attention"),
         ("t5", {}, "encoder-decoder"),
         ("bart", {}, "encoder-decoder"),

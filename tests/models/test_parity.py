@@ -4,13 +4,14 @@ dropped anything."""
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.rows import RESPONSE_LENGTH, KeepFloat64, eager_log_probs, padded_rows
-from tests.tiny_models import FAMILIES, MORE_FAMILIES, tiny_model
+from tests.tiny_models import FAMILIES, LATENT_FAMILIES, MORE_FAMILIES, tiny_model
 from verl.models import attention, packed
 from verl.models.attention import Layout, attention_switched
 from verl.models.logprobs import Head
@@ -145,6 +146,23 @@ def test_dropping_the_positions_is_noticed(family: str, batch: PackedBatch) -> N
     assert (
         distance(family, replace(batch, position_ids=torch.zeros_like(batch.position_ids))) > 1e-2
     )
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_kernels_of_one_head_size_get_values_as_wide_as_keys(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels for CUDA take one head size, and these families have narrower values."""
+    widths = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Any, name: str) -> Tensor:
+        widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return attention.block_attention(q, k, v, layout, facts)
+
+    monkeypatch.setattr(attention, "varlen_can", lambda *arguments: True)
+    monkeypatch.setattr(attention, "_varlen_attention", kernel)
+    assert distance(family, batch) <= 1e-4
+    assert set(widths) == {(10, 10, 10)}
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])

@@ -192,7 +192,10 @@ def packed_attention(
         if facts.sinks is not None:
             facts = facts._replace(sinks=slot.sequence_parallel.own_heads(facts.sinks))
     if varlen_can(q, v, facts):
-        out = _varlen_attention(q, k, v, layout, facts, slot.kernel)
+        # The kernels take one head size: narrower values (MLA) get columns of zeros.
+        value_dim = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - value_dim))
+        out = _varlen_attention(q, k, v, layout, facts, slot.kernel)[..., :value_dim]
     else:
         out = block_attention(q, k, v, layout, facts)
     if slot.sequence_parallel is not None:
@@ -225,7 +228,7 @@ def refuse_unsupported(
 def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
     plain = facts.cap is None and facts.sinks is None
     head_dim = q.shape[-1]
-    fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] == head_dim
+    fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] <= head_dim
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain and fits
 
 

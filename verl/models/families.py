@@ -43,8 +43,8 @@ def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -
         raise ModelError(
             f"The model family '{family}' cannot be trained on packed sequences: {reason}. "
             "Supported are causal language models whose layers are all softmax attention with "
-            "rotary or learned positions (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, GPT-OSS "
-            "and their like)."
+            "rotary or learned positions (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, GPT-OSS, "
+            "DeepSeek-V2 and V3 and their like)."
         )
 
 
@@ -55,8 +55,8 @@ def _reason(config: Any) -> str | None:
         return "it is an encoder-decoder model"
     if family in ("bloom", "mpt") or getattr(config, "alibi", False):
         return "its positions are ALiBi biases on attention scores"
-    if getattr(config, "kv_lora_rank", None):
-        return "its attention is multi-head latent attention (MLA)"
+    if getattr(config, "index_topk", None):
+        return "its layers choose the keys that they see by an indexer"
     if any(family == name or family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
         return (
             "some of its layers are recurrent (state-space or linear attention), whose state would "
