@@ -152,6 +152,8 @@ _MODEL_TYPES = {"gemma3": "gemma3_text"}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
 MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox", *LATENT_FAMILIES)
 FAMILIES = tuple(family for family in _CONFIGS if family not in MORE_FAMILIES)
+# Latents are not for the deterministic engine.
+DETERMINISTIC_FAMILIES = tuple(family for family in _CONFIGS if family not in LATENT_FAMILIES)
 
 
 def tiny_model(

@@ -38,12 +38,16 @@ _SLOT = "verl_packing"
 
 class Facts(NamedTuple):
     """What one layer asks of its attention: a query sees `window` keys (None: all), scores are
-    capped at `cap`."""
+    capped at `cap`.
+
+    `latent`: values are the second part of the keys (MLA), in the engine's decode steps alone.
+    """
 
     scale: float
     window: int | None
     cap: float | None
     sinks: Tensor | None
+    latent: bool = False
 
 
 class PackingSlot:

@@ -21,6 +21,7 @@ from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import send
+from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 
@@ -72,6 +73,12 @@ class ModelRunner:
         if parallel is not None:
             parallel.sum_outputs(module)
         self.paging = Paging(module, invariant=deterministic)
+        if deterministic and self.paging.latent_layers:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.deterministic=true needs attention with keys and values "
+                f"of every head, but '{module.config.model_type}' has multi-head latent attention "
+                "(MLA). Set it to false."
+            )
         self.head = head_of(module)
         self.num_pages = 0
         self.capture_s = 0.0
