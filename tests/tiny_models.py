@@ -147,13 +147,25 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_GROUPED_EXPERTS, "rope_parameters": _YARN},
     "minicpm3": {**_LATENT, "dim_model_base": 24, "scale_emb": 2.0},
     "glm4_moe_lite": {**_LATENT, **_GROUPED_EXPERTS},
+    # ALiBi biases. Three heads: the third slope is one between the powers.
+    "bloom": {"hidden_size": 30, "n_layer": 2, "n_head": 3},
+    "mpt": {
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 4.0, "softmax_scale": 0.5},
+    },
 }
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
-MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox", *LATENT_FAMILIES)
+ALIBI_FAMILIES = ("bloom", "mpt")
+MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox", *LATENT_FAMILIES, *ALIBI_FAMILIES)
 FAMILIES = tuple(family for family in _CONFIGS if family not in MORE_FAMILIES)
-# Latents are not for the deterministic engine.
-DETERMINISTIC_FAMILIES = tuple(family for family in _CONFIGS if family not in LATENT_FAMILIES)
+# Latents and ALiBi biases are not for the deterministic engine.
+DETERMINISTIC_FAMILIES = tuple(
+    family for family in _CONFIGS if family not in LATENT_FAMILIES + ALIBI_FAMILIES
+)
 
 
 def tiny_model(

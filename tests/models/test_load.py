@@ -173,9 +173,7 @@ def config_folder(folder: Path, family: str, **settings: object) -> Path:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("bloom", {}, "ALiBi"),
-        ("mpt", {}, "ALiBi"),
-        ("falcon", {"alibi": True}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi biases twice"),
         ("mamba", {}, "recurrent"),
         ("falcon_mamba", {}, "recurrent"),
         ("jamba", {}, "recurrent"),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from verl.models.alibi import KeyBias, has_key_bias, set_attention
 from verl.models.attention import (
     Facts,
     Layout,
@@ -146,10 +147,9 @@ class DecodeStep:
             self._kept[key] = visible if window is None else visible & (position > last - window)
         return self._kept[key]
 
-    def score_offset(
-        self, number: int, window: int | None, heads: int, dtype: torch.dtype
-    ) -> Tensor:
-        """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere."""
+    def score_offset(self, number: int, facts: Facts, heads: int, dtype: torch.dtype) -> Tensor:
+        """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere. With biases (rows * Hk, G, L)."""
+        window = facts.window
         if window is not None and window >= self.longest:
             window = None
         key = ("offset", number, window, heads, dtype)
@@ -157,7 +157,11 @@ class DecodeStep:
             visible = self.visible(number, window)
             offset = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             offset.masked_fill_(~visible, float("-inf"))
-            self._kept[key] = offset.repeat_interleave(heads, dim=0)[:, None, :]
+            if facts.bias is not None:
+                position = torch.arange(visible.shape[1], device=visible.device)
+                self._kept[key] = add_bias(offset, facts.bias, position[None], heads)
+            else:
+                self._kept[key] = offset.repeat_interleave(heads, dim=0)[:, None, :]
         return self._kept[key]
 
 
@@ -183,13 +187,14 @@ class Paging:
     def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
         self.packing = prepare(model)
         self.invariant = invariant  # whether a row's bits must not depend on the rows beside it
+        self.has_key_bias = any(has_key_bias(module) for module in model.modules())
         self.latent_layers: dict[nn.Module, LatentLayer] = {}
         for module in model.modules():
             setattr(module, _PAGING, self)
             if is_latent(module):
                 self.latent_layers[module] = LatentLayer(module, self._is_prefill)
             if isinstance(module, PreTrainedModel):
-                module.set_attn_implementation(IMPLEMENTATION)
+                set_attention(module, IMPLEMENTATION)
         self.layers: dict[nn.Module, LayerPages] = {}
         # a dict while the model's layers are being counted
         self.seen: dict[nn.Module, LayerShape] | None = None
@@ -332,8 +337,17 @@ def _attend(
         v,
         facts,
         visible=lambda: step.visible(number, facts.window),
-        offset=lambda dtype: step.score_offset(number, facts.window, heads, dtype),
+        offset=lambda dtype: step.score_offset(number, facts, heads, dtype),
     )
+
+
+def add_bias(offset: Tensor, bias: KeyBias, positions: Tensor, heads: int) -> Tensor:
+    """offset (b, L) of keys at `positions` (b or 1, L) -> (b * Hk, G, L) with the bias of every
+    query head."""
+    rows, length = offset.shape
+    biases = bias.at(positions).to(offset.dtype).unflatten(0, (heads, -1))
+    total = offset[:, None, None] + biases.permute(2, 0, 1, 3)
+    return total.reshape(rows * heads, -1, length)
 
 
 def attend_keys(
@@ -348,13 +362,12 @@ def attend_keys(
     """q (b, Hq, D), k (b * Hk, L, D), v (b * Hk, L, Dv) -> (b, Hq, Dv).
 
     What a row sees is asked for in the form that is needed: `visible` (b, L) bool, or `offset` (b *
-    Hk, 1, L), 0 or -inf in the given dtype.
+    Hk, 1 or G, L), 0 or a bias or -inf in the given dtype.
     """
     rows, heads = q.shape[0], k.shape[0] // q.shape[0]
     # query heads that share a key head are its "sequence"
     grouped = q.reshape(rows * heads, -1, q.shape[-1])
-    plain = facts.cap is None and facts.sinks is None
-    if plain and q.dtype in (torch.bfloat16, torch.float16):
+    if facts.is_plain and q.dtype in (torch.bfloat16, torch.float16):
         if facts.latent:
             k = torch.cat([k, v], dim=-1)
         out = F.scaled_dot_product_attention(

@@ -34,6 +34,20 @@ class Draws(NamedTuple):
     result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
+def refuse_on_cuda(paging: Paging, family: str) -> None:
+    """Raise ConfigError for attention that the decode kernel for CUDA does not compute."""
+    reason = None
+    if paging.latent_layers:
+        reason = "multi-head latent attention (MLA)"
+    elif paging.has_key_bias:
+        reason = "ALiBi biases"
+    if reason is not None:
+        raise ConfigError(
+            "On CUDA actor_rollout_ref.rollout.name=embedded needs attention without "
+            f"{reason}, got the family '{family}'. Set it to hf."
+        )
+
+
 # Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
 Body = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
@@ -73,11 +87,11 @@ class ModelRunner:
         if parallel is not None:
             parallel.sum_outputs(module)
         self.paging = Paging(module, invariant=deterministic)
-        if deterministic and self.paging.latent_layers:
+        if deterministic and (self.paging.latent_layers or self.paging.has_key_bias):
             raise ConfigError(
-                "actor_rollout_ref.rollout.deterministic=true needs attention with keys and values "
-                f"of every head, but '{module.config.model_type}' has multi-head latent attention "
-                "(MLA). Set it to false."
+                "actor_rollout_ref.rollout.deterministic=true does not support multi-head latent "
+                f"attention (MLA) or ALiBi biases, got the family '{module.config.model_type}'. Set "
+                "it to false."
             )
         self.head = head_of(module)
         self.num_pages = 0
