@@ -1,7 +1,8 @@
 """Linear biases on attention scores in place of positions (ALiBi, arXiv:2108.12409).
 
-transformers' modules of these families (BLOOM, MPT) compute attention in place, so packed and paged attention never see a query. `route_attention` lets them call the attention that
-their configuration names; under transformers' own implementations they run as they are.
+transformers' modules of these families (BLOOM, MPT) compute attention in place, so packed and paged
+attention never see a query. `route_attention` lets them call the attention that their configuration
+names; under transformers' own implementations they run as they are.
 """
 
 import math
