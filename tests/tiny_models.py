@@ -147,8 +147,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_GROUPED_EXPERTS, "rope_parameters": _YARN},
     "minicpm3": {**_LATENT, "dim_model_base": 24, "scale_emb": 2.0},
     "glm4_moe_lite": {**_LATENT, **_GROUPED_EXPERTS},
-    # ALiBi biases. Three heads: the third slope is one between the powers.
-    "bloom": {"hidden_size": 30, "n_layer": 2, "n_head": 3},
+    # ALiBi biases. Six heads: the last two slopes are between the powers.
+    "bloom": {"hidden_size": 36, "n_layer": 2, "n_head": 6},
     "mpt": {
         "d_model": 32,
         "n_layers": 2,

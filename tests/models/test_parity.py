@@ -2,6 +2,7 @@
 dropped anything."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,7 @@ def without(**dropped: object) -> Callable:
 def without_scaling(*arguments: object) -> attention.Facts:
     facts = attention_facts(*arguments)
     usual = arguments[1] ** -0.5  # pyright: ignore
-    return facts._replace(scale=1.0 if facts.scale == usual else usual)
+    return facts._replace(scale=1.0 if math.isclose(facts.scale, usual) else usual)
 
 
 attention_facts = attention.layer_facts
