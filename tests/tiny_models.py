@@ -46,6 +46,34 @@ _GEMMA_LIKE: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+# Keys and values are read from a latent of 12 numbers a token and a rotary key of 4.
+_LATENT: dict[str, Any] = {
+    **_LLAMA_LIKE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+_GROUPED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+# Softmax scale and rotary angles both follow from `mscale`.
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {
         "hidden_size": 32,
@@ -108,10 +136,36 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     },
+    # Multi-head latent attention.
+    "deepseek_v2": {
+        **_LATENT,
+        **_GROUPED_EXPERTS,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 2.0,
+    },
+    "deepseek_v3": {**_LATENT, **_GROUPED_EXPERTS, "rope_parameters": _YARN},
+    "minicpm3": {**_LATENT, "dim_model_base": 24, "scale_emb": 2.0},
+    "glm4_moe_lite": {**_LATENT, **_GROUPED_EXPERTS},
+    # ALiBi biases. Six heads: the last two slopes are between the powers.
+    "bloom": {"hidden_size": 36, "n_layer": 2, "n_head": 6},
+    "mpt": {
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 4.0, "softmax_scale": 0.5},
+    },
 }
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
-MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
+ALIBI_FAMILIES = ("bloom", "mpt")
+MORE_FAMILIES = ("cohere", "granite", "phi", "gpt_neox", *LATENT_FAMILIES, *ALIBI_FAMILIES)
 FAMILIES = tuple(family for family in _CONFIGS if family not in MORE_FAMILIES)
+# Latents and ALiBi biases are not for the deterministic engine.
+DETERMINISTIC_FAMILIES = tuple(
+    family for family in _CONFIGS if family not in LATENT_FAMILIES + ALIBI_FAMILIES
+)
 
 
 def tiny_model(

@@ -95,6 +95,19 @@ def test_ulysses_keeps_windows_caps_and_sinks(two_ranks: Ranks, family: str):
     assert_same(found, expected, deal, 1e-7)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"sequence": 2}, OFFLOAD], ids=["fsdp", "ulysses", "offload"]
+)
+@pytest.mark.parametrize("family", ["deepseek_v3", "bloom", "mpt"])
+def test_two_ranks_train_latents_and_biases(two_ranks: Ranks, family: str, settings: dict):
+    expected = jobs.gradient(Setup(family), SHAPES, ALL_ROWS, WHOLE)
+    deal = ALL_ROWS if "sequence" in settings else UNEVEN
+    found = two_ranks.call(
+        jobs.gradient, Setup(family, **settings), SHAPES, deal, TokenBudget(max_tokens=100)
+    )
+    assert_same(found, expected, deal, 1e-6)
+
+
 def test_ulysses_gives_the_critics_gradient(two_ranks: Ranks):
     expected = jobs.values_gradient(1, SHAPES, ALL_ROWS)
     for found in two_ranks.call(jobs.values_gradient, 2, SHAPES, ALL_ROWS):

@@ -17,7 +17,7 @@ def test_causal_pairs_counts_what_a_mask_shows():
         assert causal_pairs(length, window) == seen.sum().item()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "qwen3", "minicpm3", "bloom", "mpt"])
 def test_forward_flops_equal_torchs_count(family):
     """torch counts the whole square of queries and keys, we the causal half: the rest must
     agree."""

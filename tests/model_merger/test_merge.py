@@ -129,7 +129,13 @@ def test_what_one_process_saved_two_ranks_resume(two_ranks: Ranks, alone):
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("qwen3_moe", {}), ("qwen2", {"tie_word_embeddings": True}), ("gpt2", {})],
+    [
+        ("qwen3_moe", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("gpt2", {}),
+        ("deepseek_v3", {}),
+        ("bloom", {}),
+    ],
 )
 def test_files_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str, settings):
     """Experts lie in stacks in memory, and one by one on the hub; a tied head is in no file."""

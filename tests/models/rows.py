@@ -61,7 +61,7 @@ class KeepFloat64(TorchFunctionMode):
             and args[0].dtype != args[1].dtype
         ):
             return args[0].double() @ args[1].double()
-        if func in (Tensor.float, Tensor.to) and args[0].dtype == torch.float64:
+        if func in (Tensor.float, Tensor.to, Tensor.type) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)

@@ -77,7 +77,20 @@ def test_gradients_do_not_depend_on_packing_in_fp32(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["opt", "qwen2", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "opt",
+        "qwen2",
+        "gemma2",
+        "qwen3_moe",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+        "bloom",
+        "mpt",
+    ],
+)
 def test_gradients_equal_those_of_padded_eager_attention(family: str) -> None:
     ids, mask = padded_rows()
     eager = tiny_model(family, dtype=torch.float64)

@@ -173,14 +173,12 @@ def config_folder(folder: Path, family: str, **settings: object) -> Path:
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("bloom", {}, "ALiBi"),
-        ("mpt", {}, "ALiBi"),
-        ("falcon", {"alibi": True}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi biases twice"),
         ("mamba", {}, "recurrent"),
         ("falcon_mamba", {}, "recurrent"),
         ("jamba", {}, "recurrent"),
         ("rwkv", {}, "recurrent"),
-        ("deepseek_v3", {}, "MLA"),
+        ("deepseek_v32", {}, "indexer"),
         ("qwen3_next", {}, "linear_attention"),
         ("t5", {}, "encoder-decoder"),
         ("bart", {}, "encoder-decoder"),

@@ -57,6 +57,21 @@ def test_merged_weights_are_the_adapted_model(family: str):
         assert torch.equal(model(IDS).logits, before)
 
 
+@torch.no_grad()
+def test_latent_projections_take_adapters():
+    model, plain = tiny_model("deepseek_v3"), tiny_model("deepseek_v3")
+    names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+    apply_lora(model, rank=4, alpha=8, target_modules=names)
+    layers = adapted_layers(model)
+    assert sorted({name.rpartition(".")[2] for name in layers}) == sorted(names)
+    for layer in layers.values():
+        layer.lora_B["default"].weight.normal_()
+    merged = dict(merged_parameters(model))
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(merged[name])
+    assert relative(plain(IDS).logits, model(IDS).logits) < 1e-4
+
+
 def test_merging_is_an_fp32_sum_that_changes_nothing():
     model = adapted("qwen2", dtype=torch.bfloat16)
     name, layer = next(iter(adapted_layers(model).items()))

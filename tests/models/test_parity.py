@@ -2,16 +2,18 @@
 dropped anything."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.rows import RESPONSE_LENGTH, KeepFloat64, eager_log_probs, padded_rows
-from tests.tiny_models import FAMILIES, MORE_FAMILIES, tiny_model
-from verl.models import attention, packed
+from tests.tiny_models import ALIBI_FAMILIES, FAMILIES, LATENT_FAMILIES, MORE_FAMILIES, tiny_model
+from verl.models import alibi, attention, packed
 from verl.models.attention import Layout, attention_switched
 from verl.models.logprobs import Head
 from verl.models.packed import PackedBatch, PackedCausalLM
@@ -76,7 +78,7 @@ def without(**dropped: object) -> Callable:
 def without_scaling(*arguments: object) -> attention.Facts:
     facts = attention_facts(*arguments)
     usual = arguments[1] ** -0.5  # pyright: ignore
-    return facts._replace(scale=1.0 if facts.scale == usual else usual)
+    return facts._replace(scale=1.0 if math.isclose(facts.scale, usual) else usual)
 
 
 attention_facts = attention.layer_facts
@@ -107,6 +109,23 @@ def test_dropping_the_attention_cap_is_noticed(
 ) -> None:
     monkeypatch.setattr(attention, "layer_facts", without(cap=None))
     assert distance("gemma2", batch) > 1e-2
+
+
+@pytest.mark.parametrize("family", ALIBI_FAMILIES)
+def test_dropping_the_biases_is_noticed(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "layer_facts", without(bias=None))
+    assert distance(family, batch) > 1e-2
+
+
+@pytest.mark.parametrize("family", ALIBI_FAMILIES)
+def test_biases_of_another_head_are_noticed(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slopes = alibi.alibi_slopes
+    monkeypatch.setattr(alibi, "alibi_slopes", lambda *given: slopes(*given).flip(0))
+    assert distance(family, batch) > 1e-2
 
 
 def test_dropping_the_sinks_is_noticed(batch: PackedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +159,28 @@ def test_dropping_the_position_reset_is_noticed(family: str, batch: PackedBatch)
     assert distance(family, running) > 1e-2
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", [name for name in ALL if name not in ALIBI_FAMILIES])
 def test_dropping_the_positions_is_noticed(family: str, batch: PackedBatch) -> None:
     assert (
         distance(family, replace(batch, position_ids=torch.zeros_like(batch.position_ids))) > 1e-2
     )
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_kernels_of_one_head_size_get_values_as_wide_as_keys(
+    family: str, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels for CUDA take one head size, and these families have narrower values."""
+    widths = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Any, name: str) -> Tensor:
+        widths.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return attention.block_attention(q, k, v, layout, facts)
+
+    monkeypatch.setattr(attention, "varlen_can", lambda *arguments: True)
+    monkeypatch.setattr(attention, "_varlen_attention", kernel)
+    assert distance(family, batch) <= 1e-4
+    assert set(widths) == {(10, 10, 10)}
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])

@@ -76,7 +76,7 @@ def plan_rollout(
         w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights
     )
     weights = 0 if aliases else numel * itemsize
-    token_bytes = shape.layers * 2 * shape.key // parts * itemsize
+    token_bytes = shape.layers * shape.cached // parts * itemsize
     longest = config.max_model_len or batch.longest
     engines = max(1, ranks // parts)
     prompts = -(-batch.prompts // engines)

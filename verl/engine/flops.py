@@ -39,7 +39,7 @@ class FlopsModel:
 
     # active per token: the head counts, looked-up embeddings and idle experts do not
     matrix_parameters: int
-    attention_width: int  # heads * head size
+    attention_width: int  # heads * head size, the mean of keys and values
     windows: tuple[int | None, ...]  # per layer: how many keys a query sees at most, None for all
     frozen_parameters: int = 0  # of the matrix parameters: nobody asks for their gradient
 
@@ -48,11 +48,10 @@ class FlopsModel:
         """Read off a transformers module, sharded or not; of a critic, give its body (the value
         head is one column)."""
         config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        key_dim, value_dim = head_sizes(config)
         return cls(
             matrix_parameters=_active_matrix_parameters(model, config),
-            attention_width=heads * head_dim,
+            attention_width=config.num_attention_heads * (key_dim + value_dim) // 2,
             windows=_windows(config),
             frozen_parameters=_active_matrix_parameters(model, config, frozen=True),
         )
@@ -65,6 +64,16 @@ class FlopsModel:
     def train(self, lengths: Sequence[int]) -> float:
         """FLOPs of forward and backward."""
         return 3.0 * self.forward(lengths) - 2.0 * self.frozen_parameters * sum(lengths)
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Numbers of one key and of one value of a head."""
+    if getattr(config, "kv_lora_rank", None):
+        # `head_dim` is the rotary part alone there.
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return head_dim, head_dim
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:

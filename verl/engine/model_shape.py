@@ -10,6 +10,7 @@ from torch import nn
 
 from verl.distributed.fsdp import decoder_layers
 from verl.engine.compile import FAMILIES
+from verl.engine.flops import head_sizes
 
 
 class Weight(NamedTuple):
@@ -37,6 +38,7 @@ class ModelShape:
     heads: int
     query: int  # query heads * head size
     key: int  # key heads * head size
+    cached: int  # numbers that the engine keeps for each token and layer
     intermediate: int  # of the MLP; of experts, all that a token visits
     vocabulary: int  # 0 without a head over the vocabulary
     head_numel: int  # of the head's weight, where it gets a gradient
@@ -64,8 +66,11 @@ class ModelShape:
         first = {id(weight) for weight in layers[0].parameters()} if layers else set()
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim, _ = head_sizes(config)
         key_heads = getattr(config, "num_key_value_heads", None) or heads
+        latent = getattr(config, "kv_lora_rank", None)
+        # Multi-head latent attention keeps one latent and one rotary key for all heads.
+        cached = latent + config.qk_rope_head_dim if latent else 2 * key_heads * head_dim
         return cls(
             family=config.model_type,
             weights=tuple(
@@ -83,6 +88,7 @@ class ModelShape:
             heads=heads,
             query=heads * head_dim,
             key=key_heads * head_dim,
+            cached=cached,
             intermediate=_visited_width(config),
             vocabulary=0 if head is None else head.weight.shape[0],
             head_numel=0 if head is None or not head.weight.requires_grad else head.weight.numel(),
@@ -105,6 +111,8 @@ def _visited_width(config: Any) -> int:
     if not experts:
         return width
     own = getattr(config, "moe_intermediate_size", None) or width
-    return config.num_experts_per_tok * own + (
-        getattr(config, "shared_expert_intermediate_size", None) or 0
-    )
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    shared += own * (getattr(config, "n_shared_experts", None) or 0)
+    visited = config.num_experts_per_tok * own + shared
+    has_dense_layers = bool(getattr(config, "first_k_dense_replace", None))
+    return max(width, visited) if has_dense_layers else visited

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.sequence_parallel import SequenceParallel
+from verl.models.alibi import KeyBias, route_attention, set_attention
 from verl.models.attention_kernels import choose_kernel, torch_attention
 from verl.models.layout import Layout
 from verl.models.shared_prompts import shared_prompt_attention
@@ -38,12 +39,22 @@ _SLOT = "verl_packing"
 
 class Facts(NamedTuple):
     """What one layer asks of its attention: a query sees `window` keys (None: all), scores are
-    capped at `cap`."""
+    capped at `cap`, then `bias` is added.
+
+    `latent`: values are the second part of the keys (MLA), in the engine's decode steps alone.
+    """
 
     scale: float
     window: int | None
     cap: float | None
     sinks: Tensor | None
+    latent: bool = False
+    bias: KeyBias | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are scaled products alone."""
+        return self.cap is None and self.sinks is None and self.bias is None
 
 
 class PackingSlot:
@@ -88,13 +99,14 @@ def prepare(model: nn.Module) -> PackingSlot:
     """Give every module of `model` one slot and switch the model to `verl_packed`. Doing it twice
     changes nothing."""
     slot = getattr(model, _SLOT, None) or PackingSlot()
+    route_attention(model)
     for module in model.modules():
         setattr(module, _SLOT, slot)
         if (
             isinstance(module, PreTrainedModel)
             and module.config._attn_implementation != IMPLEMENTATION
         ):
-            module.set_attn_implementation(IMPLEMENTATION)
+            set_attention(module, IMPLEMENTATION)
     return slot
 
 
@@ -102,11 +114,11 @@ def prepare(model: nn.Module) -> PackingSlot:
 def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Run `model` with one of transformers' own attentions ("eager", "sdpa"), and switch back."""
     previous = model.config._attn_implementation or "eager"
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(previous)
+        set_attention(model, previous)
 
 
 def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float = 1.0) -> None:
@@ -154,6 +166,7 @@ def layer_facts(
         window=window,
         cap=asked.get("softcap"),
         sinks=asked.get("s_aux"),
+        bias=asked.get("key_bias"),
     )
 
 
@@ -191,8 +204,14 @@ def packed_attention(
         q, k, v = slot.sequence_parallel.to_heads(q, k, v)
         if facts.sinks is not None:
             facts = facts._replace(sinks=slot.sequence_parallel.own_heads(facts.sinks))
+        if facts.bias is not None:
+            slopes = slot.sequence_parallel.own_heads(facts.bias.slopes)
+            facts = facts._replace(bias=facts.bias._replace(slopes=slopes))
     if varlen_can(q, v, facts):
-        out = _varlen_attention(q, k, v, layout, facts, slot.kernel)
+        # The kernels take one head size: narrower values (MLA) get columns of zeros.
+        value_dim = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - value_dim))
+        out = _varlen_attention(q, k, v, layout, facts, slot.kernel)[..., :value_dim]
     else:
         out = block_attention(q, k, v, layout, facts)
     if slot.sequence_parallel is not None:
@@ -223,10 +242,9 @@ def refuse_unsupported(
 
 
 def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
-    plain = facts.cap is None and facts.sinks is None
     head_dim = q.shape[-1]
-    fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] == head_dim
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and plain and fits
+    fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] <= head_dim
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and facts.is_plain and fits
 
 
 def _varlen_attention(
@@ -262,7 +280,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
         )
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
-        explicit = facts.cap is not None or facts.sinks is not None
+        explicit = not facts.is_plain
         seen = (
             layout.band(length, context, window) if explicit or context or window < whole else None
         )
@@ -284,22 +302,15 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Tensor:
-    """Attention written out, for soft caps and sinks. The (s, Hq, L, K) scores are made again in
-    the backward pass rather than kept."""
+    """Attention written out, for soft caps, sinks and biases. The (s, Hq, L, K) scores are made
+    again in the backward pass rather than kept."""
+    bias = None
+    if facts.bias is not None:
+        bias = facts.bias.at(torch.arange(k.shape[2], device=k.device))
+    arguments = (q, k, v, seen, facts.scale, facts.cap, facts.sinks, bias)
     if not torch.is_grad_enabled():
-        return _scores_to_values(q, k, v, seen, facts.scale, facts.cap, facts.sinks)
-    return checkpoint(
-        _scores_to_values,
-        q,
-        k,
-        v,
-        seen,
-        facts.scale,
-        facts.cap,
-        facts.sinks,
-        use_reentrant=False,
-        preserve_rng_state=False,
-    )
+        return _scores_to_values(*arguments)
+    return checkpoint(_scores_to_values, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _scores_to_values(
@@ -310,8 +321,10 @@ def _scores_to_values(
     scale: float,
     cap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K) -> (s, Hq, L, Dv).
+    """q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K), bias (Hq, K) -> (s, Hq, L,
+    Dv).
 
     Scores and softmax are in fp32 at least. A sink is one more score per head that takes
     probability and has no value.
@@ -323,6 +336,8 @@ def _scores_to_values(
     )
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
+    if bias is not None:
+        scores = scores + bias.unflatten(0, heads).unsqueeze(2)
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from verl.models.alibi import set_attention
 from verl.models.load import load_transformer, resolve_path
 from verl.models.probe import check_packed
 from verl.utils.errors import ModelError
@@ -113,7 +114,7 @@ class CriticModel(nn.Module):
         )
         wanted = "sdpa" if self.body._supports_sdpa and not is_capped else "eager"
         if self.body.config._attn_implementation != wanted:
-            self.body.set_attn_implementation(wanted)
+            set_attention(self.body, wanted)
 
     def save_pretrained(
         self, folder: str | Path, *, state_dict: dict[str, Tensor] | None = None

@@ -43,8 +43,8 @@ def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -
         raise ModelError(
             f"The model family '{family}' cannot be trained on packed sequences: {reason}. "
             "Supported are causal language models whose layers are all softmax attention with "
-            "rotary or learned positions (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, GPT-OSS "
-            "and their like)."
+            "rotary or learned positions, or ALiBi biases (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, "
+            "OPT, GPT-OSS, DeepSeek-V2 and V3, BLOOM, MPT and their like)."
         )
 
 
@@ -53,10 +53,10 @@ def _reason(config: Any) -> str | None:
     layers = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    if family in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return "its positions are ALiBi biases on attention scores"
-    if getattr(config, "kv_lora_rank", None):
-        return "its attention is multi-head latent attention (MLA)"
+    if family == "falcon" and config.alibi:
+        return "the eager attention of transformers adds its ALiBi biases twice"
+    if getattr(config, "index_topk", None):
+        return "its layers choose the keys that they see by an indexer"
     if any(family == name or family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
         return (
             "some of its layers are recurrent (state-space or linear attention), whose state would "

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 
+from verl.models.alibi import set_attention
 from verl.models.load import DTYPES
 from verl.models.lora import adapted_layers, plain_modules, plain_parameters
 from verl.utils.errors import ConfigError, RolloutError
@@ -325,7 +326,7 @@ def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
         twin: Any = model_class(config)
-    twin.set_attn_implementation(attention)
+    set_attention(twin, attention)
     return twin
 
 

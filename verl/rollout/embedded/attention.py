@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from verl.models.alibi import KeyBias, has_key_bias, set_attention
 from verl.models.attention import (
     Facts,
     Layout,
@@ -24,6 +25,7 @@ from verl.models.attention import (
     refuse_unsupported,
 )
 from verl.rollout.embedded import invariant
+from verl.rollout.embedded.latent import LatentLayer, is_latent
 
 IMPLEMENTATION = "verl_paged"
 _PAGING = "verl_paging"
@@ -45,6 +47,7 @@ class LayerShape(NamedTuple):
 class LayerPages(NamedTuple):
     """Keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv) of one layer.
 
+    A layer with latents (see `latent`) keeps one head: its rotary keys and its latents.
     Heads come before tokens, so that the pages of a row, gathered head by head, are one matrix a
     head.
     """
@@ -59,7 +62,10 @@ class Step(Protocol):
     def attend(
         self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
     ) -> Tensor:
-        """Store k (Hk, N, D) and v (Hk, N, Dv), then q (N, Hq, D) -> (N, Hq, Dv)."""
+        """Store k (Hk, N, D) and v (Hk, N, Dv), then q (N, Hq, D) -> (N, Hq, Dv).
+
+        With `facts.latent`, q is (N, Hq, D + Dv) and meets keys that values continue.
+        """
         ...
 
 
@@ -141,10 +147,9 @@ class DecodeStep:
             self._kept[key] = visible if window is None else visible & (position > last - window)
         return self._kept[key]
 
-    def score_offset(
-        self, number: int, window: int | None, heads: int, dtype: torch.dtype
-    ) -> Tensor:
-        """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere."""
+    def score_offset(self, number: int, facts: Facts, heads: int, dtype: torch.dtype) -> Tensor:
+        """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere. With biases (rows * Hk, G, L)."""
+        window = facts.window
         if window is not None and window >= self.longest:
             window = None
         key = ("offset", number, window, heads, dtype)
@@ -152,7 +157,11 @@ class DecodeStep:
             visible = self.visible(number, window)
             offset = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             offset.masked_fill_(~visible, float("-inf"))
-            self._kept[key] = offset.repeat_interleave(heads, dim=0)[:, None, :]
+            if facts.bias is not None:
+                position = torch.arange(visible.shape[1], device=visible.device)
+                self._kept[key] = add_bias(offset, facts.bias, position[None], heads)
+            else:
+                self._kept[key] = offset.repeat_interleave(heads, dim=0)[:, None, :]
         return self._kept[key]
 
 
@@ -178,15 +187,22 @@ class Paging:
     def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
         self.packing = prepare(model)
         self.invariant = invariant  # whether a row's bits must not depend on the rows beside it
+        self.has_key_bias = any(has_key_bias(module) for module in model.modules())
+        self.latent_layers: dict[nn.Module, LatentLayer] = {}
         for module in model.modules():
             setattr(module, _PAGING, self)
+            if is_latent(module):
+                self.latent_layers[module] = LatentLayer(module, self._is_prefill)
             if isinstance(module, PreTrainedModel):
-                module.set_attn_implementation(IMPLEMENTATION)
+                set_attention(module, IMPLEMENTATION)
         self.layers: dict[nn.Module, LayerPages] = {}
         # a dict while the model's layers are being counted
         self.seen: dict[nn.Module, LayerShape] | None = None
         self.step: PrefillStep | Step | None = None
         self._workspaces: dict[str, Tensor] = {}
+
+    def _is_prefill(self) -> bool:
+        return isinstance(self.step, PrefillStep)
 
     def workspace(self, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
         """Memory to gather into, used again by every layer and step: fresh memory costs a page
@@ -263,18 +279,25 @@ def paged_attention(
     paging: Paging = getattr(module, _PAGING)
     step = paging.step
     assert step is not None, "the engine's module was called outside a step"
+    latent = paging.latent_layers.get(module)
     if isinstance(step, PrefillStep):
+        k, v = (key[0], value[0]) if latent is None else latent.take()
         if paging.seen is not None:
             facts = layer_facts(module, query.shape[-1], scaling, asked)
-            paging.seen[module] = LayerShape(key.shape[1], key.shape[3], value.shape[3], facts)
+            paging.seen[module] = LayerShape(k.shape[0], k.shape[2], v.shape[2], facts)
         else:
-            step.store(paging.layers[module], key[0], value[0])
+            step.store(paging.layers[module], k, v)
         return paging.prefill_attention(
             module, query, key, value, attention_mask, scaling, dropout, **asked
         )
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     q = query[0].transpose(0, 1)
-    return step.attend(paging, paging.layers[module], q, key[0], value[0], facts)[None], None
+    if latent is None:
+        return step.attend(paging, paging.layers[module], q, key[0], value[0], facts)[None], None
+    facts = facts._replace(latent=True)
+    q = latent.absorb(q)
+    out = step.attend(paging, paging.layers[module], q, key[0], value[0], facts)
+    return latent.expand_output(out)[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -314,8 +337,17 @@ def _attend(
         v,
         facts,
         visible=lambda: step.visible(number, facts.window),
-        offset=lambda dtype: step.score_offset(number, facts.window, heads, dtype),
+        offset=lambda dtype: step.score_offset(number, facts, heads, dtype),
     )
+
+
+def add_bias(offset: Tensor, bias: KeyBias, positions: Tensor, heads: int) -> Tensor:
+    """offset (b, L) of keys at `positions` (b or 1, L) -> (b * Hk, G, L) with the bias of every
+    query head."""
+    rows, length = offset.shape
+    biases = bias.at(positions).to(offset.dtype).unflatten(0, (heads, -1))
+    total = offset[:, None, None] + biases.permute(2, 0, 1, 3)
+    return total.reshape(rows * heads, -1, length)
 
 
 def attend_keys(
@@ -330,13 +362,14 @@ def attend_keys(
     """q (b, Hq, D), k (b * Hk, L, D), v (b * Hk, L, Dv) -> (b, Hq, Dv).
 
     What a row sees is asked for in the form that is needed: `visible` (b, L) bool, or `offset` (b *
-    Hk, 1, L), 0 or -inf in the given dtype.
+    Hk, 1 or G, L), 0 or a bias or -inf in the given dtype.
     """
     rows, heads = q.shape[0], k.shape[0] // q.shape[0]
     # query heads that share a key head are its "sequence"
     grouped = q.reshape(rows * heads, -1, q.shape[-1])
-    plain = facts.cap is None and facts.sinks is None
-    if plain and q.dtype in (torch.bfloat16, torch.float16):
+    if facts.is_plain and q.dtype in (torch.bfloat16, torch.float16):
+        if facts.latent:
+            k = torch.cat([k, v], dim=-1)
         out = F.scaled_dot_product_attention(
             grouped.unflatten(0, (rows, heads)),
             k.unflatten(0, (rows, heads)),
@@ -346,7 +379,15 @@ def attend_keys(
         )
         return out.reshape(rows, -1, v.shape[-1])
     precise = torch.promote_types(q.dtype, torch.float32)
-    weights = _weights(grouped.to(precise), k.to(precise), offset(precise), facts)
+    grouped = grouped.to(precise)
+    scores = offset(precise)
+    if facts.latent:
+        # The keys continue in the values: adding a second product spares a copy of both.
+        assert facts.cap is None, "a capped score is no sum of two products"
+        latents = v.to(precise).transpose(1, 2)
+        scores = torch.baddbmm(scores, grouped[..., k.shape[-1] :], latents, alpha=facts.scale)
+        grouped = grouped[..., : k.shape[-1]]
+    weights = _weights(grouped, k.to(precise), scores, facts)
     return torch.bmm(weights.to(v.dtype), v).view(rows, -1, v.shape[-1])
 
 

@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verl.models.alibi import KeyBias
 from verl.models.attention import Facts
-from verl.rollout.embedded.attention import LayerPages, Paging, attend_keys
+from verl.rollout.embedded.attention import LayerPages, Paging, add_bias, attend_keys
 from verl.rollout.embedded.scheduler import Scheduler
 
 # Columns for tokens to come when rows get memory: so many, or half of what the longest row has,
@@ -150,7 +151,7 @@ class KeyRows:
             values,
             facts,
             visible=lambda: self._mask(1, torch.float32)[:, 0, seen] == 0,
-            offset=lambda dtype: self._mask(k.shape[0], dtype)[:, :, seen],
+            offset=lambda dtype: self._mask(k.shape[0], dtype, facts.bias)[:, :, seen],
         )
 
     def advance(self, scheduler: Scheduler, steps: int) -> Callable[[slice], None]:
@@ -283,13 +284,18 @@ class KeyRows:
                 places, axis=0
             )
 
-    def _mask(self, heads: int, dtype: torch.dtype) -> Tensor:
-        """(b * heads, 1, C): -inf before a row's first token, else 0."""
+    def _mask(self, heads: int, dtype: torch.dtype, bias: KeyBias | None = None) -> Tensor:
+        """(b * heads, 1, C): -inf before a row's first token, else 0. With a bias (b * heads, G,
+        C)."""
         key = (heads, dtype)
         if key not in self._masks:
-            before = torch.arange(self._num_columns) < torch.from_numpy(self._starts)[:, None]
+            position = torch.arange(self._num_columns) - torch.from_numpy(self._starts)[:, None]
+            before = position < 0
             mask = torch.zeros(before.shape, dtype=dtype).masked_fill_(before, float("-inf"))
-            self._masks[key] = mask.repeat_interleave(heads, dim=0)[:, None]
+            if bias is not None:
+                self._masks[key] = add_bias(mask, bias, position.clamp(min=0), heads)
+            else:
+                self._masks[key] = mask.repeat_interleave(heads, dim=0)[:, None]
         return self._masks[key]
 
 

@@ -50,6 +50,11 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
     engine of it. Needs no weights."""
     text: Any = config.get_text_config()
     family, plan = config.model_type, _plan(text)
+    if getattr(text, "kv_lora_rank", None):
+        raise ConfigError(
+            f"{SETTING}={size}: the engine cannot cut multi-head latent attention (MLA), got the "
+            f"model family '{family}'. Set {SETTING}=1."
+        )
     if not plan:
         raise ConfigError(
             f"{SETTING}={size}: transformers has no plan for cutting the model family '{family}'. "
