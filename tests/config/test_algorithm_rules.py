@@ -59,3 +59,12 @@ def test_a_loss_of_sequences_under_another_mean_is_doubtful(
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
     )
     assert "one ratio a response" not in caplog.text
+
+
+def test_sapo_by_tokens_is_doubtful(build: Load, caplog: pytest.LogCaptureFixture):
+    sapo = "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"
+    build(sapo)
+    assert "loss_mode=sapo is defined with the mean over the tokens of each" in caplog.text
+    caplog.clear()
+    build(sapo, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
+    assert "loss_mode=sapo is defined" not in caplog.text

@@ -88,6 +88,12 @@ def doubts(config: TrainConfig) -> Iterator[str]:
             f"loss_agg_mode=seq-mean-token-mean; with {actor.loss_agg_mode} long responses count "
             "more."
         )
+    if loss == "sapo" and actor.loss_agg_mode == "token-mean":
+        yield (
+            "actor.policy_loss.loss_mode=sapo is defined with the mean over the tokens of each "
+            "response (loss_agg_mode=seq-mean-token-mean); with token-mean long responses count "
+            "more."
+        )
     if config.algorithm.gdpo_reward_keys and config.algorithm.adv_estimator != "gdpo":
         yield (
             "algorithm.gdpo_reward_keys has no effect: it is read with "
