@@ -107,6 +107,13 @@ COLUMNS: dict[str, Column] = {
             "log-probs of the frozen reference",
         ),
         Column(
+            "ref_states",
+            "as computed",
+            "B R H",
+            "evaluate_policies",
+            "last hidden states of the reference, where the loss has the exact KL",
+        ),
+        Column(
             "values",
             "float32",
             "B R",

@@ -90,7 +90,12 @@ class ActorConfig:
     entropy_coeff: float = setting(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = setting(False, "add KL to the reference to the loss")
     kl_loss_coef: float = setting(0.001, "weight of that KL", at_least=0)
-    kl_loss_type: str = setting("low_var_kl", "estimator of that KL", choices=KL_ESTIMATORS)
+    kl_loss_type: str = setting(
+        "low_var_kl",
+        "estimator of that KL; with + it has the gradient of k2; full: exact, over the whole "
+        "vocabulary (the reference's hidden states travel with the batch)",
+        choices=KL_ESTIMATORS,
+    )
     use_torch_compile: bool | None = setting(
         None, "torch.compile of the decoder layers; null: on CUDA"
     )
@@ -116,3 +121,8 @@ class ActorConfig:
         False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,)
     )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether the loss compares whole distributions with the reference's."""
+        return self.use_kl_loss and self.kl_loss_type == "full"

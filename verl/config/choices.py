@@ -10,5 +10,9 @@ LOSS_AGGREGATIONS = (
 SEQUENCE_LOSSES = ("gspo", "geo_mean")  # of one ratio a response, written for seq-mean-token-mean
 ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_ESTIMATORS = (
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+    "full",
+)
 TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")

@@ -267,21 +267,14 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def kl_is_estimated_from_drawn_tokens(config: TrainConfig) -> Iterator[str]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    for key, asked in (
-        (
-            "actor_rollout_ref.actor.kl_loss_type",
-            actor.use_kl_loss and actor.kl_loss_type == "full",
-        ),
-        ("algorithm.kl_penalty", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"),
-    ):
-        if asked:
-            yield (
-                f"{key}=full needs both policies' whole distribution at every token, which is "
-                f"never kept. Set {key}=low_var_kl: it needs the drawn tokens alone and is "
-                "unbiased as well."
-            )
+def kl_in_reward_is_estimated(config: TrainConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+        yield (
+            "algorithm.kl_penalty=full needs both policies' whole distribution before the update. "
+            "Set algorithm.kl_penalty=low_var_kl, which is unbiased as well, or add the exact KL "
+            "to the loss: actor_rollout_ref.actor.use_kl_loss=True and kl_loss_type=full."
+        )
 
 
 def training_samples_vary(config: TrainConfig) -> Iterator[str]:
@@ -432,7 +425,7 @@ RULES: tuple[Rule, ...] = (
     activations_are_checkpointed,
     algorithm_has_what_it_needs,
     losses_make_sense,
-    kl_is_estimated_from_drawn_tokens,
+    kl_in_reward_is_estimated,
     training_samples_vary,
     engine_can_be_shared,
     adapters_can_be_trained,

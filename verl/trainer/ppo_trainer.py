@@ -27,6 +27,7 @@ from verl.trainer.algorithm import (
     is_corrected,
     penalised_scores,
 )
+from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
@@ -141,6 +142,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
                 device=self.device,
             )
+        connect_frozen_models(self.config, self.actor_rollout_wg, self.ref_policy_wg)
 
     # ---------------------------------------------------------------- the run
 

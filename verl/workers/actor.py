@@ -16,6 +16,7 @@ from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.memory import told_as_out_of_memory
 from verl.engine.microbatch import TokenBudget
+from verl.models.divergence import Divergence
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
@@ -27,7 +28,7 @@ from verl.single_controller import Dispatch, register, tell
 from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, ProofSchedule
 from verl.workers.losses import PolicyObjective, mismatch_of_all
-from verl.workers.reference import reference_budget
+from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
 
@@ -79,6 +80,7 @@ class ActorRolloutWorker(TrainedWorker):
         check_vocabulary(model, tokenizer)
         add_adapters(model, model_config, "actor_rollout_ref.model")
         self.objective = PolicyObjective(actor)
+        self.divergences: tuple[Divergence, ...] = ()
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=model_config.attention_kernel),
             optim=actor.optim,
@@ -194,13 +196,16 @@ class ActorRolloutWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob` (B, R), as `ReferenceWorker` tells them: with LoRA the frozen weights are
-        the reference."""
+        """`reference_columns` of the frozen weights, which are the reference with LoRA."""
         assert self.config.model.lora_rank > 0, "without adapters the first policy is gone"
-        budget = reference_budget(self.config.ref)
         with adapters_off(self.engine.hf_model):
-            answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature)
-        return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})
+            return reference_columns(self.engine, batch, self.config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add_divergence(self, asked: Divergence) -> None:
+        """Compute a divergence from a frozen model in every update, for the loss to read."""
+        head = asked.head.to(self.engine.device)
+        self.divergences = (*self.divergences, replace(asked, head=head))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(
@@ -234,6 +239,7 @@ class ActorRolloutWorker(TrainedWorker):
             ),
             temperature=self.config.rollout.temperature,
             entropy=True,
+            divergences=self.divergences,
         )
         flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
         # Of the average rank; those along the sequence axis share the work on their rows.

@@ -92,7 +92,9 @@ class PolicyObjective(Objective):
             "rollout_is_weights",
             "selected",
         ]
-        if self.config.use_kl_loss:
+        if self.config.needs_exact_kl:
+            wanted.append("ref_states")
+        elif self.config.use_kl_loss:
             wanted.append("ref_log_prob")
         if self.extra_terms:  # a user's term may read anything
             wanted += sorted(
@@ -141,7 +143,7 @@ class PolicyObjective(Objective):
         if self.entropy_coeff != 0:
             loss = loss - self.entropy_coeff * (outputs["entropy"] * weights).sum()
         if self.config.use_kl_loss:
-            kl = kl_penalty(log_probs, columns["ref_log_prob"], self.config.kl_loss_type)
+            kl = self._kl(outputs, columns)
             kl_loss = (kl * weights).sum()
             loss = loss + self.config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
@@ -152,6 +154,13 @@ class PolicyObjective(Objective):
                 raise part.must_return("a scalar", term)
             loss = loss + coef * term
         return LossOutput(loss=loss, means=means, sums=sums)
+
+    def _kl(self, outputs: Columns, columns: Columns) -> torch.Tensor:
+        """Return the KL to the reference (M,): exact, or estimated from the drawn tokens."""
+        if self.config.needs_exact_kl:
+            return outputs["ref_kl"]
+        kind = self.config.kl_loss_type
+        return kl_penalty(outputs["log_probs"], columns["ref_log_prob"], kind)
 
     def _tell_who_spoilt(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
         read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
