@@ -114,6 +114,20 @@ COLUMNS: dict[str, Column] = {
             "last hidden states of the reference, where the loss has the exact KL",
         ),
         Column(
+            "teacher_log_prob",
+            "float32",
+            "B R",
+            "evaluate_policies",
+            "log-probs of the teacher of distillation",
+        ),
+        Column(
+            "teacher_states",
+            "as computed",
+            "B R H",
+            "evaluate_policies",
+            "last hidden states of the teacher, for a divergence over the whole vocabulary",
+        ),
+        Column(
             "values",
             "float32",
             "B R",

@@ -15,4 +15,7 @@ KL_ESTIMATORS = (
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
     "full",
 )
+# Over the whole vocabulary, by `verl.algorithms.divergences`.
+EXACT_DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+DISTILLATION_LOSSES = (*EXACT_DIVERGENCES, *(kind for kind in KL_ESTIMATORS if kind != "full"))
 TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")

@@ -11,6 +11,7 @@ ROLES = {
     "critic": "critic",
     "reference": "reference",
     "reward_model": "reward_model",
+    "teacher": "teacher",
 }
 
 
@@ -40,6 +41,7 @@ def _active(config: TrainConfig) -> list[str]:
         "critic": config.needs_critic,
         "reference": has_reference,
         "reward_model": config.reward_model.enable,
+        "teacher": config.distillation.enabled,
     }
     return [role for role, is_there in has.items() if is_there]
 

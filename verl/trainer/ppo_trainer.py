@@ -22,6 +22,7 @@ from verl.trainer.algorithm import (
     algorithm_in_words,
     chosen_samples,
     corrected_rollout,
+    distilled,
     entropy_controller,
     estimated,
     is_corrected,
@@ -35,7 +36,13 @@ from verl.trainer.validation import validation_metrics
 from verl.utils.errors import RewardError
 from verl.utils.logging import logger
 from verl.utils.user_parts import is_our_own
-from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+from verl.workers import (
+    ActorRolloutWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    TeacherWorker,
+)
 
 
 class PPOTrainer(TrainingRun[TrainConfig]):
@@ -61,6 +68,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     critic_wg: Any
     ref_policy_wg: Any
     rm_wg: Any
+    teacher_wg: Any
 
     def __init__(
         self,
@@ -83,7 +91,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
-        self.reward_fn = reward_fn or setup.build_reward(config, self.tokenizer, num_examine=0)
+        self.reward_fn = reward_fn or setup.training_reward(config, self.tokenizer)
         self.val_reward_fn = val_reward_fn or setup.build_reward(
             config, self.tokenizer, num_examine=1
         )
@@ -115,7 +123,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             device=self.device,
             tokenizer=self.tokenizer,
         )
-        self.critic_wg = self.ref_policy_wg = self.rm_wg = None
+        self.critic_wg = self.ref_policy_wg = self.rm_wg = self.teacher_wg = None
         if self.config.needs_critic:
             self.critic_wg = self.start_role(
                 "critic",
@@ -142,7 +150,18 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
                 device=self.device,
             )
-        connect_frozen_models(self.config, self.actor_rollout_wg, self.ref_policy_wg)
+        if self.config.distillation.enabled:
+            self.teacher_wg = self.start_role(
+                "teacher",
+                TeacherWorker,
+                self.config.distillation,
+                roles,
+                tokenizer=self.tokenizer,
+                device=self.device,
+            )
+        connect_frozen_models(
+            self.config, self.actor_rollout_wg, self.ref_policy_wg, self.teacher_wg
+        )
 
     # ---------------------------------------------------------------- the run
 
@@ -288,6 +307,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             passes["old_log_prob"] = self.actor_rollout_wg.compute_log_prob
         if self.ref_policy_wg is not None:
             passes["ref"] = self.ref_policy_wg.compute_ref_log_prob
+        if self.teacher_wg is not None:
+            passes["teacher"] = self.teacher_wg.compute_teacher_log_prob
         if self.critic_wg is not None:
             passes["values"] = self.critic_wg.compute_values
         return {name: start(batch, blocking=False) for name, start in passes.items()}
@@ -307,7 +328,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         reads_before = (
             self.reads_old_log_probs
-            or self.config.algorithm.use_kl_in_reward
+            or self.config.advantages_read_old_log_probs
             or is_corrected(self.config)
         )
         phases = ("fit", "run_step", "step", "estimate_advantages", "update")
@@ -322,7 +343,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         self.metrics.update(metrics)
         inputs = advantage_inputs(batch, self.config)
-        columns["advantages"], columns["returns"] = estimated(self.estimator, self.config, inputs)
+        advantages, columns["returns"] = estimated(self.estimator, self.config, inputs)
+        columns["advantages"], metrics = distilled(advantages, batch, self.config)
+        self.metrics.update(metrics)
         return batch
 
     def update(self, batch: DataProto) -> None:

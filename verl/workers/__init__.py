@@ -4,5 +4,12 @@ from verl.workers.actor import ActorRolloutWorker
 from verl.workers.critic import CriticWorker
 from verl.workers.reference import ReferenceWorker
 from verl.workers.reward_model import RewardModelWorker
+from verl.workers.teacher import TeacherWorker
 
-__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker"]
+__all__ = [
+    "ActorRolloutWorker",
+    "CriticWorker",
+    "ReferenceWorker",
+    "RewardModelWorker",
+    "TeacherWorker",
+]

@@ -27,7 +27,7 @@ from verl.rollout.types import Request, SamplingParams
 from verl.single_controller import Dispatch, register, tell
 from verl.utils.imports import import_user_code
 from verl.weight_sync import DirectSender, ProofSchedule
-from verl.workers.losses import PolicyObjective, mismatch_of_all
+from verl.workers.losses import DistillationTerm, PolicyObjective, mismatch_of_all
 from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -206,6 +206,11 @@ class ActorRolloutWorker(TrainedWorker):
         """Compute a divergence from a frozen model in every update, for the loss to read."""
         head = asked.head.to(self.engine.device)
         self.divergences = (*self.divergences, replace(asked, head=head))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def distill(self, term: DistillationTerm) -> None:
+        """Add a divergence from a teacher to the loss."""
+        self.objective.distillation = term
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(
