@@ -17,7 +17,7 @@ class PolicyLossConfig:
         "vanilla",
         (
             "registered policy loss: vanilla (PPO's, dual clip), gspo, cispo, sapo, gpg, clip_cov, "
-            "kl_cov, geo_mean, dppo"
+            "kl_cov, geo_mean, dppo, dppo_tv, dppo_kl, dro"
         ),
     )
     clip_cov_ratio: float = setting(
@@ -35,8 +35,14 @@ class PolicyLossConfig:
     tau_neg: float = setting(1.05, "sapo: steepness of the gate where it is negative", above=0)
     dppo_divergence: str = setting("tv", "dppo: total variation or KL", choices=("tv", "kl"))
     dppo_threshold: float = setting(
-        0.15, "dppo: divergence beyond which a token moves no further; kl: 0.05", at_least=0
+        0.15,
+        "dppo, dppo_tv: divergence beyond which a token moves no further; kl: 0.05",
+        at_least=0,
     )
+    dppo_kl_threshold: float = setting(
+        0.05, "dppo_kl: divergence beyond which a token moves no further", at_least=0
+    )
+    dro_beta: float = setting(0.05, "dro: weight of the squared log ratio", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
