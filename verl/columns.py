@@ -100,6 +100,13 @@ COLUMNS: dict[str, Column] = {
             "entropy of the policy at each response token",
         ),
         Column(
+            "sum_pi_squared",
+            "float32",
+            "B R",
+            "evaluate_policies",
+            "sum of squared probabilities at each token (optimal_token_baseline)",
+        ),
+        Column(
             "ref_log_prob",
             "float32",
             "B R",

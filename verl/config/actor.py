@@ -126,6 +126,12 @@ class ActorConfig:
     entropy_checkpointing: bool = setting(
         False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,)
     )
+    calculate_sum_pi_squared: bool = setting(
+        False,
+        "sum of squared probabilities at each token",
+        no_effect="computed where the advantage estimator reads it",
+        also=(True,),
+    )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
     @property

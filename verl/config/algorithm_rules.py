@@ -13,6 +13,7 @@ COMPARES_RESPONSES = (
     "gpg",
     "gdpo",
     "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
 )
 
 
@@ -98,7 +99,21 @@ def teacher_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
         )
 
 
-RULES = (groups_can_be_compared, rollout_is_corrected_once, teacher_has_what_it_needs)
+def baseline_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
+    if config.needs_sum_pi_squared and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "algorithm.adv_estimator=optimal_token_baseline reads the policy's distributions in "
+            "the pass for old log-probs, which algorithm.rollout_correction.bypass_mode=True "
+            "leaves out. Set bypass_mode=False."
+        )
+
+
+RULES = (
+    groups_can_be_compared,
+    rollout_is_corrected_once,
+    teacher_has_what_it_needs,
+    baseline_has_what_it_needs,
+)
 
 
 def doubts(config: TrainConfig) -> Iterator[str]:

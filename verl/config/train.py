@@ -40,4 +40,13 @@ class TrainConfig:
     @property
     def advantages_read_old_log_probs(self) -> bool:
         """Whether the log-probs before the update are read ahead of it."""
-        return self.algorithm.use_kl_in_reward or self.distillation.is_reward
+        return (
+            self.algorithm.use_kl_in_reward
+            or self.distillation.is_reward
+            or self.needs_sum_pi_squared
+        )
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether the advantages read the sum of squared probabilities at each token."""
+        return self.algorithm.adv_estimator == "optimal_token_baseline"

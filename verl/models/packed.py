@@ -224,11 +224,15 @@ class PackedCausalLM(nn.Module):
         temperature: float = 1.0,
         entropy: bool = False,
         states: bool = False,
+        sum_pi_squared: bool = False,
         divergences: Sequence[Divergence] = (),
     ) -> dict[str, Tensor]:
         """`log_probs` (M,) of log_softmax(logits / temperature) over the whole vocabulary, fp32
         (float64 if the model is), and if asked for `entropy` (M,) in nats of the same distribution
         and `states` (M, H), the last hidden states that predict.
+
+        `sum_pi_squared` (M,), if asked for, is the sum of squared probabilities over the
+        vocabulary: exp(2 log_prob - log_prob at half the temperature) of any token.
 
         `divergences`: those whose states the batch carries, (M,) each under their names.
         """
@@ -249,6 +253,16 @@ class PackedCausalLM(nn.Module):
             outputs["entropy"] = entropies
         if states:
             outputs["states"] = hidden
+        if sum_pi_squared:
+            sharper, _ = token_log_probs(
+                hidden,
+                linear.weight,
+                batch.targets,
+                bias=linear.bias,
+                head=self.head,
+                temperature=temperature / 2,
+            )
+            outputs["sum_pi_squared"] = (2 * log_probs - sharper).exp()
         for asked in divergences:
             if asked.states not in batch.states:
                 continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
         passes: dict[str, Callable[..., GroupFuture]] = {}
         if self.needs_old_log_probs():
-            passes["old_log_prob"] = self.actor_rollout_wg.compute_log_prob
+            compute = self.actor_rollout_wg.compute_log_prob
+            if self.config.needs_sum_pi_squared:
+                compute = partial(compute, sum_pi_squared=True)
+            passes["old_log_prob"] = compute
         if self.ref_policy_wg is not None:
             passes["ref"] = self.ref_policy_wg.compute_ref_log_prob
         if self.teacher_wg is not None:

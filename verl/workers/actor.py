@@ -175,17 +175,24 @@ class ActorRolloutWorker(TrainedWorker):
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (B, R) of the current weights."""
+    def compute_log_prob(self, batch: DataProto, sum_pi_squared: bool = False) -> DataProto:
+        """Compute `old_log_probs` and `entropys` (B, R) of the current weights, and
+        `sum_pi_squared` (B, R) if asked for."""
         budget = TokenBudget(
             *log_prob_micro_batch(self.config.rollout),
             key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
             phase="the pass for old log-probs",
         )
         answer = self.engine.infer(
-            batch, budget, temperature=self.config.rollout.temperature, entropy=True
+            batch,
+            budget,
+            temperature=self.config.rollout.temperature,
+            entropy=True,
+            sum_pi_squared=sum_pi_squared,
         )
         columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
+        if sum_pi_squared:
+            columns["sum_pi_squared"] = answer["sum_pi_squared"]
         metrics: dict[str, float] = {}
         if "rollout_log_probs" in batch.batch.keys():
             mask = batch.batch["response_mask"]
