@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.workers import ActorRolloutWorker
+from verl.workers import ActorWorker, RolloutWorker
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill -9": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -45,4 +45,5 @@ def with_fault(method: Any) -> Any:
 
 name = os.environ.get("FAULT_METHOD")
 if name:
-    setattr(ActorRolloutWorker, name, with_fault(getattr(ActorRolloutWorker, name)))
+    worker = ActorWorker if hasattr(ActorWorker, name) else RolloutWorker
+    setattr(worker, name, with_fault(getattr(worker, name)))

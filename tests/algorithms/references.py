@@ -20,6 +20,8 @@ SETTINGS = {
     "tau_neg": 1.5,
     "dppo_divergence": "tv",
     "dppo_threshold": 0.05,
+    "dppo_kl_threshold": 0.02,
+    "dro_beta": 0.3,
 }
 LOW, HIGH, C = 0.2, 0.28, 3.0
 
@@ -173,6 +175,25 @@ def _dppo(new, old, advantages, selected):
     return losses
 
 
+def _dppo_kl(new, old, advantages, selected):
+    losses = []
+    for n, o, a in zip(new, old, advantages):
+        r, p, q = torch.exp(n - o), math.exp(n.item()), math.exp(o.item())
+        rest = (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 else 0.0
+        far = q * math.log(q / p) + rest > SETTINGS["dppo_kl_threshold"]
+        away = (a > 0 and r > 1) or (a < 0 and r < 1)
+        losses.append(0.0 * n if far and away else -r * a)
+    return losses
+
+
+def _dro(new, old, advantages, selected):
+    """(A - beta log r)^2 / (2 beta) less A^2 / (2 beta) and A log pi_old."""
+    beta, losses = SETTINGS["dro_beta"], []
+    for n, o, a in zip(new, old, advantages):
+        losses.append(((a - beta * (n - o)) ** 2 - a**2) / (2 * beta) - a * o)
+    return losses
+
+
 def _gspo(new, old, advantages, selected):
     s = torch.exp(sum(n - o for n, o in zip(new, old)) / len(new))
     return [-torch.minimum(s * a, _clip(s, 1 - LOW, 1 + HIGH) * a) for a in advantages]
@@ -208,6 +229,9 @@ LOSSES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "cispo": _cispo,
     "sapo": _sapo,
     "dppo": _dppo,
+    "dppo_tv": _dppo,
+    "dppo_kl": _dppo_kl,
+    "dro": _dro,
     "gspo": _gspo,
     "geo_mean": _geo_mean,
     "clip_cov": _clip_cov,

@@ -34,7 +34,11 @@ def inputs_of(seed: int, groups: list[int], width: int, *, coarse: bool = False)
         values=values,
         gamma=0.9,
         lam=0.8,
-        columns={"reward_baselines": torch.randn(rows, generator=generator, dtype=torch.float64)},
+        columns={
+            "reward_baselines": torch.randn(rows, generator=generator, dtype=torch.float64),
+            "old_log_probs": -1 - values.abs(),
+            "sum_pi_squared": values.abs().clamp(0.2, 1.0),
+        },
     )
 
 
@@ -146,7 +150,10 @@ def test_padding_gaps_order_and_group_names_change_nothing(name, seed, groups, g
         response_mask=widen(inputs.response_mask, places, 0)[order],
         values=widen(inputs.values, places, float("nan"))[order],
         group=7 - torch.tensor(groups)[order],
-        columns={"reward_baselines": inputs.columns["reward_baselines"][order]},
+        columns={
+            name: column[order] if column.ndim == 1 else widen(column, places, float("nan"))[order]
+            for name, column in inputs.columns.items()
+        },
     )
     for one, other in zip(estimator(inputs), estimator(wide)):
         torch.testing.assert_close(other[:, places], one[order], rtol=1e-8, atol=1e-8)
@@ -166,7 +173,11 @@ def test_degenerate_batches_are_finite(name):
             mask,
             group=torch.zeros(rows, dtype=torch.int64),
             values=torch.zeros(rows, width),
-            columns={"reward_baselines": torch.zeros(rows)},
+            columns={
+                "reward_baselines": torch.zeros(rows),
+                "old_log_probs": torch.zeros(rows, width),
+                "sum_pi_squared": torch.ones(rows, width),
+            },
         )
         for column in estimator(inputs):
             assert column.shape == mask.shape
@@ -198,3 +209,46 @@ def test_a_missing_group_is_told(name):
 def test_a_missing_greedy_score_is_told():
     with pytest.raises(ConfigError, match="ReMaxTrainer"):
         advantage_estimators.get("remax")(AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1)))
+
+
+@few
+@given(seeds, groupings, st.integers(1, 5))
+def test_the_optimal_token_baseline_weighs_by_realized_energy(seed, groups, width):
+    """Against sums over tokens and responses, with the gradient's norm taken by autograd."""
+    inputs, rows = inputs_of(seed, groups, width), len(groups)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, width, 5, generator=generator, dtype=torch.float64)
+    drawn = torch.randint(0, 5, (rows, width), generator=generator)
+    log_probs = logits.log_softmax(-1)
+    columns = {
+        "old_log_probs": log_probs.gather(-1, drawn[..., None]).squeeze(-1),
+        "sum_pi_squared": log_probs.exp().square().sum(-1),
+    }
+    found, _ = advantage_estimators.get("optimal_token_baseline")(inputs._replace(columns=columns))
+
+    own, rewards = inputs.response_mask.bool(), inputs.token_level_rewards
+    energy, to_go = torch.zeros(rows, width).double(), torch.zeros(rows, width).double()
+    for row in range(rows):
+        total = 0.0
+        for t in range(width):
+            to_go[row, t] = rewards[row, t:].sum()
+            if own[row, t]:
+                y = logits[row, t].clone().requires_grad_()
+                (slope,) = torch.autograd.grad(y.log_softmax(-1)[drawn[row, t]], y)
+                total += slope.square().sum().item()
+                energy[row, t] = total
+    for row in range(rows):
+        for t in range(width):
+            members = [i for i in range(rows) if groups[i] == groups[row] and own[i, t]]
+            if not own[row, t]:
+                assert found[row, t] == 0
+                continue
+            weight = sum(energy[i, t].item() for i in members)
+            baseline = sum((energy[i, t] * to_go[i, t]).item() for i in members) / weight
+            assert found[row, t].item() == pytest.approx(to_go[row, t].item() - baseline, abs=1e-8)
+
+
+def test_the_optimal_token_baseline_names_what_it_misses():
+    inputs = inputs_of(0, [0, 0], 2)._replace(columns={})
+    with pytest.raises(ConfigError, match=r"\['old_log_probs', 'sum_pi_squared'\].*bypass_mode"):
+        advantage_estimators.get("optimal_token_baseline")(inputs)

@@ -159,6 +159,20 @@ def test_the_first_update_is_a_policy_gradient(name):
 # ---------------------------------------------------------------- what single losses promise
 
 
+def test_the_penalty_of_kl_cov_has_no_gradient_at_its_kink():
+    """log r of rounding size, of either sign, gives the gradient of r = 1."""
+    drift = torch.tensor([1e-6, -1e-6, 9e-5, 2e-4, -2e-4], dtype=torch.float64)
+    old, weights = torch.full_like(drift, -1.0), torch.ones_like(drift)
+    new = (old + drift).requires_grad_()
+    inputs = PolicyLossInputs(
+        new, old, 0 * drift, weights, torch.zeros(5, dtype=torch.int64), selected=weights
+    )
+    policy_losses.get("kl_cov")(inputs, **SETTINGS).loss.backward()
+    coef = SETTINGS["ppo_kl_coef"]
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.0, 0.0, 0.0, coef, -coef])
+
+
 def test_gspo_by_tokens_is_gspo_by_sequences():
     """Eq. (5): the loss of whole sequences, differentiated as such."""
     batch = MiniBatch(5, 4, 6)

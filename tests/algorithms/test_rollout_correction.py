@@ -113,7 +113,7 @@ def test_pf_ppo_draws_the_extremes():
     scores = torch.tensor([-2.0, 0.0, 1.0, 3.0])
     assert pf_ppo_weights(scores, "pow", 2.0).tolist() == [4.0, 0.0, 1.0, 9.0]
     assert pf_ppo_weights(scores, "max_min").tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert pf_ppo_weights(scores, "max_random").tolist() == pytest.approx([0.4, 0.4, 0.4, 1.0])
+    assert pf_ppo_weights(scores, "max_random").tolist() == pytest.approx([0.1, 0.1, 0.1, 0.4])
     assert pf_ppo_weights(torch.zeros(3), "pow").tolist() == [1.0, 1.0, 1.0]
     with pytest.raises(ConfigError, match="'best'"):
         pf_ppo_weights(scores, "best")

@@ -37,6 +37,13 @@ class OwnActor(ActorRolloutRefWorker):
         OwnActor.started += 1
 
 
+class OwnGenerator(ActorRolloutRefWorker):
+    """A recipe's worker that changes how responses are drawn."""
+
+    def generate_sequences(self, prompts):
+        return prompts
+
+
 def one_score(data, return_dict=False):
     scores = data.batch["responses"].float() * 0
     scores[:, 0] = 1.0
@@ -75,7 +82,8 @@ def test_a_recipes_call_trains(tmp_path):
     [
         ({"processor": object()}, "Images are not in this version"),
         ({"collate_fn": list}, "__getitem__"),
-        ({"role_worker_mapping": {Role.Actor: OwnActor}}, "'Actor' is not in this version"),
+        ({"role_worker_mapping": {"Judge": OwnActor}}, "'Judge' is not in this version"),
+        ({"role_worker_mapping": {Role.ActorRollout: OwnGenerator}}, "verl.workers.RolloutWorker"),
         ({"role_worker_mapping": {Role.Critic: OwnActor}}, "verl.workers.CriticWorker"),
         ({"device_name": "cuda"}, "contradicts trainer.device=cpu"),
         (

@@ -138,6 +138,18 @@ def test_other_estimators_by_verls_signature():
     torch.testing.assert_close(scaled, advantage_estimators.get("gpg")(inputs)[0] * 1.5)
 
 
+@pytest.mark.parametrize("section", [dict, SimpleNamespace])
+def test_the_section_says_whether_passk_divides_by_std(section):
+    rewards = random_columns(9, 6, 7, 1)[0]
+    estimator = get_adv_estimator_fn("grpo_passk")
+    plain, _ = estimator(rewards, MASK, index=UIDS, norm_adv_by_std_in_grpo=False)
+    divided, _ = estimator(rewards, MASK, index=UIDS)
+    assert not torch.equal(plain, divided)
+    for asked, expected in ((False, plain), (True, divided)):
+        config = section(norm_adv_by_std_in_grpo=asked)
+        assert torch.equal(estimator(rewards, MASK, index=UIDS, config=config)[0], expected)
+
+
 def test_the_registries_are_dictionaries():
     assert set(LOSSES) <= set(POLICY_LOSS_REGISTRY)
     assert set(ADVANTAGES) | {"gae", "remax"} <= set(ADV_ESTIMATOR_REGISTRY)

@@ -59,3 +59,44 @@ def test_a_loss_of_sequences_under_another_mean_is_doubtful(
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
     )
     assert "one ratio a response" not in caplog.text
+
+
+def test_sapo_by_tokens_is_doubtful(build: Load, caplog: pytest.LogCaptureFixture):
+    sapo = "actor_rollout_ref.actor.policy_loss.loss_mode=sapo"
+    build(sapo)
+    assert "loss_mode=sapo is defined with the mean over the tokens of each" in caplog.text
+    caplog.clear()
+    build(sapo, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
+    assert "loss_mode=sapo is defined" not in caplog.text
+
+
+TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "needs a teacher"),
+        ([TEACHER, "loss_mode=jsd", "jsd_beta=1"], "jsd_beta must be below 1.*reverse_kl"),
+        ([TEACHER, "loss_mode=jsd", "use_policy_gradient=True"], "over the whole vocabulary"),
+        ([TEACHER, "loss_mode=forward_kl_topk"], "unknown value 'forward_kl_topk'.*forward_kl"),
+    ],
+)
+def test_distillation_has_what_it_needs(build: Load, overrides: list[str], message: str):
+    section = "distillation.distillation_loss."
+    full = [each if each == TEACHER else section + each for each in overrides]
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        build("distillation.enabled=True", "actor_rollout_ref.rollout.n=4", *full)
+
+
+def test_a_loss_without_expected_gradient_is_doubtful(
+    build: Load, caplog: pytest.LogCaptureFixture
+):
+    loss = "distillation.distillation_loss"
+    distilling = ["distillation.enabled=True", TEACHER, f"{loss}.loss_mode=k1"]
+    build(*distilling)
+    assert "loss_mode=k1 has an expected gradient of 0" in caplog.text
+    caplog.clear()
+    config = build(*distilling, f"{loss}.use_policy_gradient=True")
+    assert "expected gradient of 0" not in caplog.text
+    assert config.advantages_read_old_log_probs

@@ -62,10 +62,6 @@ CORRECTION = "algorithm.rollout_correction"
         (f"{ACTOR}.policy_loss.clip_cov_lb=9", "clip_cov_lb must not exceed"),
         (f"{ACTOR}.kl_loss_type=k4", "kl_loss_type: unknown value 'k4'.*Nearest known"),
         (
-            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=full",
-            "kl_loss_type=full needs.*low_var_kl",
-        ),
-        (
             "algorithm.use_kl_in_reward=True algorithm.kl_penalty=full",
             "algorithm.kl_penalty=full needs.*low_var_kl",
         ),

@@ -22,7 +22,13 @@ from verl.engine.microbatch import TokenBudget
 from verl.models.packed import PackedRewardModel
 from verl.utils.errors import ConfigError, ModelError
 from verl.utils.units import GIB
-from verl.workers import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+from verl.workers import (
+    ActorWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    TeacherWorker,
+)
 
 PPO = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True")
 SCORER = Qwen2Config(
@@ -383,3 +389,66 @@ def test_old_log_probs_with_rollout_correction(tmp_path: Path):
     assert "old log-probs" not in phases(
         f"{correction}.bypass_mode=True", "actor_rollout_ref.actor.ppo_epochs=2"
     )
+
+
+def test_the_teacher_has_its_own_passes_and_its_head_is_with_the_actor(tmp_path: Path):
+    """A 7B student and an 8B teacher of exact divergence, on all ranks and on two of its own."""
+    LLAMA_8B.save_pretrained(tmp_path / "teacher")
+    distilling = [
+        "distillation.enabled=True",
+        f"distillation.teacher_models.teacher_model.model_path={tmp_path / 'teacher'}",
+        "distillation.distillation_loss.loss_mode=reverse_kl",
+        "data.train_batch_size=240",
+    ]
+    plain = plan_memory(make_config(tmp_path / "plain", QWEN_7B, distilling[-1]), 141)
+    shared = plan_memory(make_config(tmp_path / "shared", QWEN_7B, *distilling), 141)
+    apart = plan_memory(
+        make_config(tmp_path / "apart", QWEN_7B, *distilling, "trainer.placement.teacher=[6,7]"),
+        141,
+    )
+
+    numel = shared.roles["teacher"].footprint.shape.numel
+    assert numel == pytest.approx(8.03e9, rel=0.001)
+    assert shared.roles["teacher"].footprint.parameters == pytest.approx(2 * numel / 8, rel=0.001)
+    assert apart.roles["teacher"].footprint.parameters == pytest.approx(2 * numel / 2, rel=0.001)
+    assert shared.roles["teacher"].footprint.moments == 0
+
+    head = 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    for plan in (shared, apart):
+        update = phase_of(plan, "actor", "actor update")
+        assert update.device["head of the teacher"] == head
+        assert update.device["divergence from the teacher"] > 2 * 4096 * update.passes.predictions
+        assert "head of the teacher" in phase_of(plan, "actor", "rollout").device
+    passes = phase_of(apart, "teacher", "teacher log-probs")
+    assert "head of the teacher" not in passes.device
+    assert "actor parameters" not in passes.device
+    assert "actor parameters" in phase_of(shared, "teacher", "teacher log-probs").device
+    assert "head of the teacher" not in phase_of(plain, "actor", "actor update").device
+
+    sampled = [*distilling, "distillation.distillation_loss.loss_mode=k3"]
+    estimated = plan_memory(make_config(tmp_path / "sampled", QWEN_7B, *sampled), 141)
+    assert "head of the teacher" not in phase_of(estimated, "actor", "actor update").device
+
+
+def test_the_planned_teacher_is_the_workers(tmp_path: Path):
+    save_tiny(tmp_path / "actor", "llama")
+    save_tiny(tmp_path / "teacher", "qwen2", hidden_size=48)
+    config = make_config(
+        tmp_path / "unused",
+        QWEN_7B,
+        f"actor_rollout_ref.model.path={tmp_path / 'actor'}",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=null",
+        "data.train_batch_size=4",
+        "distillation.enabled=True",
+        f"distillation.teacher_models.teacher_model.model_path={tmp_path / 'teacher'}",
+    )
+    worker = TeacherWorker(
+        config.distillation,
+        config.actor_rollout_ref,
+        tokenizer=tiny_tokenizer(),
+        device=torch.device("cpu"),
+    )
+    planned = plan_memory(config).roles["teacher"]
+    assert planned.footprint.shape == worker.engine.footprint.shape
+    assert planned.footprint.setup == worker.engine.footprint.setup

@@ -118,3 +118,12 @@ def test_laying_out_blocks_and_restoring_them_is_the_identity(lengths: list[int]
         assert torch.equal(keys, index)
         owners = sequence[index].view(rows, length)
         assert bool((owners == owners[:, :1]).all())  # padding is of the same sequence
+
+
+def test_the_sum_of_squared_probabilities_is_that_of_the_logits() -> None:
+    model = tiny_model("gemma2")
+    ids = [5, 6, 7, 8]
+    expected = (model(torch.tensor([ids])).logits[0, :-1] / 0.7).softmax(-1).square().sum(-1)
+    batch = PackedBatch.from_sequences([ids])
+    outputs = PackedCausalLM(model)(batch, temperature=0.7, sum_pi_squared=True)
+    torch.testing.assert_close(outputs["sum_pi_squared"], expected, rtol=1e-3, atol=1e-5)

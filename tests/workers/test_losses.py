@@ -10,7 +10,7 @@ from verl.algorithms.policy_losses import extra_losses
 from verl.config import ActorConfig, ExtraLossConfig, PolicyLossConfig
 from verl.distributed.collectives import Axis
 from verl.protocol import DataProto
-from verl.workers.losses import PolicyObjective, ValueObjective, token_noise
+from verl.workers.losses import DistillationTerm, PolicyObjective, ValueObjective, token_noise
 
 
 @extra_losses.register("test_sum_of_returns")
@@ -49,6 +49,26 @@ def test_the_terms_add_up():
     torch.testing.assert_close(everything.sums["actor/kl_loss"], kl.detach())
     torch.testing.assert_close(everything.sums["actor/pg_loss"], plain.loss.detach())
     assert {"actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy"} <= set(everything.means)
+
+
+@pytest.mark.parametrize("kind", ["k3", "reverse_kl"])
+def test_distillation_is_added_with_its_coefficient_or_stands_alone(kind):
+    outputs, columns, sequence = packed()
+    outputs["teacher_divergence"] = 0.3 * outputs["log_probs"].square()
+    columns["teacher_log_prob"] = columns["ref_log_prob"]
+    plain = PolicyObjective(ActorConfig())(outputs, columns, sequence).loss
+    distance = {
+        "k3": kl_penalty(outputs["log_probs"], columns["teacher_log_prob"], "k3").mean(),
+        "reverse_kl": outputs["teacher_divergence"].mean(),
+    }[kind]
+    objective = PolicyObjective(ActorConfig())
+    for is_whole_loss, expected in ((False, plain + 0.7 * distance), (True, 0.7 * distance)):
+        objective.distillation = DistillationTerm(kind=kind, coef=0.7, is_whole_loss=is_whole_loss)
+        result = objective(outputs, columns, sequence)
+        torch.testing.assert_close(result.loss, expected)
+        torch.testing.assert_close(result.sums["actor/distillation_loss"], distance.detach())
+    wanted = objective.columns({"advantages", "teacher_log_prob", "teacher_states"})
+    assert ("teacher_states" in wanted) == (kind == "reverse_kl")
 
 
 def test_the_ratio_is_taken_against_old_log_probs():

@@ -28,6 +28,8 @@ from verl.algorithms.policy_losses import (
     weighted,
 )
 
+KINK_WIDTH = 1e-4  # of log r: rounding of two passes in fp32 stays below it
+
 
 def covariances(
     log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"]
@@ -104,13 +106,15 @@ def clip_cov(
 def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float, **_: Any) -> PolicyLossOutput:
     """KL-Cov: L = -r A, with the penalty ppo_kl_coef |log r| on the selected tokens, and no clip.
 
-    |log r| has its kink at r = 1: where old log-probs come from a pass of their own, the penalty's sign in the first
-    update after it is rounding.
+    |log r| has its kink at r = 1. Where old log-probs come from a pass of their own, the sign of
+    log r before the first update is rounding, which differs with the number of ranks. So the
+    penalty has no gradient where |log r| < 1e-4.
     """
     log_ratio, selected = inputs.log_ratio(), _selected(inputs)
-    losses = -inputs.advantages * log_ratio.exp() + torch.where(
-        selected, ppo_kl_coef * log_ratio.abs(), 0.0
-    )
+    distance = log_ratio.abs()
+    distance = torch.where(distance < KINK_WIDTH, distance.detach(), distance)
+    penalty = torch.where(selected, ppo_kl_coef * distance, 0.0)
+    losses = -inputs.advantages * log_ratio.exp() + penalty
     return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, selected))
 
 

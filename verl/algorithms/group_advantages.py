@@ -198,6 +198,44 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
     return whitened, whitened.clone()
 
 
+@advantage_estimators.register("optimal_token_baseline")
+@formula("G_t - sum of W_t G_t / sum of W_t over the group, W_t = sum to t of |grad_y log pi|^2")
+def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
+    """Optimal token baseline, Li et al. 2026 (arXiv:2602.07078), with the logit-gradient proxy.
+
+        A_it = G_it - sum_j W_jt G_jt / sum_j W_jt,    G_it = r_it + r_i,t+1 + ...
+        W_it = sum over s <= t of (1 - 2 pi_is + sum_v pi_is(v)^2)
+
+    over the responses j of the prompt that have a token t. The bracket is the squared norm of the
+    gradient of log pi by the logits. Reads the columns `old_log_probs` and `sum_pi_squared`.
+    """
+    _, group = _scores_and_group(inputs, "optimal_token_baseline")
+    missing = [
+        name for name in ("old_log_probs", "sum_pi_squared") if inputs.columns.get(name) is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"adv_estimator=optimal_token_baseline needs the columns {missing} of the pass for old "
+            "log-probs, which bypass_mode=True leaves out. Set bypass_mode=False."
+        )
+    own = inputs.response_mask.bool()
+    rewards = inputs.token_level_rewards.double()
+    to_go = rewards.flip(-1).cumsum(-1).flip(-1)
+
+    chosen = inputs.columns["old_log_probs"].double().exp()
+    energy = 1 - 2 * chosen + inputs.columns["sum_pi_squared"].double()
+    weights = torch.where(own, energy.clamp(min=0), 0.0).cumsum(-1)
+    weights = torch.where(own, weights, 0.0)
+
+    _, slot = torch.unique(group, return_inverse=True)
+    zero = torch.zeros_like(weights)
+    total = zero.index_add(0, slot, weights)[slot]
+    weighted = zero.index_add(0, slot, weights * to_go)[slot]
+    baseline = weighted / total.clamp(min=1e-8)
+    tokens = torch.where(own, to_go - baseline, 0.0).to(inputs.token_level_rewards.dtype)
+    return tokens, tokens.clone()
+
+
 @advantage_estimators.register("gdpo")
 @formula(
     "sum over kinds of reward of w (r - mean of the group) / (std of the group + 1e-6); whitened "

@@ -11,7 +11,11 @@ from verl.utils.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far beyond every clip range, and finite in every dtype
 MAX_K3 = 10.0
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_KINDS = (
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+    "full",
+)
 
 
 def kl_penalty(
@@ -24,24 +28,29 @@ def kl_penalty(
     """Estimates of KL(policy || reference) from tokens that the policy drew, after Schulman 2020
     ("Approximating KL divergence"). With d = log pi(token) - log ref(token):
 
-        kl, k1          d                      unbiased, may be negative
+        kl, k1          d                unbiased, may be negative
         abs             |d|
-        mse, k2 d^2 / 2 biased, low variance low_var_kl, k3 exp(-d) - 1 + d unbiased, never
-        negative; |d| cut at 20, the value at 10 full the sum over the vocabulary, which the caller
-        gives as `exact`
+        mse, k2         d^2 / 2          biased, low variance
+        low_var_kl, k3  exp(-d) - 1 + d  unbiased, never negative; |d| cut at 20, the value at 10
+        k1+, k3+, ...   value of the estimator before the +, gradient of k2 (straight-through)
+        full            the sum over the vocabulary, which the caller gives as `exact`
 
     As a loss (differentiated through `log_probs`) k1 has an expected gradient of 0 on the policy's
-    own tokens; use k2, whose expected gradient is that of the KL, or k3. A token whose k3 is cut
-    has no gradient.
+    own tokens. The expected gradient of k2, and so of every form with +, is that of the KL. A token
+    whose k3 is cut has no gradient.
     """
     if kind == "full":
         if exact is None:
             raise ConfigError(
-                "KL estimator 'full' needs both policies' whole distribution at every token, which "
-                "is never kept. Use low_var_kl (k3): it needs the drawn tokens alone and is "
-                "unbiased as well."
+                "KL estimator 'full' needs both policies' whole distribution at every token, and "
+                "got the drawn tokens alone. Use low_var_kl (k3) here, which is unbiased as well; "
+                "actor.kl_loss_type=full computes the exact KL in the loss."
             )
         return exact
+    if kind in KL_KINDS and kind.endswith("+"):
+        value = kl_penalty(log_probs.detach(), ref_log_probs, kind.removesuffix("+"))
+        gradient = kl_penalty(log_probs, ref_log_probs, "k2")
+        return value + (gradient - gradient.detach())
     difference = log_probs - ref_log_probs
     if kind in ("kl", "k1"):
         return difference

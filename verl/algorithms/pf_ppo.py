@@ -17,7 +17,7 @@ def pf_ppo_weights(
 
     pow         |score|^weight_pow
     max_min     1 for the batch's highest and lowest score, 0 between
-    max_random  1 for the highest score, 0.4 for all others
+    max_random  0.4 for the highest score, 0.1 for all others
 
     Where all would be 0, all are 1.
     """
@@ -26,7 +26,7 @@ def pf_ppo_weights(
     elif method == "max_min":
         weights = ((scores == scores.max()) | (scores == scores.min())).double()
     elif method == "max_random":
-        weights = torch.where(scores == scores.max(), 1.0, 0.4).double()
+        weights = torch.where(scores == scores.max(), 0.4, 0.1).double()
     else:
         raise ConfigError(
             f"algorithm.pf_ppo.reweight_method must be one of {', '.join(REWEIGHT_METHODS)}, got "

@@ -224,3 +224,32 @@ def dppo(
     cut = leads_away & (divergence > dppo_threshold) & (inputs.advantages != 0)
     losses = torch.where(cut, 0.0, -ratio * inputs.advantages)
     return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs, cut))
+
+
+@policy_losses.register("dppo_tv")
+@formula("dppo with the total variation, threshold {dppo_threshold}")
+def dppo_tv(inputs: PolicyLossInputs, *, dppo_threshold: float, **_: Any) -> PolicyLossOutput:
+    """Divergence PPO by total variation, see `dppo`."""
+    return dppo(inputs, dppo_divergence="tv", dppo_threshold=dppo_threshold)
+
+
+@policy_losses.register("dppo_kl")
+@formula("dppo with the binary KL, threshold {dppo_kl_threshold}")
+def dppo_kl(inputs: PolicyLossInputs, *, dppo_kl_threshold: float, **_: Any) -> PolicyLossOutput:
+    """Divergence PPO by the binary KL, see `dppo`."""
+    return dppo(inputs, dppo_divergence="kl", dppo_threshold=dppo_kl_threshold)
+
+
+@policy_losses.register("dro")
+@formula("-A log pi + {dro_beta} / 2 (log r)^2")
+def dro(inputs: PolicyLossInputs, *, dro_beta: float, **_: Any) -> PolicyLossOutput:
+    """Direct reward optimization by tokens, after Richemond et al. 2024 (arXiv:2405.19107).
+
+        L = -A log pi + beta / 2 (log pi - log pi_old)^2
+
+    This is 1 / (2 beta) (A - beta log r)^2, the paper's squared error of eq. (5) with the advantage
+    for reward less value, but for a constant. The penalty holds also where A = 0.
+    """
+    penalty = 0.5 * dro_beta * inputs.log_ratio().square()
+    losses = -inputs.advantages * inputs.log_probs + penalty
+    return PolicyLossOutput(loss=weighted(losses, inputs), means=means_of(inputs))

@@ -44,7 +44,7 @@ def check_reward(overrides: list[str], num_rows: int) -> Report:
     config = load_config(_with_a_model(overrides))
     load_user_code(config)
     is_custom = config.data.custom_cls.path is not None
-    tokenizer = build_tokenizer(config) if is_custom else None
+    tokenizer: Any = build_tokenizer(config) if is_custom else None
     dataset = build_dataset(config, tokenizer, split="train") if is_custom else FileRows(config)
     assert dataset is not None, "without training data build_dataset raises"
 

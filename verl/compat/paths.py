@@ -169,7 +169,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     ),
     "verl.utils.tracking": _same("verl.compat.tracking", "Tracking"),
     "verl.workers.fsdp_workers": {
-        "ActorRolloutRefWorker": ("verl.workers", "ActorRolloutWorker"),
+        "ActorRolloutRefWorker": ("verl.workers", "ActorWorker"),
         "CriticWorker": "verl.workers",
         "RewardModelWorker": "verl.workers",
     },

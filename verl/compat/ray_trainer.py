@@ -10,12 +10,20 @@ from verl.single_controller import Worker
 from verl.trainer import setup
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.errors import ConfigError
-from verl.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+from verl.workers import (
+    ActorWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
 
 # Names of verl 0.5's roles: the role here, and the class that its worker must be or extend.
 ROLES: dict[str, tuple[str, type[Worker]]] = {
-    "ActorRollout": ("actor_rollout", ActorRolloutWorker),
-    "ActorRolloutRef": ("actor_rollout", ActorRolloutWorker),
+    "ActorRollout": ("actor", ActorWorker),
+    "ActorRolloutRef": ("actor", ActorWorker),
+    "Actor": ("actor", ActorWorker),
+    "Rollout": ("rollout", RolloutWorker),
     "Critic": ("critic", CriticWorker),
     "RefPolicy": ("reference", ReferenceWorker),
     "RewardModel": ("reward_model", RewardModelWorker),
@@ -125,6 +133,12 @@ def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
                 f"role_worker_mapping: the worker of {name} must be verl.workers.{base.__name__} "
                 f"or a subclass, got {worker_class!r}. Override its methods, or a phase of "
                 "verl.trainer.PPOTrainer."
+            )
+        if role == "actor" and hasattr(worker_class, "generate_sequences"):
+            raise ConfigError(
+                f"role_worker_mapping: {worker_class.__name__} generates, which the worker of an "
+                "actor does not do here. Give that method to a subclass of "
+                "verl.workers.RolloutWorker, as the role Rollout."
             )
         classes[role] = worker_class
     return classes

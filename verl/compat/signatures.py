@@ -73,11 +73,16 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """(advantages, returns) of `group_advantages.grpo_passk`."""
+    """(advantages, returns) of `group_advantages.grpo_passk`. `norm_adv_by_std_in_grpo` of
+    `config`, a mapping or a section, goes before the argument."""
     scores, group = _scores_and_group(token_level_rewards, index)
-    advantages = passk_advantages(
-        scores, group, norm_by_std=norm_adv_by_std_in_grpo, epsilon=epsilon
-    )
+    key = "norm_adv_by_std_in_grpo"
+    if isinstance(config, Mapping):
+        asked = config.get(key)
+    else:
+        asked = getattr(config, key, None)
+    norm_by_std = norm_adv_by_std_in_grpo if asked is None else bool(asked)
+    advantages = passk_advantages(scores, group, norm_by_std=norm_by_std, epsilon=epsilon)
     return _on_tokens(advantages, response_mask)
 
 

@@ -9,6 +9,7 @@ from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig
 from verl.config.checkpoint import CheckpointConfig
 from verl.config.critic import CriticClassConfig, CriticConfig, CriticModelConfig
 from verl.config.data import CustomClassConfig, DataConfig, DataGenConfig, SamplerConfig
+from verl.config.distillation import DistillationConfig, TeacherModelConfig
 from verl.config.fsdp import FSDPConfig, WrapPolicyConfig
 from verl.config.micro_batch import (
     MicroBatch,
@@ -51,6 +52,7 @@ __all__ = [
     "CustomRewardFunctionConfig",
     "DataConfig",
     "DataGenConfig",
+    "DistillationConfig",
     "EngineKwargsConfig",
     "ExtraLossConfig",
     "FSDPConfig",
@@ -72,6 +74,7 @@ __all__ = [
     "SamplerConfig",
     "SamplingValConfig",
     "SandboxFusionConfig",
+    "TeacherModelConfig",
     "TraceConfig",
     "TrainConfig",
     "TrainerConfig",

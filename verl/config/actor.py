@@ -17,7 +17,7 @@ class PolicyLossConfig:
         "vanilla",
         (
             "registered policy loss: vanilla (PPO's, dual clip), gspo, cispo, sapo, gpg, clip_cov, "
-            "kl_cov, geo_mean, dppo"
+            "kl_cov, geo_mean, dppo, dppo_tv, dppo_kl, dro"
         ),
     )
     clip_cov_ratio: float = setting(
@@ -35,8 +35,14 @@ class PolicyLossConfig:
     tau_neg: float = setting(1.05, "sapo: steepness of the gate where it is negative", above=0)
     dppo_divergence: str = setting("tv", "dppo: total variation or KL", choices=("tv", "kl"))
     dppo_threshold: float = setting(
-        0.15, "dppo: divergence beyond which a token moves no further; kl: 0.05", at_least=0
+        0.15,
+        "dppo, dppo_tv: divergence beyond which a token moves no further; kl: 0.05",
+        at_least=0,
     )
+    dppo_kl_threshold: float = setting(
+        0.05, "dppo_kl: divergence beyond which a token moves no further", at_least=0
+    )
+    dro_beta: float = setting(0.05, "dro: weight of the squared log ratio", at_least=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +96,12 @@ class ActorConfig:
     entropy_coeff: float = setting(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = setting(False, "add KL to the reference to the loss")
     kl_loss_coef: float = setting(0.001, "weight of that KL", at_least=0)
-    kl_loss_type: str = setting("low_var_kl", "estimator of that KL", choices=KL_ESTIMATORS)
+    kl_loss_type: str = setting(
+        "low_var_kl",
+        "estimator of that KL; with + it has the gradient of k2; full: exact, over the whole "
+        "vocabulary (the reference's hidden states travel with the batch)",
+        choices=KL_ESTIMATORS,
+    )
     use_torch_compile: bool | None = setting(
         None, "torch.compile of the decoder layers; null: on CUDA"
     )
@@ -115,4 +126,15 @@ class ActorConfig:
     entropy_checkpointing: bool = setting(
         False, "recompute entropy", no_effect=ALWAYS_CHUNKED, also=(True,)
     )
+    calculate_sum_pi_squared: bool = setting(
+        False,
+        "sum of squared probabilities at each token",
+        no_effect="computed where the advantage estimator reads it",
+        also=(True,),
+    )
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether the loss compares whole distributions with the reference's."""
+        return self.use_kl_loss and self.kl_loss_type == "full"

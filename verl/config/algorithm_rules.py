@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from verl.config.choices import SEQUENCE_LOSSES
+from verl.config.choices import EXACT_DIVERGENCES, SEQUENCE_LOSSES
 from verl.config.train import TrainConfig
 
 COMPARES_RESPONSES = (
@@ -13,12 +13,14 @@ COMPARES_RESPONSES = (
     "gpg",
     "gdpo",
     "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
 )
 
 
 def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
-    if algorithm.adv_estimator in COMPARES_RESPONSES and n < 2:
+    compares = algorithm.adv_estimator in COMPARES_RESPONSES
+    if compares and n < 2 and not config.distillation.is_whole_loss:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one "
             f"prompt and needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 8, "
@@ -75,7 +77,43 @@ def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
             )
 
 
-RULES = (groups_can_be_compared, rollout_is_corrected_once)
+def teacher_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
+    if not config.distillation.enabled:
+        return
+    loss, prefix = config.distillation.distillation_loss, "distillation.distillation_loss"
+    if not config.distillation.teacher_models.teacher_model.model_path:
+        yield (
+            "distillation.enabled=True needs a teacher, got no "
+            "distillation.teacher_models.teacher_model.model_path. Set it to a folder or hub name."
+        )
+    if loss.loss_mode == "jsd" and loss.jsd_beta >= 1:
+        yield (
+            f"{prefix}.jsd_beta must be below 1, got {loss.jsd_beta}. The limit at 1 is "
+            f"{prefix}.loss_mode=reverse_kl."
+        )
+    if loss.use_policy_gradient and loss.loss_mode in EXACT_DIVERGENCES:
+        yield (
+            f"{prefix}.use_policy_gradient=True subtracts an estimate from the drawn token, got "
+            f"loss_mode={loss.loss_mode}, which is over the whole vocabulary. Set "
+            f"{prefix}.loss_mode=k1, or use_policy_gradient=False."
+        )
+
+
+def baseline_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
+    if config.needs_sum_pi_squared and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "algorithm.adv_estimator=optimal_token_baseline reads the policy's distributions in "
+            "the pass for old log-probs, which algorithm.rollout_correction.bypass_mode=True "
+            "leaves out. Set bypass_mode=False."
+        )
+
+
+RULES = (
+    groups_can_be_compared,
+    rollout_is_corrected_once,
+    teacher_has_what_it_needs,
+    baseline_has_what_it_needs,
+)
 
 
 def doubts(config: TrainConfig) -> Iterator[str]:
@@ -87,6 +125,20 @@ def doubts(config: TrainConfig) -> Iterator[str]:
             f"actor.policy_loss.loss_mode={loss} has one ratio a response and is written for "
             f"loss_agg_mode=seq-mean-token-mean; with {actor.loss_agg_mode} long responses count "
             "more."
+        )
+    if loss == "sapo" and actor.loss_agg_mode == "token-mean":
+        yield (
+            "actor.policy_loss.loss_mode=sapo is defined with the mean over the tokens of each "
+            "response (loss_agg_mode=seq-mean-token-mean); with token-mean long responses count "
+            "more."
+        )
+    distillation = config.distillation.distillation_loss
+    is_differentiated = config.distillation.enabled and not distillation.use_policy_gradient
+    if is_differentiated and distillation.loss_mode in ("kl", "k1"):
+        yield (
+            f"distillation.distillation_loss.loss_mode={distillation.loss_mode} has an expected "
+            "gradient of 0 when it is differentiated. Set use_policy_gradient=True, or "
+            "loss_mode=reverse_kl, k1+ or k3."
         )
     if config.algorithm.gdpo_reward_keys and config.algorithm.adv_estimator != "gdpo":
         yield (

@@ -10,6 +10,13 @@ LOSS_AGGREGATIONS = (
 SEQUENCE_LOSSES = ("gspo", "geo_mean")  # of one ratio a response, written for seq-mean-token-mean
 ATTENTION_KERNELS = ("auto", "flash4", "cudnn", "torch")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "Muon")
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_ESTIMATORS = (
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+    "full",
+)
+# Over the whole vocabulary, by `verl.algorithms.divergences`.
+EXACT_DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
+DISTILLATION_LOSSES = (*EXACT_DIVERGENCES, *(kind for kind in KL_ESTIMATORS if kind != "full"))
 TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 MAX_LORA_RANK = 65_536  # wider than any layer

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from verl.config.actor import ActorConfig
 from verl.config.critic import CriticConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.ref import RefConfig
 from verl.config.reward import RewardModelConfig
 from verl.config.rollout import RolloutConfig
@@ -24,8 +25,8 @@ def update_micro_batch(role: ActorConfig | CriticConfig) -> MicroBatch:
     )
 
 
-def log_prob_micro_batch(role: RolloutConfig | RefConfig) -> MicroBatch:
-    """Of forward passes for old (rollout) or reference (ref) log-probs."""
+def log_prob_micro_batch(role: RolloutConfig | RefConfig | DistillationConfig) -> MicroBatch:
+    """Size of forward passes for old (rollout), reference (ref) or teacher log-probs."""
     return _choose(
         role.log_prob_use_dynamic_bsz,
         role.log_prob_micro_batch_size_per_gpu,

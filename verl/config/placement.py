@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from verl.config.train import TrainConfig
 
 # The roles that `trainer.placement` has keys for.
-ROLES = ("actor", "rollout", "critic", "reference", "reward_model")
+ROLES = ("actor", "rollout", "critic", "reference", "reward_model", "teacher")
 
 
 def number_of_ranks(config: TrainConfig) -> int:
@@ -43,6 +43,7 @@ def _active(config: TrainConfig) -> list[str]:
         "critic": config.needs_critic,
         "reference": has_reference,
         "reward_model": config.reward_model.enable,
+        "teacher": config.distillation.enabled,
     }
     return [role for role, is_there in has.items() if is_there]
 
@@ -103,12 +104,15 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
                 "model of its own."
             )
     sections = {
-        "actor_rollout": ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
+        "actor": ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
         "reference": ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
         "critic": ("critic.model", config.critic.model.fsdp_config),
         "reward_model": ("reward_model.model", config.reward_model.model.fsdp_config),
+        "teacher": ("distillation", config.distillation.fsdp_config),
     }
     for role, ranks in ranks_of_roles(config).items():
+        if role not in sections:
+            continue  # the rollout shards nothing
         section, fsdp = sections[role]
         if fsdp.fsdp_size > len(ranks):
             yield (

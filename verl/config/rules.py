@@ -31,6 +31,7 @@ TOKEN_BUDGETS = (
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     "critic.ppo_max_token_len_per_gpu",
     "critic.forward_max_token_len_per_gpu",
+    "distillation.log_prob_max_token_len_per_gpu",
 )
 
 
@@ -137,11 +138,11 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]
         log_prob_micro_batch(roles.rollout),
         update_micro_batch(config.critic),
         value_micro_batch(config.critic),
+        log_prob_micro_batch(config.distillation),
     )
-    actor, ref, critic = (
-        role.ulysses_sequence_parallel_size for role in (roles.actor, roles.ref, config.critic)
-    )
-    yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic))
+    of_roles = (roles.actor, roles.ref, config.critic, config.distillation)
+    actor, ref, critic, teacher = (role.ulysses_sequence_parallel_size for role in of_roles)
+    yield from zip(TOKEN_BUDGETS, chosen, (actor, ref, actor, critic, critic, teacher))
 
 
 def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
@@ -172,12 +173,19 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
             config.critic.model.fsdp_config,
         ),
         ("reward_model.model", "reward_model", 1, "", config.reward_model.model.fsdp_config),
+        (
+            "distillation",
+            "teacher",
+            config.distillation.ulysses_sequence_parallel_size,
+            "",
+            config.distillation.fsdp_config,
+        ),
     ):
         if f"{section}.".startswith(inactive_sections(config)):
             continue
         ranks = counts.get(role, of_actor)
         is_actors = ulysses == roles.actor.ulysses_sequence_parallel_size and ranks == of_actor
-        inherits = role == "reference" and is_actors
+        inherits = role in ("reference", "teacher") and is_actors
         if ranks % ulysses and not inherits:
             yield (
                 f"{section}.ulysses_sequence_parallel_size must divide the number of ranks, got "
@@ -224,12 +232,15 @@ def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
         sections.append("actor_rollout_ref.ref.")
     if not config.reward_model.enable:
         sections.append("reward_model.model.")
+    if not config.distillation.enabled:
+        sections.append("distillation.")
     return tuple(sections)
 
 
 def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
     estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if estimator == "gae" and config.critic.enable is False:
+    learns_from_rewards = not config.distillation.is_whole_loss
+    if estimator == "gae" and config.critic.enable is False and learns_from_rewards:
         yield (
             "algorithm.adv_estimator=gae needs a critic, got critic.enable=False. "
             "Leave critic.enable unset, or set algorithm.adv_estimator=grpo."
@@ -269,21 +280,14 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def kl_is_estimated_from_drawn_tokens(config: TrainConfig) -> Iterator[str]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    for key, asked in (
-        (
-            "actor_rollout_ref.actor.kl_loss_type",
-            actor.use_kl_loss and actor.kl_loss_type == "full",
-        ),
-        ("algorithm.kl_penalty", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"),
-    ):
-        if asked:
-            yield (
-                f"{key}=full needs both policies' whole distribution at every token, which is "
-                f"never kept. Set {key}=low_var_kl: it needs the drawn tokens alone and is "
-                "unbiased as well."
-            )
+def kl_in_reward_is_estimated(config: TrainConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+        yield (
+            "algorithm.kl_penalty=full needs both policies' whole distribution before the update. "
+            "Set algorithm.kl_penalty=low_var_kl, which is unbiased as well, or add the exact KL "
+            "to the loss: actor_rollout_ref.actor.use_kl_loss=True and kl_loss_type=full."
+        )
 
 
 def training_samples_vary(config: TrainConfig) -> Iterator[str]:
@@ -434,7 +438,7 @@ RULES: tuple[Rule, ...] = (
     activations_are_checkpointed,
     algorithm_has_what_it_needs,
     losses_make_sense,
-    kl_is_estimated_from_drawn_tokens,
+    kl_in_reward_is_estimated,
     training_samples_vary,
     engine_can_be_shared,
     adapters_can_be_trained,

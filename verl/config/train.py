@@ -6,6 +6,7 @@ from verl.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.config.trainer import RayInitConfig, TrainerConfig
 
@@ -20,19 +21,32 @@ class TrainConfig:
         default_factory=CustomRewardFunctionConfig
     )
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property
     def needs_critic(self) -> bool:
         """Whether a value model is trained."""
-        return (
-            self.critic.enable
-            if self.critic.enable is not None
-            else self.algorithm.adv_estimator == "gae"
-        )
+        if self.critic.enable is not None:
+            return self.critic.enable
+        return self.algorithm.adv_estimator == "gae" and not self.distillation.is_whole_loss
 
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen copy of the first policy is needed."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def advantages_read_old_log_probs(self) -> bool:
+        """Whether the log-probs before the update are read ahead of it."""
+        return (
+            self.algorithm.use_kl_in_reward
+            or self.distillation.is_reward
+            or self.needs_sum_pi_squared
+        )
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether the advantages read the sum of squared probabilities at each token."""
+        return self.algorithm.adv_estimator == "optimal_token_baseline"

@@ -20,6 +20,9 @@ class PlacementConfig:
     critic: list[int] | None = setting(None, "ranks of the critic; null: the actor's")
     reference: list[int] | None = setting(None, "ranks of the reference; null: the actor's")
     reward_model: list[int] | None = setting(None, "ranks of the reward model; null: the actor's")
+    teacher: list[int] | None = setting(
+        None, "ranks of the teacher of distillation; null: the actor's"
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -94,6 +94,7 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     frozen = {
         "reference": "actor_rollout_ref.ref.fsdp_config",
         "reward_model": "reward_model.model.fsdp_config",
+        "teacher": "distillation.fsdp_config",
     }
     frozen = {role: section for role, section in frozen.items() if role in plan.roles}
     switches = [f"{rollout}.free_cache_engine"]

@@ -4,6 +4,7 @@ shapes alone."""
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from verl.checkpoint.hf import MAX_FILE_BYTES
 from verl.config import TrainConfig
@@ -121,10 +122,12 @@ class _Planner:
             yield self._passes(
                 "reference" if "reference" in self.roles else "actor", "reference log-probs"
             )
+        if config.distillation.enabled:
+            yield self._passes("teacher", "teacher log-probs")
         if config.needs_critic:
             yield self._passes("critic", "values")
             yield self._passes("critic", "critic update")
-        yield self._passes("actor", "actor update")
+        yield self._passes("actor", "actor update", self._divergences())
         parts = {**self._handed_over("actor"), "gathered": self._gathered()}
         yield self._phase("actor", "weights to the rollout", parts, brings_parameters=True)
         if self._is_apart:
@@ -159,10 +162,15 @@ class _Planner:
         if self._is_apart:
             yield self._phase("rollout", "load", {"rollout weights": self.rollout.weights})
 
-    def _passes(self, name: str, phase: str) -> PhasePlan:
+    def _passes(
+        self, name: str, phase: str, compared: dict[str, ModelShape] | None = None
+    ) -> PhasePlan:
+        """`compared`: frozen models that whole distributions are compared with."""
         role = self.roles[name]
         trains = phase.endswith("update")
         predict = role.footprint.update if trains else role.footprint.forward
+        if compared:
+            predict = partial(role.footprint.update_with_divergences, compared)
         awake = self._awake() if name in self.placement.beside("rollout") else 0
         beside = self._beside(name, brings_parameters=True, brings_moments=trains)
         usable = self.placement.usable_bytes
@@ -214,6 +222,16 @@ class _Planner:
     def _engines_beside(self, role: str) -> list[str]:
         """The training engines on the devices of `role`; the rollout's terms are its own."""
         return [name for name in self.placement.beside(role) if name in self.roles]
+
+    def _divergences(self) -> dict[str, ModelShape]:
+        """Return the frozen models that the actor's loss compares whole distributions with."""
+        found = {}
+        if self.config.actor_rollout_ref.actor.needs_exact_kl:
+            role = self.roles.get("reference", self.roles["actor"])
+            found["reference"] = role.footprint.shape
+        if self.config.distillation.is_exact and not self.config.distillation.is_reward:
+            found["teacher"] = self.roles["teacher"].footprint.shape
+        return found
 
     def _phase(
         self,
@@ -272,6 +290,10 @@ class _Planner:
                     parts[f"{name} parameters"] = footprint.parameters
                 if not setup.optimizer_offload or (own and brings_moments):
                     parts[f"{name} moments"] = footprint.moments
+        if role in self.placement.beside("actor"):
+            for name, shape in self._divergences().items():
+                width = shape.weights[0].itemsize
+                parts[f"head of the {name}"] = width * shape.vocabulary * shape.hidden
         return parts
 
     def _gathered(self) -> int:
@@ -339,7 +361,7 @@ def reads_old_log_probs(config: TrainConfig) -> bool:
         None,
         config.data.train_batch_size,
     )
-    reads_before = config.algorithm.use_kl_in_reward or correction.changes_update
+    reads_before = config.advantages_read_old_log_probs or correction.changes_update
     return not correction.bypass_mode and (reads_before or not one_update)
 
 

@@ -13,7 +13,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from verl.config import CriticModelConfig, ModelConfig, RewardModelModelConfig
+from verl.config import (
+    CriticModelConfig,
+    ModelConfig,
+    RewardModelModelConfig,
+    TeacherModelConfig,
+)
 from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
@@ -77,6 +82,22 @@ class ModelShapes:
             return module.requires_grad_(False)
 
         return self._shape(("reward model", device.type, model.path), make)
+
+    def teacher(self, model: TeacherModelConfig, device: torch.device) -> ModelShape:
+        """Make the shape of the teacher of distillation."""
+        dtype = frozen_dtype(device) if model.dtype is None else torch_dtype(model.dtype)
+
+        def make() -> PreTrainedModel:
+            assert model.model_path is not None, "the configuration was checked"
+            config = load_model_config(
+                model.model_path,
+                trust_remote_code=model.trust_remote_code,
+                override_config=model.override_config,
+            )
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+
+        key = (device.type, model.model_path, model.dtype, repr(model.override_config))
+        return self._shape(("teacher", *key), make)
 
     def check_tensor_parallel(self, model: ModelConfig, size: int) -> None:
         """Raises ConfigError where so many ranks cannot share an engine of the model."""

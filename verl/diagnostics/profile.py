@@ -20,6 +20,7 @@ _TOLD_AS = {
     "actor, old log-probs": "the pass for old log-probs",
     "actor, reference log-probs": "the pass for reference log-probs",
     "reference, reference log-probs": "the pass for reference log-probs",
+    "teacher, teacher log-probs": "the teacher's pass",
     "critic, values": "the pass for values",
     "critic, critic update": "the critic's update",
     "actor, actor update": "the actor's update",

@@ -52,8 +52,8 @@ class Role:
 
 
 def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> dict[str, Role]:
-    """Actor, and critic, reference and reward model where the run has them, in the order in which
-    they are loaded. With LoRA the actor is the reference."""
+    """Actor, and critic, reference, reward model and teacher where the run has them, in the order in
+    which they are loaded. With LoRA the actor is the reference."""
     roles, device = config.actor_rollout_ref, placement.device
     actor, model = roles.actor, roles.model
     found = {
@@ -108,6 +108,20 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             None,
             compiled=False,
             sequence_ranks=1,
+        )
+    if config.distillation.enabled:
+        distillation = config.distillation
+        found["teacher"] = _role(
+            "teacher",
+            shapes,
+            shapes.teacher(distillation.teacher_models.teacher_model, device),
+            placement,
+            distillation.fsdp_config,
+            None,
+            None,
+            compiled=distillation.use_torch_compile,
+            sequence_ranks=distillation.ulysses_sequence_parallel_size,
+            fused=model.use_fused_kernels,
         )
     return found
 
@@ -187,6 +201,12 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
             "actor_rollout_ref.ref",
             "log_prob",
             log_prob_micro_batch(roles.ref),
+            None,
+        ),
+        "teacher log-probs": (
+            "distillation",
+            "log_prob",
+            log_prob_micro_batch(config.distillation),
             None,
         ),
         "values": ("critic", "forward", value_micro_batch(critic), None),

@@ -61,8 +61,8 @@ class SequenceParallel:
         return per_head.tensor_split(self.axis.size)[self.axis.rank]
 
     def gather(self, values: Tensor, places: Tensor, total: int) -> Tensor:
-        """(m,) of each rank -> (total,) on all of them; `places (m,)` is where this rank's values
-        go.
+        """(m, ...) of each rank -> (total, ...) on all of them; `places (m,)` is where this rank's
+        values go.
 
         What follows must be the same on all ranks: a value's gradient is then known where the value
         comes from, and nothing is added up in the backward pass.
@@ -106,7 +106,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, places: Tensor, total: int, axis: Axis) -> Tensor:
         ctx.save_for_backward(places)
         # Some numbers a token, so it does not matter that most of the sum is zeros.
-        return all_reduce_sum(values.new_zeros(total).index_copy_(0, places, values), axis)
+        whole = values.new_zeros(total, *values.shape[1:]).index_copy_(0, places, values)
+        return all_reduce_sum(whole, axis)
 
     @staticmethod
     @once_differentiable

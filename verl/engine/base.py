@@ -219,7 +219,7 @@ class TrainEngine:
         self, batch: DataProto, budget: TokenBudget, **forward_arguments: Any
     ) -> dict[str, torch.Tensor]:
         """Outputs of the module for every response token: (B, R) fp32 on the host, zero where no
-        token is.
+        token is; of vectors (B, R, H) in their own dtype.
 
         no_grad rather than inference_mode: rollout engines alias these weights, and inference
         tensors would leak.
@@ -234,7 +234,9 @@ class TrainEngine:
                     note_progress(number, len(plan), "micro-batches")
                     packed = self.budgets.saw(mini_batch.pack(rows)).packed
                     for name, values in self.module(packed, **forward_arguments).items():
-                        pieces.setdefault(name, []).append(values)
+                        # Vectors of all passes would be as large as activations.
+                        kept = values if values.ndim == 1 else values.cpu()
+                        pieces.setdefault(name, []).append(kept)
             return {name: mini_batch.unpack(plan, parts) for name, parts in pieces.items()}
 
         return self._with_room(mini_batch, budget, passes, lambda: self.footprint.forward)

@@ -7,6 +7,7 @@ holds beside the resident bytes at the worst moment.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.fsdp import GATHERED_SHARE
 from verl.distributed.offload import CHUNK_BYTES
 from verl.engine.model_shape import ModelShape, Weight
+from verl.models.divergence import CHUNK_TENSORS
 from verl.models.logprobs import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_CUDA,
@@ -208,6 +210,19 @@ class EngineFootprint:
                 "reduced gradients of embedding and head": self._reduction(rest=True),
             },
         )
+
+    def update_with_divergences(
+        self, frozen: Mapping[str, ModelShape], tokens: int, predictions: int
+    ) -> dict[str, int]:
+        """Predict `update` where the loss compares whole distributions with those of frozen models:
+        in addition their states, and one chunk of logits (`verl.models.divergence`)."""
+        parts = self.update(tokens, predictions)
+        rows = max(1, self._chunk_rows(predictions) // CHUNK_TENSORS)
+        for name, shape in frozen.items():
+            states = self.setup.compute_itemsize * shape.hidden * predictions
+            words = min(shape.vocabulary, self.shape.vocabulary)
+            parts[f"divergence from the {name}"] = states + 4 * CHUNK_TENSORS * rows * words
+        return parts
 
     def layer_activations(self) -> int:
         """Bytes of one token that autograd keeps of one layer that does not recompute.

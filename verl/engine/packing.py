@@ -1,12 +1,13 @@
 """From padded columns of a batch to the packed tensors of one micro-batch, and back."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
+from verl.columns import COLUMNS
 from verl.distributed.collectives import ALONE, Axis
 from verl.engine.microbatch import SharedPrompts
 from verl.models.packed import PackedBatch
@@ -19,6 +20,8 @@ from verl.utils.errors import DataError
 # time where 14 % were left out, 0.8 where 24 % and 1.07 where 8 %: responses apart from their
 # prompt cost an attention call more for each prompt and layer.
 MIN_SAVING = 0.1
+# Columns of hidden states, which the module reads rather than the loss.
+STATES = frozenset(column.name for column in COLUMNS.values() if column.shape == "B R H")
 
 
 @dataclass(frozen=True)
@@ -89,19 +92,23 @@ class MiniBatch:
                 *([of_row[row] for row in packed_rows] for of_row in self.prompts)
             )
         packed = packed.split(self.sequence.size, self.sequence.rank)
-        columns = {
-            name: send(column[chosen][present], self.device)
-            for name, column in self.columns.items()
-        }
+        columns, states = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, column in self.columns.items():
+            of_tokens = states if name in STATES else columns
+            of_tokens[name] = send(column[chosen][present], self.device)
         sequence = send(chosen.repeat_interleave(present.sum(dim=1)), self.device)
-        return MicroBatch(packed.to(self.device), columns, sequence)
+        return MicroBatch(replace(packed.to(self.device), states=states), columns, sequence)
 
     def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(M,) per micro-batch of the plan to (B, R) fp32 on the host, zero where no token is."""
+        """(M,) per micro-batch of the plan to (B, R) fp32 on the host, zero where no token is.
+        Vectors, (M, H), become (B, R, H) of their own dtype."""
         order = torch.tensor([row for rows in plan for row in rows], dtype=torch.int64)
         present = self.present.cpu()
-        in_plan_order = torch.zeros(present.shape, dtype=torch.float32)
-        in_plan_order[present[order]] = torch.cat([piece.float() for piece in pieces]).cpu()
+        of_token = pieces[0].shape[1:]
+        dtype = pieces[0].dtype if of_token else torch.float32
+        in_plan_order = torch.zeros((*present.shape, *of_token), dtype=dtype)
+        values = torch.cat([piece.to(dtype) for piece in pieces])
+        in_plan_order[present[order]] = values.cpu()
         result = torch.empty_like(in_plan_order)
         result[order] = in_plan_order
         return result

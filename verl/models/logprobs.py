@@ -87,15 +87,20 @@ def token_log_probs(
             f"Log-probs need a temperature above 0, got {temperature}. Greedy decoding uses those "
             "of 1."
         )
-    if chunk_elements is None:
-        on_cpu = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * weight.shape[0])
-        chunk_elements = CHUNK_ELEMENTS_CUDA if hidden.is_cuda else on_cpu
-    rows = max(1, chunk_elements // weight.shape[0])
-    rows = rows - rows % CHUNK_TILE if rows > CHUNK_TILE else rows
+    rows = chunk_rows(hidden, weight.shape[0], chunk_elements)
     settings = _Settings(
         head, temperature, entropy, rows, keeps=torch.is_grad_enabled() and hidden.shape[0] <= rows
     )
     return _TokenLogProbs.apply(hidden, weight, bias, targets, settings)  # pyright: ignore[reportReturnType]
+
+
+def chunk_rows(hidden: Tensor, vocabulary: int, chunk_elements: int | None = None) -> int:
+    """Tokens of a chunk, which has at most `chunk_elements` logits; None: as the device likes."""
+    if chunk_elements is None:
+        on_cpu = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * vocabulary)
+        chunk_elements = CHUNK_ELEMENTS_CUDA if hidden.is_cuda else on_cpu
+    rows = max(1, chunk_elements // vocabulary)
+    return rows - rows % CHUNK_TILE if rows > CHUNK_TILE else rows
 
 
 @dataclass(frozen=True)
@@ -309,7 +314,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), part)
+                add_product(grad_weight, grad.t(), part)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -319,7 +324,7 @@ class _TokenLogProbs(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """total += one @ other. Of bf16 on CUDA within the product, in fp32: no temporary of the size
     of the weight."""
     if one.is_cuda and total.dtype != one.dtype:

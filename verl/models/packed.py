@@ -1,8 +1,8 @@
 """Packed batches, and the modules that compute on them: log-probs of a policy, values of a critic,
 scores."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Layout, PackingSlot, prepare
+from verl.models.divergence import Divergence, token_divergence
 from verl.models.logprobs import Head, head_of, token_log_probs
 from verl.utils.devices import send
 from verl.utils.errors import DataError, ModelError
@@ -38,6 +39,8 @@ class PackedBatch:
     # (m,) int64 in a part of `split`: which of the M predictions are made from it
     places: Tensor | None = None
     num_predictions: int = 0  # M in a part of `split`
+    # (M, H) each, of the whole: hidden states of other models at the predicting tokens
+    states: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def max_seqlen(self) -> int:
@@ -196,7 +199,7 @@ def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch)
 
 
 def _of_whole_batch(slot: PackingSlot, batch: PackedBatch, values: Tensor) -> Tensor:
-    """(m,) of this part's predictions -> (M,) of all parts', on every rank."""
+    """(m, ...) of this part's predictions -> (M, ...) of all parts', on every rank."""
     if batch.places is None:
         return values
     assert slot.sequence_parallel is not None
@@ -215,15 +218,29 @@ class PackedCausalLM(nn.Module):
         self.model = model
 
     def forward(
-        self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        states: bool = False,
+        sum_pi_squared: bool = False,
+        divergences: Sequence[Divergence] = (),
     ) -> dict[str, Tensor]:
         """`log_probs` (M,) of log_softmax(logits / temperature) over the whole vocabulary, fp32
-        (float64 if the model is), and `entropy` (M,) in nats of the same distribution if asked
-        for."""
+        (float64 if the model is), and if asked for `entropy` (M,) in nats of the same distribution
+        and `states` (M, H), the last hidden states that predict.
+
+        `sum_pi_squared` (M,), if asked for, is the sum of squared probabilities over the
+        vocabulary: exp(2 log_prob - log_prob at half the temperature) of any token.
+
+        `divergences`: those whose states the batch carries, (M,) each under their names.
+        """
         hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
+        hidden = hidden.index_select(0, batch.predict)
         linear: Any = self.model.get_output_embeddings()
         log_probs, entropies = token_log_probs(
-            hidden.index_select(0, batch.predict),
+            hidden,
             linear.weight,
             batch.targets,
             bias=linear.bias,
@@ -231,9 +248,36 @@ class PackedCausalLM(nn.Module):
             temperature=temperature,
             entropy=entropy,
         )
-        outputs = (
-            {"log_probs": log_probs, "entropy": entropies} if entropy else {"log_probs": log_probs}
-        )
+        outputs = {"log_probs": log_probs}
+        if entropy:
+            outputs["entropy"] = entropies
+        if states:
+            outputs["states"] = hidden
+        if sum_pi_squared:
+            sharper, _ = token_log_probs(
+                hidden,
+                linear.weight,
+                batch.targets,
+                bias=linear.bias,
+                head=self.head,
+                temperature=temperature / 2,
+            )
+            outputs["sum_pi_squared"] = (2 * log_probs - sharper).exp()
+        for asked in divergences:
+            if asked.states not in batch.states:
+                continue
+            others = batch.states[asked.states]
+            outputs[asked.name] = token_divergence(
+                hidden,
+                linear.weight,
+                others if batch.places is None else others.index_select(0, batch.places),
+                asked.head,
+                kind=asked.kind,
+                beta=asked.beta,
+                bias=linear.bias,
+                head=self.head,
+                temperature=temperature,
+            )
         return {name: _of_whole_batch(self.slot, batch, values) for name, values in outputs.items()}
 
 

@@ -12,6 +12,7 @@ from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import TrainConfig
 from verl.protocol import DataProto
+from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
@@ -24,13 +25,23 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
     name = algorithm.adv_estimator
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
     by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
+    loss = loss_in_words(config.actor_rollout_ref.actor, distillation_term(config))
     lines = [
         (
             f"Advantage A = {name}: "
             f"{formula.format(gamma=algorithm.gamma, lam=algorithm.lam, by_std=by_std)}"
         ),
-        f"Loss of a token, r = pi / pi_old = {loss_in_words(config.actor_rollout_ref.actor)}",
+        f"Loss of a token, r = pi / pi_old = {loss}",
     ]
+    if config.distillation.is_whole_loss:
+        lines = lines[1:]
+    if config.distillation.is_reward:
+        asked = config.distillation.distillation_loss
+        of_rewards = "0" if config.distillation.is_whole_loss else "A"
+        lines.append(
+            f"Advantage of a token = {of_rewards} - {asked.distillation_loss_coef:g} "
+            f"{asked.loss_mode}(pi_old, teacher)"
+        )
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None:
         lines.append(
@@ -87,6 +98,9 @@ def estimated(
     Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for
     finite rewards.
     """
+    if config.distillation.is_whole_loss:
+        nothing = torch.zeros_like(inputs.token_level_rewards)
+        return nothing, nothing.clone()
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
     with part.told():
@@ -116,6 +130,26 @@ def estimated(
             f"the first of which is row {wrong[0]}. Add a small number to what it divides by, say."
         )
     return advantages, returns
+
+
+def distilled(
+    advantages: torch.Tensor, batch: DataProto, config: TrainConfig
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Advantages (B, R) less the estimated reverse KL to the teacher, as in Lu and Thinking
+    Machines Lab 2025 ("On-Policy Distillation"), where distillation is a reward, and its metric.
+
+        A_t - coef * k_t,    k1: k_t = log pi_old(token) - log teacher(token)
+
+    A token answers for its own KL alone (discount 0).
+    """
+    if not config.distillation.is_reward:
+        return advantages, {}
+    columns, loss = batch.batch, config.distillation.distillation_loss
+    mask = columns["response_mask"].bool()
+    kl = kl_penalty(columns["old_log_probs"], columns["teacher_log_prob"], loss.loss_mode)
+    kl = torch.where(mask, kl, 0.0)
+    metrics = {"actor/distillation_loss": (kl.sum() / mask.sum().clamp(min=1)).item()}
+    return advantages - loss.distillation_loss_coef * kl, metrics
 
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from verl.trainer.algorithm import (
     algorithm_in_words,
     chosen_samples,
     corrected_rollout,
+    distilled,
     entropy_controller,
     estimated,
     is_corrected,
     penalised_scores,
 )
 from verl.trainer.flat_rewards import FlatRewards
+from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
 from verl.trainer.placement import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
@@ -43,6 +46,7 @@ from verl.workers import (
     ReferenceWorker,
     RewardModelWorker,
     RolloutWorker,
+    TeacherWorker,
 )
 
 
@@ -70,6 +74,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     critic_wg: Any
     ref_policy_wg: Any
     rm_wg: Any
+    teacher_wg: Any
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
-        self.reward_fn = reward_fn or setup.build_reward(config, self.tokenizer, num_examine=0)
+        self.reward_fn = reward_fn or setup.training_reward(config, self.tokenizer)
         self.val_reward_fn = val_reward_fn or setup.build_reward(
             config, self.tokenizer, num_examine=1
         )
@@ -126,7 +131,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             tokenizer=self.tokenizer,
         )
         self.rollout_wg = self.start_rollout()
-        self.critic_wg = self.ref_policy_wg = self.rm_wg = None
+        self.critic_wg = self.ref_policy_wg = self.rm_wg = self.teacher_wg = None
         if self.config.needs_critic:
             self.critic_wg = self.start_role(
                 "critic",
@@ -153,6 +158,16 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 input_tokenizer=setup.reward_input_tokenizer(self.config, self.tokenizer),
                 device=self.device,
             )
+        if self.config.distillation.enabled:
+            self.teacher_wg = self.start_role(
+                "teacher",
+                TeacherWorker,
+                self.config.distillation,
+                roles,
+                tokenizer=self.tokenizer,
+                device=self.device,
+            )
+        connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
 
         self.weights = self.link_weights()
 
@@ -329,9 +344,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
         passes: dict[str, Callable[..., GroupFuture]] = {}
         if self.needs_old_log_probs():
-            passes["old_log_prob"] = self.actor_wg.compute_log_prob
+            compute = self.actor_wg.compute_log_prob
+            if self.config.needs_sum_pi_squared:
+                compute = partial(compute, sum_pi_squared=True)
+            passes["old_log_prob"] = compute
         if self.ref_policy_wg is not None:
             passes["ref"] = self.ref_policy_wg.compute_ref_log_prob
+        if self.teacher_wg is not None:
+            passes["teacher"] = self.teacher_wg.compute_teacher_log_prob
         if self.critic_wg is not None:
             passes["values"] = self.critic_wg.compute_values
         return {name: start(batch, blocking=False) for name, start in passes.items()}
@@ -351,7 +371,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         reads_before = (
             self.reads_old_log_probs
-            or self.config.algorithm.use_kl_in_reward
+            or self.config.advantages_read_old_log_probs
             or is_corrected(self.config)
         )
         phases = ("fit", "run_step", "step", "estimate_advantages", "update")
@@ -366,7 +386,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         self.metrics.update(metrics)
         inputs = advantage_inputs(batch, self.config)
-        columns["advantages"], columns["returns"] = estimated(self.estimator, self.config, inputs)
+        advantages, columns["returns"] = estimated(self.estimator, self.config, inputs)
+        columns["advantages"], metrics = distilled(advantages, batch, self.config)
+        self.metrics.update(metrics)
         return batch
 
     def update(self, batch: DataProto) -> None:

@@ -94,6 +94,22 @@ def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
     return load_tokenizer(section.input_tokenizer, trust_remote_code=section.trust_remote_code)
 
 
+class NoReward:
+    """Scores every response 0, for a run that learns from a teacher alone."""
+
+    def __call__(self, batch: DataProto, return_dict: bool = False) -> Any:
+        """Return zeros (B, R)."""
+        scores = torch.zeros(batch.batch["responses"].shape)
+        return {"reward_tensor": scores, "reward_extra_info": {}} if return_dict else scores
+
+
+def training_reward(config: TrainConfig, tokenizer: Any) -> Any:
+    """Build what scores the training responses."""
+    if config.distillation.is_whole_loss:
+        return NoReward()
+    return build_reward(config, tokenizer, num_examine=0)
+
+
 def has_rule(batch: DataProto) -> bool:
     """Whether the rows come with what a rule scores by: a ground truth, not in the style
     "model"."""
@@ -177,7 +193,7 @@ def check_reward(
 ) -> None:
     """Every row has a rule, where rules score, and the reward works on a few rows of the data: told
     before a weight is loaded. A reward model is not there yet."""
-    if not config.reward_model.enable:
+    if not config.reward_model.enable and not isinstance(reward_fn, NoReward):
         if isinstance(reward_fn, RewardManager) and reward_fn.by_rule:
             for loader in (train_loader, val_loader):
                 if loader is not None and isinstance(loader.dataset, RLDataset):

@@ -5,6 +5,7 @@ from verl.workers.critic import CriticWorker
 from verl.workers.reference import ReferenceWorker
 from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout import RolloutWorker
+from verl.workers.teacher import TeacherWorker
 
 __all__ = [
     "ActorWorker",
@@ -12,4 +13,5 @@ __all__ = [
     "ReferenceWorker",
     "RewardModelWorker",
     "RolloutWorker",
+    "TeacherWorker",
 ]

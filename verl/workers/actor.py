@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.engine.base import TrainEngine
 from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.microbatch import TokenBudget
+from verl.models.divergence import Divergence
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
 from verl.models.packed import PackedCausalLM
@@ -25,8 +27,8 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
-from verl.workers.losses import PolicyObjective, mismatch_of_all
-from verl.workers.reference import reference_budget
+from verl.workers.losses import DistillationTerm, PolicyObjective, mismatch_of_all
+from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
 
@@ -67,6 +69,7 @@ class ActorWorker(TrainedWorker):
         add_adapters(model, model_config, "actor_rollout_ref.model")
 
         self.objective = PolicyObjective(actor)
+        self.divergences: tuple[Divergence, ...] = ()
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=model_config.attention_kernel),
             optim=actor.optim,
@@ -89,17 +92,24 @@ class ActorWorker(TrainedWorker):
         self._offers: list[Offer] = []
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (B, R) of the current weights."""
+    def compute_log_prob(self, batch: DataProto, sum_pi_squared: bool = False) -> DataProto:
+        """Compute `old_log_probs` and `entropys` (B, R) of the current weights, and
+        `sum_pi_squared` (B, R) if asked for."""
         budget = TokenBudget(
             *log_prob_micro_batch(self.config.rollout),
             key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
             phase="the pass for old log-probs",
         )
         answer = self.engine.infer(
-            batch, budget, temperature=self.config.rollout.temperature, entropy=True
+            batch,
+            budget,
+            temperature=self.config.rollout.temperature,
+            entropy=True,
+            sum_pi_squared=sum_pi_squared,
         )
         columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
+        if sum_pi_squared:
+            columns["sum_pi_squared"] = answer["sum_pi_squared"]
         metrics: dict[str, float] = {}
         if "rollout_log_probs" in batch.batch.keys():
             mask = batch.batch["response_mask"]
@@ -110,13 +120,21 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob` (B, R), as `ReferenceWorker` tells them: with LoRA the frozen weights are
-        the reference."""
+        """`reference_columns` of the frozen weights, which are the reference with LoRA."""
         assert self.config.model.lora_rank > 0, "without adapters the first policy is gone"
-        budget = reference_budget(self.config.ref)
         with adapters_off(self.engine.hf_model):
-            answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature)
-        return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})
+            return reference_columns(self.engine, batch, self.config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add_divergence(self, asked: Divergence) -> None:
+        """Compute a divergence from a frozen model in every update, for the loss to read."""
+        head = asked.head.to(self.engine.device)
+        self.divergences = (*self.divergences, replace(asked, head=head))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def distill(self, term: DistillationTerm) -> None:
+        """Add a divergence from a teacher to the loss."""
+        self.objective.distillation = term
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(
@@ -150,6 +168,7 @@ class ActorWorker(TrainedWorker):
             ),
             temperature=self.config.rollout.temperature,
             entropy=True,
+            divergences=self.divergences,
         )
         flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
         # Of the average rank; those along the sequence axis share the work on their rows.

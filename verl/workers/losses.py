@@ -4,17 +4,21 @@ out."""
 import logging
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from verl.algorithms.divergences import DIVERGENCES
 from verl.algorithms.importance import mismatch_metrics
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.padded import loss_settings
 from verl.algorithms.policy_losses import (
     PolicyLossInputs,
+    PolicyLossOutput,
     SelectionInputs,
     extra_losses,
+    means_of,
     policy_losses,
     selections,
 )
@@ -64,6 +68,26 @@ class Objective:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillationTerm:
+    """What distillation adds to the actor's loss: coef * divergence from the teacher."""
+
+    kind: str  # of KL_KINDS, or of DIVERGENCES, which the model's pass computes
+    coef: float
+    is_whole_loss: bool  # without a policy loss
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divergence is over the whole vocabulary."""
+        return self.kind in DIVERGENCES
+
+    def of_tokens(self, outputs: Columns, columns: Columns) -> torch.Tensor:
+        """Return the divergence of each token (M,)."""
+        if self.is_exact:
+            return outputs["teacher_divergence"]
+        return kl_penalty(outputs["log_probs"], columns["teacher_log_prob"], self.kind)
+
+
 class PolicyObjective(Objective):
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra
     terms."""
@@ -77,6 +101,7 @@ class PolicyObjective(Objective):
         )
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
         self.entropy_coeff = config.entropy_coeff
+        self.distillation: DistillationTerm | None = None
         self.extra_terms = [
             (NamedPart("extra loss term", term.name, extra_losses.get(term.name)), term.coef)
             for term in config.loss_extra
@@ -92,8 +117,12 @@ class PolicyObjective(Objective):
             "rollout_is_weights",
             "selected",
         ]
-        if self.config.use_kl_loss:
+        if self.config.needs_exact_kl:
+            wanted.append("ref_states")
+        elif self.config.use_kl_loss:
             wanted.append("ref_log_prob")
+        if self.distillation is not None:
+            wanted.append("teacher_states" if self.distillation.is_exact else "teacher_log_prob")
         if self.extra_terms:  # a user's term may read anything
             wanted += sorted(
                 available - {"input_ids", "attention_mask", "position_ids", "prompts", *wanted}
@@ -122,29 +151,25 @@ class PolicyObjective(Objective):
         # whoever drew the token.
         correction = columns.get("rollout_is_weights")
         corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
-        with self.part.told(passes=_is_shortage):
-            policy = self.policy_loss(corrected, **self.settings)
-        loss = getattr(policy, "loss", None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            expected = "a PolicyLossOutput with a scalar tensor as loss"
-            raise self.part.must_return(expected, policy if loss is None else loss)
-        if log_probs.requires_grad and not loss.requires_grad:
-            raise AlgorithmError(
-                f"{self.part} must return a loss that depends on inputs.log_probs, or nothing is "
-                "learnt, got one without a gradient (was it detached?)."
-            )
-        if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
-            self._tell_who_spoilt(policy.loss, corrected)
+        if self.distillation is not None and self.distillation.is_whole_loss:
+            policy = PolicyLossOutput(log_probs.new_zeros(()), means_of(inputs))
+        else:
+            policy = self._policy_loss(corrected)
+        loss = policy.loss
         sums = {"actor/pg_loss": policy.loss.detach()}
         means = {f"actor/{name}": value for name, value in policy.means.items()}
         means["actor/entropy"] = outputs["entropy"].detach()
         if self.entropy_coeff != 0:
             loss = loss - self.entropy_coeff * (outputs["entropy"] * weights).sum()
         if self.config.use_kl_loss:
-            kl = kl_penalty(log_probs, columns["ref_log_prob"], self.config.kl_loss_type)
+            kl = self._kl(outputs, columns)
             kl_loss = (kl * weights).sum()
             loss = loss + self.config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
+        if self.distillation is not None:
+            distance = (self.distillation.of_tokens(outputs, columns) * weights).sum()
+            loss = loss + self.distillation.coef * distance
+            sums["actor/distillation_loss"] = distance.detach()
         for part, coef in self.extra_terms:
             with part.told(passes=_is_shortage):
                 term = part.function(inputs, columns)
@@ -152,6 +177,30 @@ class PolicyObjective(Objective):
                 raise part.must_return("a scalar", term)
             loss = loss + coef * term
         return LossOutput(loss=loss, means=means, sums=sums)
+
+    def _policy_loss(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
+        """Compute the policy loss. Raises AlgorithmError where a user's returns something else."""
+        with self.part.told(passes=_is_shortage):
+            policy = self.policy_loss(inputs, **self.settings)
+        loss = getattr(policy, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            expected = "a PolicyLossOutput with a scalar tensor as loss"
+            raise self.part.must_return(expected, policy if loss is None else loss)
+        if inputs.log_probs.requires_grad and not loss.requires_grad:
+            raise AlgorithmError(
+                f"{self.part} must return a loss that depends on inputs.log_probs, or nothing is "
+                "learnt, got one without a gradient (was it detached?)."
+            )
+        if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
+            self._tell_who_spoilt(loss, inputs)
+        return policy
+
+    def _kl(self, outputs: Columns, columns: Columns) -> torch.Tensor:
+        """Return the KL to the reference (M,): exact, or estimated from the drawn tokens."""
+        if self.config.needs_exact_kl:
+            return outputs["ref_kl"]
+        kind = self.config.kl_loss_type
+        return kl_penalty(outputs["log_probs"], columns["ref_log_prob"], kind)
 
     def _tell_who_spoilt(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
         read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
@@ -164,7 +213,8 @@ class PolicyObjective(Objective):
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
         """See `Objective.begin`: writes `selected` for a loss that has a selection."""
         self._is_looking_for_offenders = False
-        if self.selection is None:
+        is_read = self.distillation is None or not self.distillation.is_whole_loss
+        if self.selection is None or not is_read:
             return
         columns, mask = mini_batch.batch, mini_batch.batch["response_mask"].bool()
         log_probs = infer()["log_probs"]
@@ -205,14 +255,17 @@ def _is_shortage(error: Exception) -> bool:
     return shortage_of(error, torch.device("cpu")) is not None
 
 
-def loss_in_words(config: ActorConfig) -> str:
-    """The loss that the actor minimises: the formula of a token, with r = pi / pi_old, and how
-    tokens are added up."""
+def loss_in_words(config: ActorConfig, distillation: DistillationTerm | None = None) -> str:
+    """Describe the loss that the actor minimises: the formula of a token, with r = pi / pi_old, and
+    how tokens are added up."""
     name = config.policy_loss.loss_mode
     loss = policy_losses.get(name)
     terms = [
         f"{name}: " + getattr(loss, "formula", "a loss of your own").format(**loss_settings(config))
     ]
+    if distillation is not None:
+        divergence = f"{distillation.coef:g} {distillation.kind}(pi, teacher)"
+        terms = [divergence] if distillation.is_whole_loss else [*terms, f"+ {divergence}"]
     if config.entropy_coeff != 0:
         terms.append(f"- {config.entropy_coeff:g} entropy")
     if config.use_kl_loss:

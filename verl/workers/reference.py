@@ -23,6 +23,22 @@ def reference_budget(config: RefConfig) -> TokenBudget:
     )
 
 
+def reference_columns(
+    engine: TrainEngine, batch: DataProto, config: ActorRolloutRefConfig
+) -> DataProto:
+    """Compute `ref_log_prob` (B, R), and `ref_states` (B, R, H) where the loss has the exact KL."""
+    answer = engine.infer(
+        batch,
+        reference_budget(config.ref),
+        temperature=config.rollout.temperature,
+        states=config.actor.needs_exact_kl,
+    )
+    columns = {"ref_log_prob": answer["log_probs"]}
+    if "states" in answer:
+        columns["ref_states"] = answer["states"]
+    return DataProto.from_dict(tensors=columns)
+
+
 class ReferenceWorker(EngineWorker):
     """Tells the log-probs that a KL penalty is taken against."""
 
@@ -60,7 +76,5 @@ class ReferenceWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob` (B, R)."""
-        budget = reference_budget(self.config.ref)
-        answer = self.engine.infer(batch, budget, temperature=self.config.rollout.temperature)
-        return DataProto.from_dict(tensors={"ref_log_prob": answer["log_probs"]})
+        """See `reference_columns`."""
+        return reference_columns(self.engine, batch, self.config)

@@ -8,7 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config import CheckpointConfig, CriticModelConfig, ModelConfig
+from verl.distributed.fsdp import full_tensor
 from verl.engine.base import TrainEngine
+from verl.models.divergence import FrozenHead
+from verl.models.logprobs import head_of
 from verl.models.lora import apply_lora
 from verl.single_controller import Dispatch, Worker, register
 
@@ -33,6 +36,16 @@ class EngineWorker(Worker):
     def data_size(self) -> int:
         """See `Worker.data_size`."""
         return self.engine.mesh.data.size
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def frozen_head(self) -> FrozenHead | None:
+        """Copy the output layer of a language model to the host. All ranks but 0 return None."""
+        linear: Any = self.engine.hf_model.get_output_embeddings()
+        with self.engine.on_device():
+            weight = full_tensor(linear.weight)
+            bias = None if linear.bias is None else full_tensor(linear.bias)
+            head = FrozenHead(weight, bias, head_of(self.engine.hf_model))
+            return head.to(torch.device("cpu")) if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def lower_budgets(self, sizes: dict[str, int]) -> None:

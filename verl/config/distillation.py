@@ -1,0 +1,101 @@
+"""On-policy distillation: a frozen teacher gives targets for the tokens that the actor drew."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.choices import DISTILLATION_LOSSES, EXACT_DIVERGENCES
+from verl.config.fsdp import FSDPConfig
+from verl.config.setting import setting
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherModelConfig:
+    model_path: str | None = setting(
+        None,
+        "folder or hub name of the teacher, a causal LM with the actor's vocabulary",
+        is_path=True,
+    )
+    trust_remote_code: bool = setting(False, "run Python code that comes with a model")
+    override_config: dict[str, Any] = setting({}, "entries of the model's config.json to replace")
+    dtype: str | None = setting(
+        None,
+        "dtype of the parameters; null: bfloat16 on CUDA, float32 on a CPU",
+        choices=("float32", "bfloat16", "float64"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TeacherModelsConfig:
+    teacher_model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillationLossConfig:
+    loss_mode: str = setting(
+        "k3",
+        "divergence of the actor from the teacher: over the whole vocabulary (reverse_kl, "
+        "forward_kl, jsd), or an estimate of the reverse KL from the drawn token",
+        choices=DISTILLATION_LOSSES,
+    )
+    jsd_beta: float = setting(
+        0.5, "jsd: weight of the teacher in the mixture, near 0 forward KL, near 1 reverse", above=0
+    )
+    use_task_rewards: bool = setting(
+        True, "add the divergence to the policy loss; False: it is the whole loss, without a reward"
+    )
+    distillation_loss_coef: float = setting(1.0, "weight of the divergence", at_least=0)
+    use_policy_gradient: bool = setting(
+        False,
+        "the divergence of a token is subtracted from its advantage, where loss_mode is an "
+        "estimate; False: it is differentiated",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillationConfig:
+    enabled: bool = setting(False, "train towards a teacher model on the actor's own responses")
+    teacher_models: TeacherModelsConfig = field(default_factory=TeacherModelsConfig)
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        None,
+        "responses a forward pass; null: as many as fit log_prob_max_token_len_per_gpu",
+        above=0,
+    )
+    log_prob_use_dynamic_bsz: bool | None = setting(
+        None,
+        "micro-batches by tokens; null: unless their rows are given",
+        follows="actor_rollout_ref.actor.use_dynamic_bsz",
+    )
+    log_prob_max_token_len_per_gpu: int | None = setting(
+        None,
+        "tokens a forward pass; null: what the GPU has room for",
+        above=0,
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    )
+    use_torch_compile: bool | None = setting(
+        None,
+        "compile the decoder layers; null: as the actor",
+        follows="actor_rollout_ref.actor.use_torch_compile",
+    )
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "ranks that share the tokens of a sequence",
+        above=0,
+        follows="actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    )
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    @property
+    def is_whole_loss(self) -> bool:
+        """Whether nothing but the divergence is learned from."""
+        return self.enabled and not self.distillation_loss.use_task_rewards
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether the divergence is subtracted from the advantages."""
+        return self.enabled and self.distillation_loss.use_policy_gradient
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the divergence is over the whole vocabulary."""
+        return self.enabled and self.distillation_loss.loss_mode in EXACT_DIVERGENCES
