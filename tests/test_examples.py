@@ -16,7 +16,7 @@ import yaml
 from transformers import Qwen2Config
 
 from verl.config import load_config
-from verl.diagnostics.placement import CARDS
+from verl.diagnostics.hosts import CARDS
 from verl.diagnostics.profile import profile_memory
 from verl.trainer.main_ppo import main
 from verl.utils.errors import ConfigError
@@ -26,9 +26,9 @@ SCRIPTS = sorted((ROOT / "examples").rglob("run_*.sh"))
 TRAINING = [path for path in SCRIPTS if "verl.trainer.main_ppo" in path.read_text()]
 ROOTS = {
     "verl.trainer.main_ppo": "ppo_trainer",
-    "verl.trainer.main_sft": "sft_trainer",
-    "verl.trainer.main_generation": "generation",
-    "verl.trainer.main_eval": "evaluation",
+    "verl.jobs.main_sft": "sft_trainer",
+    "verl.jobs.main_generation": "generation",
+    "verl.jobs.main_eval": "evaluation",
 }
 # Qwen2.5 by the size in a script's name: hidden, intermediate, layers, heads, key heads.
 SHAPES = {

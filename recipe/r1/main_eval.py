@@ -3,7 +3,7 @@ name."""
 
 import sys
 
-from verl.trainer.main_eval import main
+from verl.jobs.main_eval import main
 
 if __name__ == "__main__":
     sys.exit(main())

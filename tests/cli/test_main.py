@@ -121,13 +121,13 @@ def test_a_second_yaml_file_is_refused(capsys, called):
 
 def test_merge_needs_no_backend(called):
     cli.main(["merge", "--local_dir", "actor"])
-    assert called == [("verl.model_merger.__main__", ["merge", "--local_dir", "actor"])]
+    assert called == [("verl.jobs.main_merge", ["merge", "--local_dir", "actor"])]
 
 
 def test_help_of_a_command_begins_with_its_example(capsys, called):
     cli.main(["eval", "--help"])
     assert COMMANDS["eval"].example in capsys.readouterr().out
-    assert called == [("verl.trainer.main_eval", ["--help"])]
+    assert called == [("verl.jobs.main_eval", ["--help"])]
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl.models import attention_kernels
-from verl.models.attention_kernels import (
+from verl.models.kernels import attention as attention_kernels
+from verl.models.kernels.attention import (
     choose_kernel,
     cudnn_attention,
     flash4_attention,

@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.batches import make_batch
 from tests.gpu.test_engine_gpu import BUDGET, SHAPES, gradient, make_engine, relative_l2
-from verl.models import swiglu
+from verl.models.kernels import swiglu
 
 DEVICE = torch.device("cuda", 0)
 pytestmark = [

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import VOCABULARY
+from verl.models.kernels.varlen import Sequences
 from verl.models.packed import PackedBatch
-from verl.models.varlen import Sequences
 
 Group = tuple[int, Sequence[int]]  # tokens of a prompt, tokens of each of its responses
 # A prompt alone, prompts that begin another prompt, responses of no token, groups of different

@@ -11,8 +11,8 @@ from hypothesis.strategies import lists, sampled_from
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from verl.models import attention_kernels
-from verl.models.attention_kernels import cudnn_attention
+from verl.models.kernels import attention as attention_kernels
+from verl.models.kernels.attention import cudnn_attention
 
 SCALE = 0.3
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.rollout.interpreter import interpreted
-from verl.models import head_kernels as kernels
 from verl.models import logprobs as plain
+from verl.models.kernels import head as kernels
 
 
 @pytest.mark.parametrize("bound", [None, 8.0])

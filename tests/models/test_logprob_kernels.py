@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.rollout.interpreter import interpreted
-from verl.models import logprob_kernels as kernels
 from verl.models import logprobs as plain
+from verl.models.kernels import logprobs as kernels
 
 VOCABULARY = 5000  # more than one block, and no multiple of it
 

@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.rollout.interpreter import interpreted
-from verl.models.rope_kernels import rotate_heads
+from verl.models.kernels.rope import rotate_heads
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (4, 24)])

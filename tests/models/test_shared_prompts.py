@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from tests.models.grouped import Rows, grouped_rows, kernel_backward, kernel_forward
 from tests.models.rows import KeepFloat64
 from tests.tiny_models import FAMILIES, MORE_FAMILIES, tiny_model
-from verl.models import attention, attention_kernels, packed, shared_prompts, varlen
+from verl.models import attention, packed, shared_prompts
 from verl.models import layout as layout_module
 from verl.models.attention import Facts, Layout, apply_checkpointing, block_attention
 from verl.models.critic import CriticModel
+from verl.models.kernels import attention as attention_kernels
+from verl.models.kernels import varlen
 from verl.models.packed import PackedBatch, PackedCausalLM, PackedValueModel
 
 Result = tuple[Tensor, dict[str, Tensor]]  # outputs in order of rows, gradients by parameter

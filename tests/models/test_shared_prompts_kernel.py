@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.rollout.interpreter import interpreted
+from verl.models.kernels.shared_prompts import merge_
 from verl.models.shared_prompts import _merge_
-from verl.models.shared_prompts_kernels import merge_
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 8), (4, 24)])

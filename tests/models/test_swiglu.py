@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from verl.models import swiglu
+from verl.models.kernels import swiglu
+from verl.models.kernels.swiglu import use_fused_swiglu
 from verl.models.lora import apply_lora
-from verl.models.swiglu import use_fused_swiglu
 
 CUDA = torch.device("cuda")
 calls: list[torch.Size] = []

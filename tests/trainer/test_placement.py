@@ -15,7 +15,7 @@ from verl.config import load_config
 from verl.config.placement import ranks_of_roles
 from verl.distributed.mesh import init_mesh
 from verl.single_controller import Dispatch, Worker, register
-from verl.trainer import placement
+from verl.trainer import pools
 from verl.utils.errors import ConfigError, WorkerError
 
 pytestmark = pytest.mark.timeout(180)
@@ -177,8 +177,8 @@ def test_pools_of_ray_have_their_ranks_on_their_nodes(monkeypatch):
         "trainer.placement.critic=[2,3,4]",
     ]
     config = load_config(["data.dataset_name=toy", *options])
-    monkeypatch.setattr(placement, "require", lambda *_: None)
-    monkeypatch.setattr(placement.importlib, "import_module", lambda _: backend)
-    pool = placement.join_pool(config, torch.device("cuda"))
+    monkeypatch.setattr(pools, "require", lambda *_: None)
+    monkeypatch.setattr(pools.importlib, "import_module", lambda _: backend)
+    pool = pools.join_pool(config, torch.device("cuda"))
     assert made == [([2, 3], True), ([2, 1], True)]
     assert pool.world_size == 8

@@ -14,7 +14,7 @@ from tests.trainer.runs import run, same_bits, step_lines, weights
 from verl.checkpoint.manifest import write_manifest
 from verl.checkpoint.unpickling import load_state, save_state
 from verl.data.toy import TOY_MODEL
-from verl.model_merger.__main__ import main as model_merger
+from verl.jobs.main_merge import main as model_merger
 from verl.trainer.api import RLTrainer
 from verl.utils.logging import logger
 

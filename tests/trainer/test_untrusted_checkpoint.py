@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer.runs import PPO, run
 from verl.checkpoint.manifest import MANIFEST, write_manifest
-from verl.model_merger.__main__ import main as model_merger
+from verl.jobs.main_merge import main as model_merger
 
 pytestmark = pytest.mark.timeout(120)
 RUNS = {"ppo": PPO, "lora": ["actor_rollout_ref.model.lora_rank=2"]}

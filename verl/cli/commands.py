@@ -46,13 +46,13 @@ COMMANDS = {
         ),
         Command(
             words="sft",
-            module="verl.trainer.main_sft",
+            module="verl.jobs.main_sft",
             summary="supervised fine-tuning on the assistant's tokens",
             example="verl sft data.train_files=train.parquet model.path=Qwen/Qwen2.5-0.5B",
         ),
         Command(
             words="merge",
-            module="verl.model_merger.__main__",
+            module="verl.jobs.main_merge",
             summary="a checkpoint to a Hugging Face folder",
             example="verl merge --local_dir checkpoints/global_step_10/actor --target_dir merged",
             first=("merge",),
@@ -60,7 +60,7 @@ COMMANDS = {
         ),
         Command(
             words="generate",
-            module="verl.trainer.main_generation",
+            module="verl.jobs.main_generation",
             summary="responses to every prompt of a file",
             example=(
                 "verl generate model.path=merged data.path=test.parquet "
@@ -69,7 +69,7 @@ COMMANDS = {
         ),
         Command(
             words="eval",
-            module="verl.trainer.main_eval",
+            module="verl.jobs.main_eval",
             summary="scores of generated responses: mean, pass@k, maj@k",
             example="verl eval data.path=out.parquet",
         ),

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import warnings
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 _ALGORITHMS = "verl.compat.algorithms"
@@ -41,6 +41,15 @@ def _same(module: str, names: str) -> dict[str, Entry]:
 
 
 # old module -> {name: new module}, or {name: (new module, new name)}
+# Programs that `python -m` starts under an old name, and the module that they are now.
+OLD_PROGRAMS = {
+    "verl.trainer.main_sft": "verl.jobs.main_sft",
+    "verl.trainer.fsdp_sft_trainer": "verl.jobs.main_sft",
+    "verl.trainer.main_generation": "verl.jobs.main_generation",
+    "verl.trainer.main_eval": "verl.jobs.main_eval",
+    "verl.model_merger": "verl.jobs.main_merge",
+}
+
 OLD_PATHS: dict[str, dict[str, Entry]] = {
     "verl.base_config": _same(_CONFIGS, "BaseConfig"),
     "verl.protocol": {
@@ -286,6 +295,26 @@ class _OldModule(ModuleType):
         delattr(importlib.import_module(module), new_name)
 
 
+class _ProgramLoader:
+    """Runs a program that has moved, for `python -m old.name`."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def get_code(self, fullname: str) -> CodeType:
+        lines = (
+            "import sys",
+            f"from {OLD_PROGRAMS[fullname]} import *",
+            f"from {OLD_PROGRAMS[fullname]} import main",
+            "if __name__ == '__main__':",
+            "    sys.exit(main())",
+        )
+        return compile("\n".join(lines), fullname, "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.get_code(module.__name__), vars(module))  # our own text above
+
+
 class _OldModuleLoader:
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = _OldModule(spec.name)
@@ -304,6 +333,8 @@ def find_old_module(name: str) -> ModuleSpec | None:
     for absent, way in ABSENT.items():
         if name == absent or name.startswith(f"{absent}."):
             raise ModuleNotFoundError(f"No module named '{name}': {way}.", name=name)
+    if name in OLD_PROGRAMS:
+        return importlib.util.spec_from_loader(name, _ProgramLoader())  # pyright: ignore[reportArgumentType]
     if name not in OLD_PATHS:
         return None
     return importlib.util.spec_from_loader(name, _OldModuleLoader(), is_package=True)  # pyright: ignore[reportArgumentType]
@@ -328,6 +359,10 @@ def page() -> str:
         for name in names:
             module, new_name = home_of(old, name)
             lines.append(f"| `{old}.{name}` | `{module}.{new_name}` |")
+
+    lines += ["", "Programs, which `python -m` starts under both names:", ""]
+    lines += ["| old | new |", "|---|---|"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in OLD_PROGRAMS.items()]
 
     lines += ["", "Not in this version:", "", "| old | way |", "|---|---|"]
     for name, way in ABSENT.items():

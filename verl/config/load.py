@@ -60,7 +60,7 @@ ROOTS = {
     "generation": Root(
         generation.GenerationConfig,
         "generate",
-        "verl.trainer.main_generation",
+        "verl.jobs.main_generation",
         "The shortest run: data.path=toy model.path=toy data.output_path=out.parquet",
         generation.RULES,
         doubts=generation.doubtful,
@@ -68,7 +68,7 @@ ROOTS = {
     "evaluation": Root(
         evaluation.EvaluationConfig,
         "eval",
-        "verl.trainer.main_eval",
+        "verl.jobs.main_eval",
         "The shortest run: data.path=out.parquet",
         evaluation.RULES,
         doubts=lambda _: (),
@@ -76,7 +76,7 @@ ROOTS = {
     "sft_trainer": Root(
         sft.SFTConfig,
         "sft",
-        "verl.trainer.main_sft",
+        "verl.jobs.main_sft",
         "The shortest run: data.train_files=rows.parquet model.path=toy",
         sft.RULES,
         sft.RULES_OF_FILES,

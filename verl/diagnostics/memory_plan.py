@@ -9,8 +9,8 @@ from functools import partial
 from verl.checkpoint.hf import MAX_FILE_BYTES
 from verl.config import TrainConfig
 from verl.diagnostics.batch import BatchPlan
+from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
-from verl.diagnostics.placement import Placement
 from verl.diagnostics.roles import Passes, Role, roles_of, work_of
 from verl.diagnostics.rollout_memory import RolloutPlan, plan_rollout
 from verl.engine.model_shape import ModelShape

@@ -18,14 +18,14 @@ from verl.config import (
     value_micro_batch,
 )
 from verl.diagnostics.batch import BatchPlan
+from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
-from verl.diagnostics.placement import Placement
 from verl.engine.agreement import CPU_PASS_TOKENS
 from verl.engine.budget import MOST_TOKENS, largest_that_fits
 from verl.engine.compile import compile_backend
 from verl.engine.footprint import EngineFootprint, engine_setup, gathers_once
 from verl.engine.model_shape import ModelShape
-from verl.models import swiglu
+from verl.models.kernels import swiglu
 from verl.models.load import torch_dtype
 
 Predict = Callable[[int, int], dict[str, int]]

@@ -15,8 +15,8 @@ from verl.engine.compile import apply_compile
 from verl.engine.footprint import EngineSetup, engine_setup
 from verl.engine.state import transformer_of
 from verl.models.attention import apply_checkpointing
+from verl.models.kernels.swiglu import use_fused_swiglu
 from verl.models.rope import use_fast_rope
-from verl.models.swiglu import use_fused_swiglu
 
 
 def apply_to_module(

@@ -103,7 +103,7 @@ class TrainEngine:
             case, and so does one that computes in another dtype than its parameters'.
         compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
         fused_kernels: where layers are compiled, use those that are installed and proved
-            (`verl.models.swiglu`).
+            (`verl.models.kernels.swiglu`).
         share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves
             enough (`MiniBatch`).
     """

@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from verl.distributed.sequence_parallel import SequenceParallel
 from verl.models.alibi import KeyBias, route_attention, set_attention
-from verl.models.attention_kernels import choose_kernel, torch_attention
+from verl.models.kernels.attention import choose_kernel, torch_attention
 from verl.models.layout import Layout
 from verl.models.shared_prompts import shared_prompt_attention
 from verl.utils.errors import ModelError
@@ -64,7 +64,7 @@ class PackingSlot:
         self.layout: Layout | None = None
         # a list while the load check records what layers ask for
         self.seen: list[Facts] | None = None
-        self.kernel = "auto"  # see `attention_kernels.choose_kernel`
+        self.kernel = "auto"  # see `kernels.attention.choose_kernel`
         # where the model sees a part of the tokens
         self.sequence_parallel: SequenceParallel | None = None
 

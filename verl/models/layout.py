@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.models.kernels.varlen import Sequences
 from verl.models.shared_prompts import SharedParts
-from verl.models.varlen import Sequences
 from verl.utils.devices import send
 
 # Cost of one token apart from its attention, in attended tokens: what keeps very short sequences in

@@ -23,7 +23,7 @@ CHUNK_ELEMENTS_CUDA = 2**29
 # Rows of a chunk are a multiple of this where they are more: what a matrix product computes in
 # whole tiles.
 CHUNK_TILE = 256
-# Words of a tile of `head_kernels`.
+# Words of a tile of `kernels.head`.
 FUSED_WORDS = 256
 # On a CPU 16 MiB stay near the caches (2**25 made the update of a small model a fifth slower), but
 # a large vocabulary gets enough rows for its matrix product to read the weight seldom.
@@ -122,7 +122,7 @@ class _Settings:
 
 
 def fused_head(device: torch.device) -> bool:
-    """Whether `head_kernels` run on a device: Hopper or newer."""
+    """Whether `kernels.head` run on a device: Hopper or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -209,7 +209,7 @@ def _row_operations(y: Tensor) -> Any:
     """The two functions above, or on CUDA their kernels, which read `y` once."""
     if y.is_cuda and y.dtype == torch.float32:
         # triton exists beside CUDA only
-        return importlib.import_module("verl.models.logprob_kernels")
+        return importlib.import_module("verl.models.kernels.logprobs")
     return sys.modules[__name__]
 
 
@@ -218,7 +218,7 @@ def _fused_kernels(hidden: Tensor, weight: Tensor) -> Any:
     if not fused_head(hidden.device):
         return None
     # triton exists beside CUDA only
-    kernels: Any = importlib.import_module("verl.models.head_kernels")
+    kernels: Any = importlib.import_module("verl.models.kernels.head")
     return kernels if kernels.can_read(hidden, weight) else None
 
 

@@ -38,7 +38,7 @@ def use_fast_rope(model: nn.Module) -> list[str]:
 @cache
 def _with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
     # triton exists beside CUDA only
-    kernels: Any = importlib.import_module("verl.models.rope_kernels")
+    kernels: Any = importlib.import_module("verl.models.kernels.rope")
 
     @wraps(original)
     def rotated(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.models import varlen
-from verl.models.varlen import Sequences
+from verl.models.kernels import varlen
+from verl.models.kernels.varlen import Sequences
 
 
 class SharedParts(NamedTuple):
@@ -85,7 +85,7 @@ def _merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     way of fp32."""
     if out.is_cuda:
         # Triton exists beside CUDA only.
-        return importlib.import_module("verl.models.shared_prompts_kernels").merge_(
+        return importlib.import_module("verl.models.kernels.shared_prompts").merge_(
             out, lse, other, other_lse
         )
     share = torch.sigmoid(lse - other_lse).t()[..., None]

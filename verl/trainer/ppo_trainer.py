@@ -33,7 +33,7 @@ from verl.trainer.algorithm import (
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
-from verl.trainer.placement import dealt_by_prompts, join_pool
+from verl.trainer.pools import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
 from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink

@@ -15,7 +15,7 @@ from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.manager import RewardManager, check_result
-from verl.trainer.evaluation import TextTokenizer
+from verl.rewards.text_tokenizer import TextTokenizer
 from verl.utils.errors import ConfigError, DataError, RewardError, retold
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from verl.models.attention import Facts, Layout, block_attention, varlen_can
-from verl.models.attention_kernels import VARLEN_GQA
+from verl.models.kernels.attention import VARLEN_GQA
 from verl.models.logprobs import Head
 from verl.rollout.sampling import CHUNK_LOGITS, sample
 from verl.rollout.types import SamplingParams

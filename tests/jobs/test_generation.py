@@ -16,10 +16,10 @@ import pytest
 
 from tests.trainer.runs import run_in_child, write_lines
 from verl.checkpoint.claim import Claim
-from verl.trainer import finished_batches
-from verl.trainer.generation import weights_fingerprint
-from verl.trainer.main_eval import main as main_eval
-from verl.trainer.main_generation import main
+from verl.jobs import finished_batches
+from verl.jobs.generation import weights_fingerprint
+from verl.jobs.main_eval import main as main_eval
+from verl.jobs.main_generation import main
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -325,7 +325,7 @@ def test_two_ranks_of_torchrun_give_the_responses_of_one_process(whole, tmp_path
     ]
     asked = command(output, "data.batch_size=5", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
     done = subprocess.run(
-        [*launcher, "verl.trainer.main_generation", *asked],
+        [*launcher, "verl.jobs.main_generation", *asked],
         capture_output=True,
         text=True,
         timeout=150,

@@ -17,12 +17,12 @@ from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
 from verl.data.toy import TOY, toy_files
+from verl.jobs.finished_batches import FinishedBatches
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
 from verl.rollout import rollout_engines
 from verl.trainer import setup
-from verl.trainer.finished_batches import FinishedBatches
-from verl.trainer.placement import join_pool
+from verl.trainer.pools import join_pool
 from verl.utils.devices import describe_device, visible_device
 from verl.utils.errors import DataError
 from verl.utils.logging import logger

@@ -13,12 +13,13 @@ import torch
 
 from verl.config.evaluation import SHARED, EvaluationConfig, EvaluationDataConfig
 from verl.data.files import as_file_list, open_rows, require_column
+from verl.jobs.finished_batches import require_writable, write_whole
+from verl.jobs.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward
 from verl.rewards.manager import Scores
 from verl.rewards.registry import answer_extractors
-from verl.trainer.finished_batches import require_writable, write_whole
-from verl.trainer.scores import MAX_VOTES, bootstrap_intervals, majority_at_k, pass_at_k
+from verl.rewards.text_tokenizer import TextTokenizer
 from verl.trainer.setup import vote
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.utils.logging import logger
@@ -39,26 +40,6 @@ class ScoredPrompt:
     scores: list[float] = field(default_factory=list)
     passed: list[bool] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
-
-
-class TextTokenizer:
-    """A vocabulary of whole texts: managers get texts as what they get in training, token ids that
-    they decode."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """(B, 1) ids."""
-        start = len(self.texts)
-        self.texts += texts
-        return torch.arange(start, len(self.texts)).unsqueeze(1)
-
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        return "".join(self.texts[int(number)] for number in ids)
-
-    def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
-        return [self.decode(ids) for ids in rows]
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, Any]:

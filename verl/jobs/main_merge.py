@@ -5,7 +5,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from verl.model_merger.merge import DTYPES, compare, export_adapters, merge
+from verl.jobs.merge import DTYPES, compare, export_adapters, merge
 from verl.utils.entry import exit_code
 from verl.utils.errors import ConfigError
 
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m verl.model_merger", description=sys.modules["verl.model_merger"].__doc__
+        "python -m verl.model_merger", description="Write checkpoints as Hugging Face folders."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     to_merge = commands.add_parser("merge", prog="verl merge", help="write a Hugging Face folder")

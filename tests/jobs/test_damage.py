@@ -12,12 +12,12 @@ import pytest
 
 from tests.distributed.jobs import Setup
 from tests.engine.test_state import policy_engine
-from tests.model_merger import jobs
+from tests.jobs import jobs
 from tests.tiny_models import tiny_model
 from verl.checkpoint.manifest import MANIFEST, write_manifest
 from verl.checkpoint.sharded import SavedTensors
-from verl.model_merger.__main__ import main
-from verl.model_merger.merge import merge
+from verl.jobs.main_merge import main
+from verl.jobs.merge import merge
 
 SHARDS = "sharded/__0_0.distcp"
 ADAPTERS = "lora_adapter/adapter_model.safetensors"

@@ -9,7 +9,7 @@ from verl.data.loader import MapDataset
 from verl.data.sft_dataset import SFTDataset, pad_examples
 from verl.protocol import DataProto
 from verl.trainer import setup
-from verl.trainer.placement import join_pool
+from verl.trainer.pools import join_pool
 from verl.trainer.run import TrainingRun
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger

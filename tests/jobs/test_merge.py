@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.distributed.jobs import Setup
 from tests.distributed.ranks import Ranks
 from tests.engine.test_state import critic_engine, policy_engine
-from tests.model_merger import jobs
+from tests.jobs import jobs
 from tests.tiny_models import tiny_tokenizer
-from verl.model_merger.__main__ import main
-from verl.model_merger.merge import compare, merge
+from verl.jobs.main_merge import main
+from verl.jobs.merge import compare, merge
 from verl.models.critic import CriticModel
 from verl.utils.errors import CheckpointError
 
@@ -170,7 +170,7 @@ def test_on_a_machine_without_training_packages(
         import sys
 
         sys.modules.update(dict.fromkeys({TRAINING}))  # None: as if they were not installed
-        from verl.model_merger.__main__ import main
+        from verl.jobs.main_merge import main
 
         options = ["merge", "--backend", "fsdp", "--dtype", "bfloat16", "--local_dir"]
         assert main([*options, {str(alone[0])!r}, "--target_dir", "whole"]) == 0

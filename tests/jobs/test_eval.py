@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.runs import write_lines
-from verl.trainer import evaluation
-from verl.trainer.main_eval import main
-from verl.trainer.scores import bootstrap_intervals, majority_at_k, pass_at_k
+from verl.jobs import evaluation
+from verl.jobs.main_eval import main
+from verl.jobs.scores import bootstrap_intervals, majority_at_k, pass_at_k
 
 REPOSITORY = Path(__file__).parents[2]
 

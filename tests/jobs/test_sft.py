@@ -29,8 +29,8 @@ from verl.config.sft import SFTConfig, as_train_config
 from verl.data.sft_dataset import SFTDataset
 from verl.data.toy import TOY_MODEL, toy_files
 from verl.engine.base import TrainEngine
-from verl.trainer.main_sft import main
-from verl.trainer.sft_trainer import SFTTrainer
+from verl.jobs.main_sft import main
+from verl.jobs.sft_trainer import SFTTrainer
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 

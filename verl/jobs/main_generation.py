@@ -1,5 +1,4 @@
-"""`python -m verl.trainer.main_sft key=value ...`: supervised fine-tuning on prompts with answers,
-or on dialogues."""
+"""`python -m verl.trainer.main_generation key=value ...`: responses to every prompt of a file."""
 
 import sys
 
@@ -9,24 +8,22 @@ from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and return the exit code; what a user can cause is one line, no traceback."""
+    """Generate and return the exit code; what a user can cause is one line, no traceback."""
     return run_job(argv, job)
 
 
 def job(argv: list[str]) -> None:
     """The whole job. Imports stand where they are needed: a typo in a key is told before torch has
     loaded."""
+    from verl.config.generation import SHARED
     from verl.config.load import load_config
-    from verl.config.sft import SHARED
 
-    config = load_config(argv, root="sft_trainer")
+    config = load_config(argv, root="generation")
     with loading_packages():
-        from verl.trainer.sft_trainer import SFTTrainer
+        from verl.jobs.generation import generate
 
     with retold(SHARED.names_here):
-        trainer = SFTTrainer(config)
-        trainer.init_workers()
-        trainer.fit()
+        generate(config)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def job(argv: list[str]) -> None:
 
     config = load_config(argv, root="evaluation")
     with loading_packages():
-        from verl.trainer.evaluation import evaluate
+        from verl.jobs.evaluation import evaluate
 
     evaluate(config)
 

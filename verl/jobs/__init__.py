@@ -1,0 +1,1 @@
+"""Programs that are not the RL loop: fine-tuning, generation, evaluation, merging checkpoints."""
