@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.phases import phase
+from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
@@ -26,6 +27,7 @@ class DAPOTrainer(PPOTrainer):
     were left out, and reads further epochs.
     """
 
+    @phase(writes=GENERATED + " token_level_scores rm_scores", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
         """See `PPOTrainer.collect`, of the prompts whose responses differ, in the order in which
         they were drawn."""

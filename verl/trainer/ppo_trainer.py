@@ -33,6 +33,7 @@ from verl.trainer.algorithm import (
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
+from verl.trainer.phases import declared_phases, may_overlap, phase
 from verl.trainer.pools import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
@@ -47,6 +48,11 @@ from verl.workers import (
     RewardModelWorker,
     RolloutWorker,
     TeacherWorker,
+)
+
+# The columns that `generate` writes.
+GENERATED = (
+    "prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs uid"
 )
 
 
@@ -201,6 +207,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     # ---------------------------------------------------------------- the run
 
+    @phase()
     def fit(self) -> None:
         """Train to the last step, validating and saving on the way; `trainer.val_only` validates
         and stops."""
@@ -214,6 +221,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         finally:
             self.tracker.finish()
 
+    @phase()
     def run_step(self, prompts: DataProto) -> None:
         """One step with everything around it: timing, validation, checkpoint, log and timeline."""
         super().run_step(prompts)
@@ -230,8 +238,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size)
 
+    @phase()
     def step(self, prompts: DataProto) -> DataProto:
-        """The sentence."""
+        """Make one step of training: the six phases in their order."""
         batch = self.collect(prompts)
         batch = self.evaluate_policies(batch)
         batch = self.timed("adv", self.estimate_advantages, batch)
@@ -241,26 +250,33 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     # ---------------------------------------------------------------- the phases
 
+    @phase(writes=GENERATED + " token_level_scores rm_scores")
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """`generate` and `score`."""
+        """Make trajectories with scores: `generate`, then `score`."""
         n = self.config.actor_rollout_ref.rollout.n
         with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_told:
-            # Only a `generate` of ours is known to take it.
-            batch = self.timed("gen", self.generate, prompts, first_row, *filter(None, [on_told]))
+            if on_told is None:
+                # A `generate` that replaces ours may not take it.
+                batch = self.timed("gen", self.generate, prompts, first_row)
+            else:
+                batch = self.timed("gen", self.generate, prompts, first_row, on_told)
             self.begin_passes(batch)
             return self.timed("reward", self.score, batch)
 
     def scoring_ahead(
         self, reward_fn: Any, prompts: DataProto, n: int, first_row: int = 0
     ) -> AbstractContextManager[OnTold]:
-        """Score responses as they finish, where no answer can depend on that: gives what hears of
-        them, or None."""
-        phases = ("collect", "generate", "_generate", "score", "add_rm_scores")
-        phase_replaced = not all(is_our_own(getattr(type(self), name)) for name in phases)
-        if phase_replaced or not setup.scores_row_by_row(self.config.reward_model, reward_fn):
-            return nullcontext()
-        return reward_fn.ahead(prompts, n, first_row * n)
+        """Score responses as they finish, where no answer can depend on that.
 
+        Gives the function that takes every response, or None.
+        """
+        names = ("collect", "generate", "_generate", "score", "add_rm_scores")
+        are_declared = declared_phases(type(self), *names) is not None
+        if are_declared and setup.scores_row_by_row(self.config.reward_model, reward_fn):
+            return reward_fn.ahead(prompts, n, first_row * n)
+        return nullcontext()
+
+    @phase(writes=GENERATED)
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
         """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share
         its `uid`.
@@ -276,6 +292,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         return batch
 
+    @phase(writes=GENERATED)
     def _generate(
         self,
         prompts: DataProto,
@@ -297,6 +314,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         return prompts.repeat(n, interleave=True).union(generated)
 
+    @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")
     def score(self, batch: DataProto) -> DataProto:
         """Adds `token_level_scores` and whatever else the reward tells of a sample."""
         result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
@@ -304,6 +322,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(setup.reward_metrics(result))
         return batch
 
+    @phase(reads="prompts responses attention_mask", writes="rm_scores")
     def add_rm_scores(self, batch: DataProto) -> DataProto:
         """Adds `rm_scores`, which reward managers take for the scores, where there is a reward
         model."""
@@ -313,6 +332,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             ]
         return batch
 
+    @phase(reads=GENERATED, writes="old_log_probs entropys ref_log_prob values")
     def evaluate_policies(self, batch: DataProto) -> DataProto:
         """Adds old and reference log-probs and values, where something reads them; at once where
         their workers have devices of their own."""
@@ -331,13 +351,12 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def begin_passes(self, batch: DataProto) -> None:
         """Start what `evaluate_policies` waits for, to run beside the reward, where no answer can
         depend on that."""
-        names = ("collect", "score", "evaluate_policies")
-        phase_replaced = any(
-            getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names
-        )
-        if not phase_replaced and setup.leaves_batch_alone(
-            self.config.reward_model, self.reward_fn
-        ):
+        phases = declared_phases(type(self), "collect", "score", "evaluate_policies")
+        if phases is None:
+            return
+        collect, score, evaluate = phases
+        is_free = may_overlap(score, evaluate) and not collect.chooses_rows
+        if is_free and setup.leaves_batch_alone(self.config.reward_model, self.reward_fn):
             # the columns of now, whatever is added meanwhile
             self.begun = batch, self._start_passes(batch.select())
 
@@ -374,10 +393,16 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             or self.config.advantages_read_old_log_probs
             or is_corrected(self.config)
         )
-        phases = ("fit", "run_step", "step", "estimate_advantages", "update")
-        users = [self.estimator, *(getattr(type(self), name) for name in phases)]
-        return reads_before or not all(is_our_own(part) for part in users) or not one_update
+        names = ("fit", "run_step", "step", "estimate_advantages", "update")
+        phases = declared_phases(type(self), *names)
+        if phases is None or any("old_log_probs" in each.reads for each in phases):
+            return True
+        return reads_before or not is_our_own(self.estimator) or not one_update
 
+    @phase(
+        reads="token_level_scores response_mask ref_log_prob values uid",
+        writes="token_level_rewards advantages returns",
+    )
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
         columns = batch.batch
@@ -391,6 +416,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(metrics)
         return batch
 
+    @phase(reads=GENERATED + " advantages returns ref_log_prob values")
     def update(self, batch: DataProto) -> None:
         """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the
         actor."""

@@ -9,13 +9,15 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer import setup
-from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.phases import phase
+from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.utils.errors import RewardError
 
 
 class ReMaxTrainer(PPOTrainer):
     """Adds the column `reward_baselines` (B,), which `adv_estimator=remax` reads."""
 
+    @phase(writes=GENERATED + " token_level_scores rm_scores reward_baselines", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
         """See `PPOTrainer.collect`; before it, a greedy response to each prompt is scored.
 
