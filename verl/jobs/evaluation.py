@@ -31,7 +31,7 @@ ALL = "all"
 
 @dataclass(slots=True)
 class ScoredPrompt:
-    """A prompt with its responses, and what the reward said of those that it could score."""
+    """A prompt with its responses, and the reward's answers for those that it could score."""
 
     source: str
     prompt: str
@@ -43,8 +43,7 @@ class ScoredPrompt:
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, Any]:
-    """The whole job: scores every response, prints the table, writes the JSON; gives what is in
-    it."""
+    """Score every response, print the table and write the JSON; gives the report."""
     prompts = read_prompts(config.data)
     check_k(config.metrics.k, prompts)
     if config.data.output_path is not None:
@@ -61,7 +60,10 @@ def evaluate(config: EvaluationConfig) -> dict[str, Any]:
 
 
 def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
-    """Every row of the files. DataError names file, row and column of what is not as it must be."""
+    """Read every row of the files.
+
+    Raises DataError that names file, row and column of a value that does not fit.
+    """
     prompts: list[ScoredPrompt] = []
     for file in as_file_list(data.path):
         rows = open_rows(file)
@@ -93,7 +95,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
 
 
 def check_k(k: Sequence[int], prompts: Sequence[ScoredPrompt]) -> None:
-    """ConfigError where no prompt has so many responses: told before they are paid for."""
+    """Raise ConfigError where no prompt has that many responses, before any is scored."""
     most = max(len(prompt.responses) for prompt in prompts)
     if max(k, default=1) > most:
         raise ConfigError(
@@ -151,8 +153,11 @@ def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -
 
 
 def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score: float) -> None:
-    """A response passes by the field `acc` of its reward, else by its score. It votes for the field
-    `pred`, else for what the rule of its data source reads in it."""
+    """Note whether a response passes, and its vote.
+
+    It passes by the field `acc` of its reward, else by its score. It votes for the field `pred`,
+    else for the answer that the rule of its data source extracts.
+    """
     dropped = set(result.dropped)
     for number, ((prompt, response), value, extra) in enumerate(
         zip(rows, result.scores, result.extra)
@@ -171,7 +176,7 @@ def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score
 
 
 def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """What is written as JSON: how it was computed, and the metrics of each data source and of all
+    """Build the report: how it was computed, and the metrics of each data source and of all
     prompts."""
     metrics = config.metrics
     by_source: dict[str, list[ScoredPrompt]] = {}
@@ -207,7 +212,7 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
 
 
 def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """Means over prompts, each with its bounds and the number of prompts that have it."""
+    """Compute means over prompts, each with its bounds and the number of prompts that have it."""
     most = max(len(prompt.scores) for prompt in prompts)
     ks = sorted(set(config.metrics.k)) or sorted(
         {*(1 << power for power in range(most.bit_length())), most}
@@ -252,7 +257,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as text, one line for each data source and metric."""
+    """Format the report as text, one line for each data source and metric."""
     interval = f"{report['intervals']['confidence']:.0%} interval"
     lines = [("data source", "metric", "value", interval, "prompts")]
     for source, summary in [*report["data_sources"].items(), (ALL, report[ALL])]:

@@ -1,5 +1,4 @@
-"""What a killed generation run has done: every finished batch a file, joined to one when all are
-there."""
+"""The finished batches of a generation run: one file each, joined when all are complete."""
 
 import json
 import os
@@ -51,16 +50,20 @@ class FinishedBatches:
         self.batches = [range(start, min(start + batch_size, table.num_rows)) for start in starts]
 
     def discard(self) -> None:
-        """Forget what was done before, also a complete output. Raises ConfigError where another run
-        is at it."""
+        """Delete earlier batches, also a complete output.
+
+        Raises ConfigError where another run is writing them.
+        """
         self._take_folder()
         self._claim.give_back()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.output.unlink(missing_ok=True)
 
     def is_complete(self) -> bool:
-        """Whether the output is there. Raises ConfigError where it is another run's, or nobody
-        knows whose."""
+        """Check whether the output exists.
+
+        Raises ConfigError where it belongs to another run, or to an unknown one.
+        """
         if not self.output.exists():
             return False
         try:
@@ -78,8 +81,10 @@ class FinishedBatches:
         return True
 
     def waiting(self) -> dict[int, range]:
-        """The batches still to do: numbers and rows. Raises ConfigError where another run began
-        them or is at them."""
+        """Return the batches still to do: numbers and rows.
+
+        Raises ConfigError where another run has begun them or is writing them.
+        """
         self._take_folder()
         known = self.folder / _IDENTITY
         waiting = {

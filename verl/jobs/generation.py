@@ -36,8 +36,10 @@ class Prompts(RLDataset):
     """The prompts as in training, and the rows they stand in as a table."""
 
     def table(self) -> pa.Table:
-        """All columns of the kept rows, in the types of their files. DataError for what Parquet
-        cannot hold."""
+        """Return all columns of the kept rows, in the types of their files.
+
+        Raises DataError for values that Parquet cannot hold.
+        """
         parts = []
         for number, (file, rows) in enumerate(zip(self.files, self._sources)):
             kept = self._kept[self._kept[:, 0] == number, 1]
@@ -66,7 +68,10 @@ class Prompts(RLDataset):
 
 
 def generate(config: GenerationConfig) -> None:
-    """The whole job: `data.output_path` has all columns of the input, and the responses."""
+    """Generate responses for every prompt.
+
+    `data.output_path` gets all columns of the input, and the responses.
+    """
     data, train = config.data, SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     if config.trainer.num_threads is not None:
@@ -132,8 +137,11 @@ def generate(config: GenerationConfig) -> None:
 
 
 def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
-    """What decides the responses, by key: two runs that agree in it may finish each other's work.
-    Files count by what is in them, wherever they lie."""
+    """Return the settings that decide the responses, by key.
+
+    Two runs that agree in them may finish each other's work. Files count by their content, wherever
+    they are.
+    """
     by_content = {
         "data.path": prompts.fingerprint,
         "model.path": weights_fingerprint(str(config.model.path)),
@@ -151,8 +159,10 @@ def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
 
 
 def weights_fingerprint(path: str) -> str:
-    """Of a folder, a digest of names, sizes and samples of its weight files, which takes no second
-    for any size; a hub name as it is."""
+    """Compute a digest of a folder's weight files: names, sizes and samples of their bytes.
+
+    It takes less than a second for any size. A hub name is returned as it is.
+    """
     source = resolve_path(path)
     if not Path(source).is_dir():
         return source

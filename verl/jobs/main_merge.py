@@ -11,8 +11,7 @@ from verl.utils.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; gives the exit code. What a user can cause is one line, no
-    traceback."""
+    """Run the command and return the exit code; user errors print one line, without a traceback."""
     arguments = _parser().parse_args(argv)
     return exit_code(lambda: print(_run(arguments)))
 

@@ -58,8 +58,8 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class _Source:
-    """What one role has saved. `model` (on meta, or the base under adapters) says how its family is
-    published."""
+    """The saved files of one role. `model` (on meta, or the base under adapters) shows how its
+    family is published."""
 
     model: PreTrainedModel | None
     weights: Iterator[tuple[str, torch.Tensor]]
@@ -121,8 +121,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     base_model: str | None = None,
 ) -> int:
-    """The number of tensors in `hf_dir`, all of which are bit for bit what `merge` would write
-    there.
+    """Count the tensors in `hf_dir`, all of which must equal the output of `merge` bit for bit.
 
     Raises CheckpointError that names those that differ, or that only one of the two has.
     """
@@ -231,8 +230,7 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
 
 
 def _on_meta(folder: Path) -> PreTrainedModel | None:
-    """A model without memory of the family that `folder` configures; None for custom code, whose
-    names stay anyway."""
+    """Build the family's model without memory; None for custom code, whose names stay anyway."""
     file = folder / "config.json"
     with _readable(file):
         config = parse_json(file.read_text(encoding="utf-8"))
@@ -274,8 +272,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _verify(role: Path) -> None:
-    """CheckpointError unless the files of `role` are those that its checkpoint's manifest has
-    summed up.
+    """Raise CheckpointError unless the files of `role` match the checksums of the manifest.
 
     A role's folder that was copied alone has no manifest, and nothing to compare with.
     """
@@ -286,7 +283,7 @@ def _verify(role: Path) -> None:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """CheckpointError for a `file` that is missing or damaged."""
+    """Raise CheckpointError for a `file` that is missing or damaged."""
     try:
         yield
     except _UNREADABLE as error:
@@ -298,8 +295,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, to be renamed when all is in it; gone afterwards, whatever
-    happens.
+    """Make a new folder next to `target`, renamed when it is complete and deleted on failure.
 
     Raises CheckpointError where it cannot be written: safetensors and `shutil` have errors of their
     own for that.
@@ -331,7 +327,7 @@ def _reason(error: Exception) -> str:
 
 
 def _role_folder(folder: Path) -> Path:
-    """`folder`, if it is what a role saved. CheckpointError with the nearest one that is."""
+    """Return `folder` if a role saved it; raise CheckpointError with the nearest one if not."""
     if _is_role(folder):
         return folder
     expected = (

@@ -69,7 +69,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         self.total_steps = setup.count_steps(train, len(self.train_loader))
 
     def init_workers(self) -> None:
-        """Load the model; before it the trackers, for a missing package is told in seconds."""
+        """Load the model. The trackers start first, so a missing package fails within seconds."""
         self.start_tracker()
         self.sft_wg = self.start_role(
             "actor",  # by whose name ranks are placed
@@ -82,13 +82,13 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         )
 
     def step(self, prompts: DataProto) -> DataProto:
-        """One optimizer step over (B,) conversations, which come back padded."""
+        """Take one optimizer step over (B,) conversations, which come back padded."""
         padded = pad_examples(prompts)
         self.metrics.update(self.sft_wg.train_batch(padded))
         return padded
 
     def validate(self) -> dict[str, float]:
-        """`val/loss`: the mean over all tokens of the validation set that would be learnt."""
+        """Compute `val/loss`: the mean over all trained tokens of the validation set."""
         assert self.val_loader is not None
         loss = tokens = 0.0
         for number, batch in enumerate(self.val_loader):

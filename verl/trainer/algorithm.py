@@ -1,4 +1,4 @@
-"""What the configuration's section `algorithm` asks of a batch, as functions of both."""
+"""The configuration's section `algorithm`, as functions of a batch."""
 
 import zlib
 from typing import Any
@@ -20,7 +20,7 @@ from verl.workers.losses import loss_in_words
 
 
 def algorithm_in_words(config: TrainConfig) -> list[str]:
-    """The advantage and the loss that are computed, as formulas, a line each."""
+    """Return the advantage and the loss as formulas, a line each."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
@@ -54,8 +54,11 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
 def penalised_scores(
     batch: DataProto, config: TrainConfig, controller: FixedKLController | AdaptiveKLController
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(B, R) scores less the KL penalty, if `algorithm.use_kl_in_reward` asks for one, and its
-    metrics. The controller sees the KL of the batch."""
+    """Subtract the KL penalty from the scores (B, R) if `algorithm.use_kl_in_reward` asks for it;
+    gives them with metrics.
+
+    The controller sees the KL of the batch.
+    """
     columns, algorithm = batch.batch, config.algorithm
     scores, mask = columns["token_level_scores"], columns["response_mask"]
     if not algorithm.use_kl_in_reward:
@@ -69,7 +72,7 @@ def penalised_scores(
 
 
 def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
-    """What an estimator may read of a batch with `token_level_rewards`."""
+    """Collect the inputs of an estimator from a batch with `token_level_rewards`."""
     columns, algorithm = batch.batch, config.algorithm
     return AdvantageInputs(
         token_level_rewards=columns["token_level_rewards"],
@@ -93,7 +96,7 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
 def estimated(
     estimator: AdvantageEstimator, config: TrainConfig, inputs: AdvantageInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), (B, R) each, by the estimator that `algorithm.adv_estimator` names.
+    """Compute (advantages, returns), (B, R) each, with the configured estimator.
 
     Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for
     finite rewards.
@@ -135,8 +138,9 @@ def estimated(
 def distilled(
     advantages: torch.Tensor, batch: DataProto, config: TrainConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Advantages (B, R) less the estimated reverse KL to the teacher, as in Lu and Thinking
-    Machines Lab 2025 ("On-Policy Distillation"), where distillation is a reward, and its metric.
+    """Subtract the estimated reverse KL to the teacher from the advantages (B, R), where
+    distillation is a reward; gives them with a metric. Lu and Thinking Machines Lab 2025
+    ("On-Policy Distillation").
 
         A_t - coef * k_t,    k1: k_t = log pi_old(token) - log teacher(token)
 
@@ -153,7 +157,7 @@ def distilled(
 
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
-    """(B, K): numeric fields of the reward, `score` among them; 0 for samples whose reward was
+    """Stack (B, K) numeric fields of the reward, `score` among them; 0 for samples whose reward was
     dropped."""
     counted = batch.batch["response_mask"].bool().any(-1).tolist()
     components = []
@@ -178,7 +182,7 @@ def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
 
 
 def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProto:
-    """The samples that critic and actor learn from: all, or under PF-PPO as many drawn by their
+    """Select the samples that critic and actor learn from: all, or under PF-PPO as many drawn by
     score."""
     if not config.algorithm.use_pf_ppo:
         return batch
@@ -194,14 +198,16 @@ def _seed(config: TrainConfig, step: int) -> int:
 
 
 def is_corrected(config: TrainConfig) -> bool:
-    """Whether the update weighs or rejects what the rollout drew."""
+    """Check whether the update weighs or rejects tokens of the rollout."""
     return config.algorithm.rollout_correction.changes_update
 
 
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
-    """The batch as the actor learns it, with `rollout_is_weights` and without the response tokens
-    that are rejected, and the metrics of that; the batch itself where no correction is asked
-    for."""
+    """Apply rollout correction: add `rollout_is_weights`, mask rejected tokens; gives the batch and
+    metrics.
+
+    The batch itself comes back where no correction is configured.
+    """
     options = config.algorithm.rollout_correction
     if not is_corrected(config):
         return batch, {}
@@ -229,7 +235,7 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
 
 
 def entropy_controller(config: TrainConfig) -> FixedEntropyController | AdaptiveEntropyController:
-    """The controller that `algorithm.entropy_ctrl` asks for, starting at `actor.entropy_coeff`."""
+    """Build the controller that `algorithm.entropy_ctrl` names, starting at `actor.entropy_coeff`."""
     options, start = config.algorithm.entropy_ctrl, config.actor_rollout_ref.actor.entropy_coeff
     if options.type == "fixed":
         return FixedEntropyController(start)

@@ -292,7 +292,7 @@ class RLTrainer:
                 self.ppo.critic_wg.set_config(self.config.critic)
 
     def _prompts(self, prompts: Any) -> DataProto:
-        """A batch of prompts, none too long."""
+        """Build a batch of prompts, none too long."""
         if isinstance(prompts, DataProto) and len(prompts):
             if "raw_prompt_ids" not in prompts.non_tensor_batch:
                 raise DataError(
@@ -367,8 +367,7 @@ class LiveRole:
 
 
 def _listed(call: str, what: str, given: Any) -> list[Any]:
-    """The entries of a list or another iterable. DataError where there is none, or one text or
-    mapping by itself."""
+    """Return the entries of a list or another iterable; raise DataError for one text or mapping."""
     entries = (
         list(given)
         if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto))

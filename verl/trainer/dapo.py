@@ -29,8 +29,10 @@ class DAPOTrainer(PPOTrainer):
 
     @phase(writes=GENERATED + " token_level_scores rm_scores", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """See `PPOTrainer.collect`, of the prompts whose responses differ, in the order in which
-        they were drawn."""
+        """Collect prompts whose responses differ, in the order in which they were drawn.
+
+        See `PPOTrainer.collect`.
+        """
         options, wanted = self.config.algorithm.filter_groups, len(prompts)
         kept: list[DataProto] = []
         alike: list[DataProto] = []
@@ -72,7 +74,7 @@ class DAPOTrainer(PPOTrainer):
 
 
 def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
-    """(B,) bool: rows whose prompt has two samples of unlike `metric`; those whose reward was
+    """Mark (B,) rows whose prompt has two samples of different `metric`; samples whose reward was
     dropped do not count."""
     if metric in ("score", "seq_reward"):
         values = batch.batch["token_level_scores"].sum(-1).tolist()
@@ -111,7 +113,7 @@ def num_prompts(batch: DataProto) -> int:
 
 
 def first_prompts(batch: DataProto, wanted: int) -> DataProto:
-    """All rows of the first `wanted` prompts."""
+    """Select all rows of the first `wanted` prompts."""
     chosen = set(list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))[:wanted])
     return batch.select_idxs(
         np.array([uid in chosen for uid in batch.non_tensor_batch["uid"]], dtype=bool)
@@ -119,7 +121,7 @@ def first_prompts(batch: DataProto, wanted: int) -> DataProto:
 
 
 def joined(parts: list[DataProto]) -> DataProto:
-    """`DataProto.concat` of batches whose rewards told other fields: None where one did not."""
+    """Concatenate batches whose rewards gave different fields, with None where one is missing."""
     names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     for part in parts:
         for name in names:

@@ -56,8 +56,8 @@ class FlatRewards:
 
 
 def is_flat(scores: torch.Tensor, group: torch.Tensor) -> bool:
-    """Whether the scores (B,) are equal within every group (B,); groups of one are compared with
-    each other."""
+    """Check whether the scores (B,) are equal within every group (B,); groups of one are compared
+    with each other."""
     if len(scores) == 0:
         return False
     _, member_of, sizes = group.unique(return_inverse=True, return_counts=True)

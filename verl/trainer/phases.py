@@ -1,5 +1,4 @@
-"""The phases of a step declare what they do with the batch, so that a trainer knows which of them
-may run at the same time."""
+"""Declarations of the phases of a step, from which follows which of them may overlap."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Phase:
-    """What a phase does with the columns and rows of a batch."""
+    """A phase's use of the columns and rows of a batch."""
 
     reads: frozenset[str]
     writes: frozenset[str]
@@ -45,7 +44,7 @@ def phase(*, reads: str = "", writes: str = "", chooses_rows: bool = False) -> C
 
 
 def declared_phases(trainer: type, *names: str) -> list[Phase] | None:
-    """Return what these methods declare; None where one of them declares nothing."""
+    """Return the declarations of these methods; None where one of them has none."""
     phases = []
     for name in names:
         declared = getattr(getattr(trainer, name), _PHASE, None)
@@ -56,8 +55,10 @@ def declared_phases(trainer: type, *names: str) -> list[Phase] | None:
 
 
 def may_overlap(first: Phase, second: Phase) -> bool:
-    """Whether two phases give the same batch in any order: none writes what the other one reads or
-    writes, and none chooses rows."""
+    """Check whether two phases give the same batch in any order.
+
+    Neither writes a column that the other one reads or writes, and neither chooses rows.
+    """
     if first.chooses_rows or second.chooses_rows:
         return False
     second_touches = second.reads | second.writes

@@ -36,7 +36,7 @@ class PlacedPools:
     def start(
         self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any
     ) -> WorkerGroup:
-        """`start` in the pool of the role; one that has no place is with the actor."""
+        """Start a role in its pool; a role without a place goes to the actor's."""
         return self.pools.get(role, self.pools["actor"]).start(role, worker_class, *args, **kwargs)
 
     def shutdown(self) -> None:
@@ -46,9 +46,10 @@ class PlacedPools:
 
 
 def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
-    """What the workers start in: ranks of torchrun where they were launched (every rank but 0
-    serves in here and never returns), this process alone where one is asked for, and Ray for more;
-    each role on the ranks of its placement.
+    """Return the processes that workers start in.
+
+    Ranks of torchrun where they were launched (every rank but 0 serves in here and never returns),
+    this process alone for one rank, and Ray for more; each role on the ranks of its placement.
 
     Raises ConfigError where the ranks launched are not those asked for.
     """
@@ -89,7 +90,7 @@ def _ray_pools(
 
 
 def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
-    """What the user has set of `ray_init`."""
+    """Return the user's settings of `ray_init`."""
     asked = {
         name: getattr(config.ray_init, name)
         for name in ("address", "namespace", "num_cpus", "runtime_env")
@@ -98,9 +99,10 @@ def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
 
 
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
-    """`batch`, with all samples of a prompt dealt to one rank where that leaves every rank as many
-    rows: what the rows of a prompt have in common is then computed once. Mini-batches stay those of
-    one process."""
+    """Deal all samples of a prompt to one rank, where every rank then has as many rows.
+
+    The rows of a prompt share computation. Mini-batches stay those of one process.
+    """
     shares = group.num_shares
     if shares == 1 or len(batch) % (shares * samples):
         return batch

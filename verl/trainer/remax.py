@@ -19,7 +19,7 @@ class ReMaxTrainer(PPOTrainer):
 
     @phase(writes=GENERATED + " token_level_scores rm_scores reward_baselines", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """See `PPOTrainer.collect`; before it, a greedy response to each prompt is scored.
+        """Score a greedy response to each prompt, then collect as `PPOTrainer` does.
 
         A prompt whose greedy response has no score has no baseline: its samples are dropped.
         """
@@ -40,13 +40,13 @@ class ReMaxTrainer(PPOTrainer):
         return batch
 
     def generate_greedy(self, prompts: DataProto) -> DataProto:
-        """(B,) prompts to (B,) trajectories of the likeliest tokens."""
+        """Generate the likeliest tokens for (B,) prompts."""
         rollout = self.config.actor_rollout_ref.rollout
         draw = replace(setup.sampling_params(rollout), temperature=0.0)
         return self._generate(prompts.select(), 1, draw, rollout.seed, self.global_step)
 
     def score_greedy(self, greedy: DataProto) -> Mapping[str, Any]:
-        """What the reward manager tells of greedy responses, checked."""
+        """Score greedy responses and check the result."""
         result = self.reward_fn(self.add_rm_scores(greedy), return_dict=True)
         setup.check_result(result, greedy.batch["responses"])
         return result

@@ -12,8 +12,7 @@ def validation_metrics(
     scores: Sequence[float],
     answers: Sequence[Hashable | None] | None = None,
 ) -> dict[str, float]:
-    """Metrics `val-core/<source>/reward/{mean,best,maj}@n` over samples that lie in parallel
-    sequences.
+    """Compute `val-core/<source>/reward/{mean,best,maj}@n` over samples in parallel sequences.
 
     Args:
         sources: data source of each sample.
