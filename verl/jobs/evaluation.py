@@ -91,6 +91,7 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             prompts.append(
                 ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns)
             )
+
     return prompts
 
 
@@ -114,6 +115,7 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
     rows = [(prompt, response) for prompt in prompts for response in prompt.responses]
     failures = {"errors": 0, "timeouts": 0, "retries": 0, "dropped": 0}
     started = said = time.perf_counter()
+
     for start in range(0, len(rows), RESPONSES_A_CALL):
         chunk = rows[start : start + RESPONSES_A_CALL]
         tokenizer.texts.clear()
@@ -133,11 +135,13 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
             left = (now - started) / done * (len(rows) - done)
             logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left)
             said = now
+
     if failures["dropped"] == len(rows):
         raise RewardError(
             "No response could be scored: the reward failed for all. The warning above names the "
             "first."
         )
+
     return failures
 
 
@@ -172,6 +176,7 @@ def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score
         prompt.passed.append(
             float(accuracy) >= 1 if isinstance(accuracy, (Real, np.bool_)) else value >= pass_score
         )
+
         prompt.answers.append(vote(answer))
 
 
@@ -183,18 +188,21 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
     for prompt in prompts:
         if prompt.scores:
             by_source.setdefault(prompt.source, []).append(prompt)
+
     scored = [prompt for members in by_source.values() for prompt in members]
     most = max(len(prompt.scores) for prompt in scored)
     if max(metrics.k, default=1) > most:  # the files had as many, see `check_k`
         logger.warning(
             "metrics.k above %d is left out: of no prompt were more responses scored.", most
         )
+
     if most > MAX_VOTES:
         logger.warning(
             "maj@k is left out: it is computed for up to %d responses a prompt, got %d.",
             MAX_VOTES,
             most,
         )
+
     return {
         "files": config.data.path,
         "pass_score": metrics.pass_score,
@@ -221,6 +229,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
         prompt.source for prompt in prompts if any(answer is not None for answer in prompt.answers)
     }
     columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
+
     for k in ks:
         columns[f"pass@{k}"] = [
             pass_at_k(len(prompt.passed), sum(prompt.passed), k)
@@ -228,6 +237,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
             else np.nan
             for prompt in prompts
         ]
+
     for k in ks if most <= MAX_VOTES else ():
         if k > 1:  # of one response the majority is the mean
             columns[f"maj@{k}"] = [
@@ -236,6 +246,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
                 else np.nan
                 for prompt in prompts
             ]
+
     columns = {name: values for name, values in columns.items() if not np.isnan(values).all()}
     values = np.array(list(columns.values())).T
     asked = config.metrics
@@ -246,6 +257,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
         "prompts": len(prompts),
         "responses": sum(len(prompt.scores) for prompt in prompts),
     }
+
     for number, name in enumerate(columns):
         summary[name] = {
             "value": float(np.nanmean(values[:, number])),
@@ -253,6 +265,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
             "high": float(high[number]),
             "prompts": int(np.isfinite(values[:, number]).sum()),
         }
+
     return summary
 
 
@@ -265,6 +278,7 @@ def table(report: dict[str, Any]) -> str:
             if isinstance(entry, dict):
                 bounds = f"[{entry['low']:.4f}, {entry['high']:.4f}]"
                 lines.append((source, name, f"{entry['value']:.4f}", bounds, str(entry["prompts"])))
+
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines

@@ -72,10 +72,12 @@ class FinishedBatches:
             raise ConfigError(
                 f"{self._occupied()}: it is not readable as Parquet ({error}). {_WAY_OUT}"
             ) from error
+
         if _METADATA not in metadata:
             raise ConfigError(
                 f"{self._occupied()}, and not by verl.trainer.main_generation. {_WAY_OUT}"
             )
+
         self._compare(json.loads(metadata[_METADATA]), self._occupied())
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run killed between its last two steps
         return True
@@ -92,6 +94,7 @@ class FinishedBatches:
             for number, rows in enumerate(self.batches)
             if not self._place(number).exists()
         }
+
         if known.exists() and any(self.folder.glob("batch_*")):
             self._compare(
                 json.loads(known.read_text(encoding="utf-8")),
@@ -100,12 +103,14 @@ class FinishedBatches:
         else:
             text = json.dumps(self.identity, indent=1)
             write_whole(known, lambda path: path.write_text(text, encoding="utf-8"))
+
         if len(waiting) < len(self.batches):
             logger.info(
                 "Resumed: %d of %d batches are done.",
                 len(self.batches) - len(waiting),
                 len(self.batches),
             )
+
         return waiting
 
     def keep(self, number: int, responses: list[list[str]]) -> None:

@@ -53,6 +53,7 @@ class Prompts(RLDataset):
                     f"{file}: a column cannot be written as Parquet: {error}. Give its values one "
                     "type in all rows."
                 ) from error
+
         try:
             table = pa.concat_tables(parts, promote_options="permissive").replace_schema_metadata(
                 None
@@ -64,6 +65,7 @@ class Prompts(RLDataset):
                 f"{', '.join(self.files)}: the columns cannot be written as one Parquet file: "
                 f"{error}. Give a column one type in all files, and no row an empty dict."
             ) from error
+
         return table
 
 
@@ -80,26 +82,31 @@ def generate(config: GenerationConfig) -> None:
     setup.load_user_code(train)
     rollout_engines.get(rollout.name)
     pool = join_pool(train, device)
+
     tokenizer = setup.build_tokenizer(train)
     prompts = Prompts(toy_files() if data.path == [TOY] else data.path, tokenizer, train.data)
     table = prompts.table()
+
     if data.response_key in table.column_names:
         raise DataError(
             f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Name "
             "another one for the responses with data.response_key."
         )
+
     assert data.output_path is not None, "the configuration was checked"
     finished = FinishedBatches(
         Path(data.output_path), identity(config, prompts), table, data.response_key, data.batch_size
     )
     if config.trainer.resume_mode == "disable":
         finished.discard()
+
     if finished.is_complete():
         logger.info(
             "%s is complete: nothing to do. trainer.resume_mode=disable makes it anew.",
             data.output_path,
         )
         return
+
     waiting = finished.waiting()
     if waiting:
         logger.info("Device: %s", describe_device(device))
@@ -127,6 +134,7 @@ def generate(config: GenerationConfig) -> None:
             )
             finished.keep(number, list(answer.non_tensor_batch["responses"]))
             progress.tell(answer.non_tensor_batch)
+
     finished.join()
     logger.info(
         "Wrote %d prompts with %d responses each to %s.",

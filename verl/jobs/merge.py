@@ -86,6 +86,7 @@ def merge(
     in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
     _check_target(target_dir, in_place=in_place and dtype == torch.float32)
     source = _open(role, base_model, dtype)
+
     with _unfinished(target_dir) as unfinished:
         if not in_place:
             _write_configuration(unfinished, source, dtype)
@@ -131,10 +132,12 @@ def compare(
         raise CheckpointError(
             f"Expected a Hugging Face folder with model*.safetensors at {hf_dir}, found none."
         )
+
     opened = []
     for file in files:
         with _readable(file):
             opened.append(safe_open(file, framework="pt"))
+
     place = {name: file for file in opened for name in file.keys()}
     differ, missing, seen = [], [], set()
     for name, tensor in published(source.model, source.weights):
@@ -143,9 +146,11 @@ def compare(
             missing.append(name)
         elif not torch.equal(place[name].get_tensor(name), tensor):
             differ.append(name)
+
     tied = () if source.model is None else (source.model._tied_weights_keys or ())
     extra = [name for name in place if name not in seen and name not in tied]
     found = {"differ": differ, "are missing there": missing, "are there only": extra}
+
     if wrong := [
         f"{len(names)} {what}, first '{names[0]}'" for what, names in found.items() if names
     ]:
@@ -153,6 +158,7 @@ def compare(
             f"Of the {len(seen)} tensors of {local_dir}, compared with {hf_dir}: "
             f"{'; '.join(wrong)}."
         )
+
     return len(seen)
 
 
@@ -340,13 +346,16 @@ def _role_folder(folder: Path) -> Path:
         folder / "actor",
         *sorted(folder.glob("global_step_*/actor"), key=_step, reverse=True),
     ]
+
     for near in candidates:
         if _is_role(near):
             raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
+
     if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise CheckpointError(
             f"{expected}, got {folder}, which has whole weights already: load it as it is."
         )
+
     inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise CheckpointError(
         f"{expected}, got {folder} with {inside} in it, neither {SHARDED_FOLDER}/{SHARD_METADATA} "

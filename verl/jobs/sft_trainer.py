@@ -43,6 +43,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             raise ConfigError(
                 f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset."
             )
+
         super().__init__(config, config.trainer.max_ckpt_to_keep)
         self.train_config = train = as_train_config(config)  # for the parts that training has too
         setup.load_user_code(train)
@@ -53,6 +54,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             train_dataset = SFTDataset(data.train_files, self.tokenizer, data)
         if val_dataset is None and data.val_files:
             val_dataset = SFTDataset(data.val_files, self.tokenizer, data, split="val")
+
         self.train_loader = RLDataLoader(
             train_dataset,
             data.train_batch_size,
@@ -61,11 +63,13 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             drop_last=True,
         )
         self.val_loader = None
+
         if val_dataset is not None:
             rows = data.val_batch_size or data.train_batch_size
             self.val_loader = RLDataLoader(
                 val_dataset, rows, shuffle=False, seed=data.seed, drop_last=False
             )
+
         self.total_steps = setup.count_steps(train, len(self.train_loader))
 
     def init_workers(self) -> None:

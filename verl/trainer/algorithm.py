@@ -35,6 +35,7 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
     ]
     if config.distillation.is_whole_loss:
         lines = lines[1:]
+
     if config.distillation.is_reward:
         asked = config.distillation.distillation_loss
         of_rewards = "0" if config.distillation.is_whole_loss else "A"
@@ -42,12 +43,14 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
             f"Advantage of a token = {of_rewards} - {asked.distillation_loss_coef:g} "
             f"{asked.loss_mode}(pi_old, teacher)"
         )
+
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None:
         lines.append(
             f"The policy loss is weighted by pi_old / rollout by {correction.rollout_is}, bounded "
             f"above by {correction.rollout_is_threshold:g} ({correction.rollout_is_mode})."
         )
+
     return lines
 
 
@@ -104,6 +107,7 @@ def estimated(
     if config.distillation.is_whole_loss:
         nothing = torch.zeros_like(inputs.token_level_rewards)
         return nothing, nothing.clone()
+
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
     with part.told():
@@ -113,17 +117,20 @@ def estimated(
         if isinstance(answer, (tuple, list))
         else []
     )
+
     if shapes != [rewards.shape, rewards.shape]:
         expected = (
             f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response "
             "tokens)"
         )
         raise part.must_return(expected, answer)
+
     advantages, returns = map(torch.as_tensor, answer)
     own = inputs.response_mask.bool()
     wrong = (
         (~(advantages.isfinite() & returns.isfinite()) & own).any(-1).nonzero().flatten().tolist()
     )
+
     # A critic that diverged is for the engine, which skips the update.
     if wrong and all(
         column is None or column[own].isfinite().all() for column in (rewards, inputs.values)
@@ -132,6 +139,7 @@ def estimated(
             f"{part} gave NaN or infinity for finite rewards in {len(wrong)} of {len(own)} rows, "
             f"the first of which is row {wrong[0]}. Add a small number to what it divides by, say."
         )
+
     return advantages, returns
 
 
@@ -178,6 +186,7 @@ def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
         components.append(
             torch.tensor([float(value) if keep else 0.0 for value, keep in zip(numbers, counted)])
         )
+
     return torch.stack(components, dim=-1)
 
 
@@ -216,6 +225,7 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
         lower = 1 / options.rollout_is_threshold if options.rollout_is_mode == "mask" else 0.0
     if least is None:
         least = 1 / options.rollout_rs_threshold
+
     columns = batch.batch
     corrected = correct_rollout(
         columns["old_log_probs"],
@@ -228,6 +238,7 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
         accept_band=(least, options.rollout_rs_threshold),
         veto_below=options.rollout_token_veto_threshold,
     )
+
     batch = batch.select()  # the caller's keeps its mask
     batch.batch["response_mask"] = corrected.mask.to(columns["response_mask"].dtype)
     batch.batch["rollout_is_weights"] = corrected.weights

@@ -37,6 +37,7 @@ class DAPOTrainer(PPOTrainer):
         kept: list[DataProto] = []
         alike: list[DataProto] = []
         scores = []
+
         for number in count(1):
             batch = super().collect(prompts, first_row)
             scores.append(batch.batch["token_level_scores"].sum(-1))
@@ -48,9 +49,11 @@ class DAPOTrainer(PPOTrainer):
                 break
             first_row += len(prompts)
             prompts = next(iter(self.train_loader))
+
         if num_kept < wanted:
             self._tell_exhausted(num_kept, wanted)
             kept += alike
+
         self.metrics |= {
             "train/num_gen_batches": float(number),
             "train/kept_prompts": num_kept / (first_row + len(prompts)),
@@ -87,6 +90,7 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
             f"{told}. Return it "
             'beside "score", or set algorithm.filter_groups.metric=score.'
         )
+
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
     for group, value in zip(groups, values):
@@ -100,6 +104,7 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
                 f"a response, got {value!r:.80} of type {type(value).__name__}. Name another "
                 "field, or set algorithm.filter_groups.metric=score."
             ) from error
+
     uids_that_differ = {
         uid
         for uid, group in zip(batch.non_tensor_batch["uid"], groups)

@@ -44,6 +44,7 @@ class FlatRewards:
             fact = f"all responses score {low:g}"
         mask = batch.batch["response_mask"].bool()
         is_cut = mask.sum(-1) == mask.shape[1]
+
         return (
             f"Nothing to learn from in the last {self.steps_in_a_row} steps, to step {step}: "
             f"{fact}. Possible causes: answers are not in the form that the reward reads; the "

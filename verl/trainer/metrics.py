@@ -46,10 +46,12 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         .item(),
         "prompt_length/clip_ratio": (prompt_length == prompt_width).float().mean().item(),
     }
+
     if "values" in columns.keys():
         values, returns = columns["values"][mask], columns["returns"][mask]
         metrics.update(_spread("critic/values", values))
         metrics["critic/vf_explained_var"] = explained_variance(values, returns)
+
     return metrics
 
 

@@ -61,9 +61,11 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {ranks}. Leave "
             "n_gpus_per_node unset, or launch as many."
         )
+
     placed = {role: tuple(of_role) for role, of_role in ranks_of_roles(config).items()}
     parts = list(dict.fromkeys(placed.values()))
     pools: Sequence[ResourcePool]
+
     if launched > 1 or ranks == 1:
         if asked := _asked_of_ray(config):
             why = "torchrun has launched the ranks" if launched > 1 else "one rank needs no Ray"
@@ -72,6 +74,7 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
         pools = spmd.join(patience_s, patience_s).split(parts)
     else:
         pools = _ray_pools(config, parts, device)
+
     if len(pools) == 1:
         return pools[0]
     return PlacedPools({role: pools[parts.index(part)] for role, part in placed.items()})

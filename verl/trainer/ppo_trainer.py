@@ -100,6 +100,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             setup.check_step(config)
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
@@ -112,6 +113,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         if reward_fn is None:
             setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
+
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.flat_rewards = FlatRewards(config)
@@ -388,6 +390,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             None,
             data.train_batch_size,
         )
+
         reads_before = (
             self.reads_old_log_probs
             or self.config.advantages_read_old_log_probs
@@ -397,6 +400,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         phases = declared_phases(type(self), *names)
         if phases is None or any("old_log_probs" in each.reads for each in phases):
             return True
+
         return reads_before or not is_our_own(self.estimator) or not one_update
 
     @phase(
@@ -454,6 +458,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.val_loader.load_state_dict(self.first_val_batch)
         rollout = self.config.actor_rollout_ref.rollout
         rows: list[dict[str, Any]] = []
+
         for number, prompts in enumerate(self.val_loader):
             self.reports.note(number, len(self.val_loader), "batches")
             # A seed of its own and a step that counts batches: the same rows meet the same noise at
@@ -467,6 +472,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             setup.check_result(result, batch.batch["responses"])
             batch.batch["token_level_scores"] = result["reward_tensor"]
             rows += setup.scored_rows(batch, self.tokenizer, result, self.config)
+
         if not rows:
             raise RewardError(setup.ALL_DROPPED.format("the validation"))
         if self.config.trainer.validation_data_dir:
@@ -475,6 +481,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.tracker.log_generations(
                 rows[: self.config.trainer.log_val_generations], self.global_step
             )
+
         return validation_metrics(
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],

@@ -31,11 +31,13 @@ class ReMaxTrainer(PPOTrainer):
         batch = super().collect(prompts, first_row)
         samples = len(batch) // len(scores)
         batch.batch["reward_baselines"] = scores.repeat_interleave(samples)
+
         batch.batch["response_mask"][~counted.repeat_interleave(samples)] = 0
         _require_any(batch.batch["response_mask"])
         for name, count in result.get("metrics", {}).items():
             if name.startswith("reward/num_"):
                 self.metrics[name] = self.metrics.get(name, 0.0) + count
+
         self.metrics["critic/greedy_score/mean"] = scores[counted].mean().item()
         return batch
 

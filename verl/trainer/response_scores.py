@@ -58,12 +58,14 @@ class FunctionScorer:
                 "reward_model.enable=True with reward_model.model.path, or "
                 "custom_reward_function.path."
             )
+
         for number, text in enumerate(responses):
             if not isinstance(text, str) or not text:
                 raise RewardError(
                     f"Response {number} must be a text that is not empty, got {text!r:.80}. Token "
                     "ids are for runs with a reward model, in its own tokens."
                 )
+
         count = len(responses)
         sources, truths, extras = (
             _one_each(name, columns[name], count)

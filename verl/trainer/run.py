@@ -113,6 +113,7 @@ class TrainingRun(ABC, Generic[Config]):
         )
         if trainer.save_freq > 0:
             self.checkpoints.require_writable()
+
         settings = TrackerSettings(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
@@ -163,6 +164,7 @@ class TrainingRun(ABC, Generic[Config]):
                 self.load_checkpoint()
             self.tracker.rewind(self.global_step)
             self.lower_budgets()
+
             if self.global_step >= self.total_steps:
                 logger.warning(
                     "Nothing is left to train: step %d is done, and the run ends with step %d. "
@@ -173,6 +175,7 @@ class TrainingRun(ABC, Generic[Config]):
                     self.total_steps,
                     self.checkpoints.root,
                 )
+
             if (
                 self.global_step == 0
                 and self.config.trainer.val_before_train
@@ -181,11 +184,13 @@ class TrainingRun(ABC, Generic[Config]):
                 with self.reports.phase("testing"):
                     metrics = self.validate()
                 self.tracker.log(metrics, 0)
+
             while self.global_step < self.total_steps:
                 for batch in self.train_loader:
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break
+
             self.checkpoints.finish()
             self.log_results()
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -237,12 +242,14 @@ class TrainingRun(ABC, Generic[Config]):
         self.after_step(batch)
         if self.val_loader is not None and self._is_due(trainer.test_freq):
             self.metrics.update(self.timed("testing", self.validate))
+
         self.metrics.update(self.step_metrics(batch))
         self.metrics.update(memory_metrics(self.device))
         self.metrics["training/global_step"] = self.global_step
         self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
         self.tracker.log(self.metrics, self.global_step)
+
         if self._is_due(trainer.save_freq):
             with self.reports.phase("save_checkpoint"):
                 self.save_checkpoint()
@@ -403,6 +410,7 @@ class TrainingRun(ABC, Generic[Config]):
                     f"{found!r:.50}. Another kind of run saved it (fine-tuning, say): set another "
                     "trainer.default_local_dir, or trainer.resume_mode=disable."
                 )
+
         return state
 
     def state_dict(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def check_names(config: TrainConfig) -> None:
     reward_managers.get(config.reward_model.reward_manager)
     rollout_engines.get(config.actor_rollout_ref.rollout.name)
     loss = policy_losses.get(actor.policy_loss.loss_mode)
+
     if (
         isinstance(loss, PaddedPolicyLoss)
         and config.algorithm.rollout_correction.rollout_is is not None
@@ -134,6 +135,7 @@ def build_loaders(
     )
     assert train is not None, "without training data build_dataset raises"
     val = val_dataset if val_dataset is not None else build_dataset(config, tokenizer, split="val")
+
     train_loader = RLDataLoader(
         train,
         data.train_batch_size,
@@ -142,6 +144,7 @@ def build_loaders(
         drop_last=True,
         sampler=build_sampler(data, train),
     )
+
     if val is None:
         if config.trainer.val_only or config.trainer.test_freq > 0:
             raise ConfigError(
@@ -151,6 +154,7 @@ def build_loaders(
                 "data.val_files, or give a val_dataset."
             )
         return train_loader, None
+
     val_batch_size = min(data.val_batch_size or len(val), len(val))
     return train_loader, RLDataLoader(
         val, val_batch_size, shuffle=data.validation_shuffle, seed=data.seed, drop_last=False
@@ -265,6 +269,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
     check_result(result, batch.batch["responses"])
     batch.batch["token_level_scores"] = result["reward_tensor"]
     kept = batch.meta_info["reward_fields"] = list[str]()
+
     for name, values in result["reward_extra_info"].items():
         if name in batch.non_tensor_batch or name in batch.batch.keys():
             say_once(
@@ -274,6 +279,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
             continue
         batch.non_tensor_batch[name] = np.array([*values, None], dtype=object)[:-1]
         kept.append(name)
+
     dropped = list(result.get("dropped", ()))
     if len(dropped) == len(batch):
         raise RewardError(ALL_DROPPED.format("this step"))
@@ -330,6 +336,7 @@ def sample_rows(
     unknown = np.full(len(batch), "unknown", dtype=object)
     sources = batch.non_tensor_batch.get(source_key, unknown)
     rows = []
+
     for i in range(len(batch)):
         rows.append(
             {
@@ -341,4 +348,5 @@ def sample_rows(
             }
         )
         rows[-1].update({name: values[i] for name, values in extra.items() if name not in rows[-1]})
+
     return rows

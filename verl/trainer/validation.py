@@ -26,6 +26,7 @@ def validation_metrics(
     for i, (source, prompt) in enumerate(zip(sources, prompts)):
         groups[source][prompt].append(i)
     metrics: dict[str, float] = {}
+
     for source, by_prompt in groups.items():
         members = list(by_prompt.values())
         n = max(len(rows) for rows in members)
@@ -45,6 +46,7 @@ def validation_metrics(
             metrics[f"{prefix}/maj@{n}"] = float(
                 np.mean([_majority_score(rows, scores, answers) for rows in members])
             )
+
     return metrics
 
 
