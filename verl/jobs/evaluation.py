@@ -130,7 +130,8 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
         for name in ("errors", "timeouts", "retries"):
             failures[name] += getattr(result, f"num_{name}")
         failures["dropped"] += len(result.dropped)
-        now, done = time.perf_counter(), start + len(chunk)
+        now = time.perf_counter()
+        done = start + len(chunk)
         if now - said > PROGRESS_EVERY_S and done < len(rows):
             left = (now - started) / done * (len(rows) - done)
             logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left)

@@ -42,7 +42,9 @@ class FinishedBatches:
         column: str,
         batch_size: int,
     ) -> None:
-        self.output, self.table, self.column = output, table, column
+        self.output = output
+        self.table = table
+        self.column = column
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
         self.folder = output.with_name(f"{output.name}.parts")
         self._claim = Claim(self.folder)

@@ -74,7 +74,8 @@ def generate(config: GenerationConfig) -> None:
 
     `data.output_path` gets all columns of the input, and the responses.
     """
-    data, train = config.data, SHARED.as_train_config(config)
+    data = config.data
+    train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
@@ -195,13 +196,15 @@ class Progress:
     """
 
     def __init__(self, num_prompts: int, n_samples: int) -> None:
-        self.num_prompts, self.n_samples = num_prompts, n_samples
+        self.num_prompts = num_prompts
+        self.n_samples = n_samples
         self.done = self.tokens = 0
         self.started = time.perf_counter()
 
     def tell(self, answers: dict[str, Any]) -> None:
         """Count the answers of one batch, and log."""
-        rows, tokens = len(answers["num_tokens"]), sum(answers["num_tokens"])
+        rows = len(answers["num_tokens"])
+        tokens = sum(answers["num_tokens"])
         self.done += rows
         self.tokens += tokens
         seconds = time.perf_counter() - self.started

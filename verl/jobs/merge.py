@@ -40,7 +40,9 @@ from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_BODY, _HEAD = f"{MODEL}body.", f"{MODEL}value_head."  # the parts of a critic
+# the parts of a critic
+_BODY = f"{MODEL}body."
+_HEAD = f"{MODEL}value_head."
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
 # What the readers of JSON, of a model's configuration and of safetensors raise where bytes are
@@ -139,7 +141,9 @@ def compare(
             opened.append(safe_open(file, framework="pt"))
 
     place = {name: file for file in opened for name in file.keys()}
-    differ, missing, seen = [], [], set()
+    differ = []
+    missing = []
+    seen = set()
     for name, tensor in published(source.model, source.weights):
         seen.add(name)
         if name not in place:
@@ -208,10 +212,8 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
             "another."
         )
     for name, (a, b) in factors.items():
-        expected, found = (
-            merged_shape(model.get_submodule(name), a, b),
-            tuple(state[f"{name}.weight"].shape),
-        )
+        expected = merged_shape(model.get_submodule(name), a, b)
+        found = tuple(state[f"{name}.weight"].shape)
         if found != expected:
             raise CheckpointError(
                 f"Expected '{name}.weight' of shape {expected}, which {folder} adapts, but that of "
@@ -225,7 +227,8 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            owner, whole = name.removesuffix(".weight"), tensor.detach()
+            owner = name.removesuffix(".weight")
+            whole = tensor.detach()
             if owner in factors and name != owner:
                 whole = merged_weight(model.get_submodule(owner), whole, *factors[owner], scaling)
             yield name, _cast(whole, dtype)

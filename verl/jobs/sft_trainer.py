@@ -98,7 +98,8 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         for number, batch in enumerate(self.val_loader):
             self.reports.note(number, len(self.val_loader), "batches")
             of_batch, count = self.sft_wg.sum_loss(pad_examples(batch))
-            loss, tokens = loss + of_batch, tokens + count
+            loss = loss + of_batch
+            tokens = tokens + count
         logger.info(
             "Validation after step %d: loss %.4f (%d tokens)",
             self.global_step,

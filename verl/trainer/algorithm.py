@@ -62,8 +62,10 @@ def penalised_scores(
 
     The controller sees the KL of the batch.
     """
-    columns, algorithm = batch.batch, config.algorithm
-    scores, mask = columns["token_level_scores"], columns["response_mask"]
+    columns = batch.batch
+    algorithm = config.algorithm
+    scores = columns["token_level_scores"]
+    mask = columns["response_mask"]
     if not algorithm.use_kl_in_reward:
         return scores, {}
     kl = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], algorithm.kl_penalty)
@@ -76,7 +78,8 @@ def penalised_scores(
 
 def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
     """Collect the inputs of an estimator from a batch with `token_level_rewards`."""
-    columns, algorithm = batch.batch, config.algorithm
+    columns = batch.batch
+    algorithm = config.algorithm
     return AdvantageInputs(
         token_level_rewards=columns["token_level_rewards"],
         response_mask=columns["response_mask"],
@@ -156,7 +159,8 @@ def distilled(
     """
     if not config.distillation.is_reward:
         return advantages, {}
-    columns, loss = batch.batch, config.distillation.distillation_loss
+    columns = batch.batch
+    loss = config.distillation.distillation_loss
     mask = columns["response_mask"].bool()
     kl = kl_penalty(columns["old_log_probs"], columns["teacher_log_prob"], loss.loss_mode)
     kl = torch.where(mask, kl, 0.0)
@@ -220,7 +224,8 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
     options = config.algorithm.rollout_correction
     if not is_corrected(config):
         return batch, {}
-    lower, least = options.rollout_is_threshold_lower, options.rollout_rs_threshold_lower
+    lower = options.rollout_is_threshold_lower
+    least = options.rollout_rs_threshold_lower
     if lower is None:
         lower = 1 / options.rollout_is_threshold if options.rollout_is_mode == "mask" else 0.0
     if least is None:
@@ -247,7 +252,8 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
 
 def entropy_controller(config: TrainConfig) -> FixedEntropyController | AdaptiveEntropyController:
     """Build the controller that `algorithm.entropy_ctrl` names, starting at `actor.entropy_coeff`."""
-    options, start = config.algorithm.entropy_ctrl, config.actor_rollout_ref.actor.entropy_coeff
+    options = config.algorithm.entropy_ctrl
+    start = config.actor_rollout_ref.actor.entropy_coeff
     if options.type == "fixed":
         return FixedEntropyController(start)
     if options.type == "adaptive":

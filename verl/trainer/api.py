@@ -233,7 +233,8 @@ class RLTrainer:
             "ground_truth": ground_truth,
             "extra_info": extra_info,
         }
-        by_model, in_batch = self.config.reward_model.enable, isinstance(responses, DataProto)
+        by_model = self.config.reward_model.enable
+        in_batch = isinstance(responses, DataProto)
         given = [name for name, value in columns.items() if value is not None]
 
         if given and (by_model or in_batch):
@@ -338,7 +339,8 @@ class RLTrainer:
         return collate(rows)
 
     def _fitted(self, number: int, ids: list[int]) -> list[int]:
-        limit, truncation = self.config.data.max_prompt_length, self.config.data.truncation
+        limit = self.config.data.max_prompt_length
+        truncation = self.config.data.truncation
         if truncation == "error" and len(ids) > limit:
             raise DataError(
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "

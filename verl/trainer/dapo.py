@@ -33,7 +33,8 @@ class DAPOTrainer(PPOTrainer):
 
         See `PPOTrainer.collect`.
         """
-        options, wanted = self.config.algorithm.filter_groups, len(prompts)
+        options = self.config.algorithm.filter_groups
+        wanted = len(prompts)
         kept: list[DataProto] = []
         alike: list[DataProto] = []
         scores = []

@@ -38,7 +38,8 @@ class FlatRewards:
             logger.warning("%s", self._message(batch, scores[counted], step))
 
     def _message(self, batch: DataProto, scores: torch.Tensor, step: int) -> str:
-        low, high = scores.min().item(), scores.max().item()
+        low = scores.min().item()
+        high = scores.max().item()
         fact = "no prompt has responses of different scores"
         if low == high:
             fact = f"all responses score {low:g}"

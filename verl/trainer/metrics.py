@@ -48,7 +48,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     }
 
     if "values" in columns.keys():
-        values, returns = columns["values"][mask], columns["returns"][mask]
+        values = columns["values"][mask]
+        returns = columns["returns"][mask]
         metrics.update(_spread("critic/values", values))
         metrics["critic/vf_explained_var"] = explained_variance(values, returns)
 

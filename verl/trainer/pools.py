@@ -53,7 +53,8 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
 
     Raises ConfigError where the ranks launched are not those asked for.
     """
-    trainer, ranks = config.trainer, number_of_ranks(config)
+    trainer = config.trainer
+    ranks = number_of_ranks(config)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and ranks != launched:
         raise ConfigError(

@@ -382,7 +382,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         log-probs the update computes anyway. True wherever a user's own code stands between the
         rollout and that update and may read them.
         """
-        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        actor = self.config.actor_rollout_ref.actor
+        data = self.config.data
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:
             return False
@@ -432,10 +433,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
             rows = dealt_by_prompts(batch, self.actor_wg, samples)
-            update, entropy_coeff = (
-                self.actor_wg.update_actor,
-                self.entropy_controller.value,
-            )
+            update = self.actor_wg.update_actor
+            entropy_coeff = self.entropy_controller.value
             self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
@@ -463,7 +462,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.reports.note(number, len(self.val_loader), "batches")
             # A seed of its own and a step that counts batches: the same rows meet the same noise at
             # every validation.
-            n, draw = rollout.val_kwargs.n, setup.validation_params(rollout)
+            n = rollout.val_kwargs.n
+            draw = setup.validation_params(rollout)
             with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
                 batch = self._generate(prompts, n, draw, rollout.seed + 1, number, on_told=on_told)
                 if not setup.has_rule(batch):

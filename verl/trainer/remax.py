@@ -25,7 +25,8 @@ class ReMaxTrainer(PPOTrainer):
         """
         greedy = self.timed("gen_max", self.generate_greedy, prompts)
         result = self.timed("reward_max", self.score_greedy, greedy)
-        scores, counted = result["reward_tensor"].sum(-1), torch.ones(len(greedy), dtype=torch.bool)
+        scores = result["reward_tensor"].sum(-1)
+        counted = torch.ones(len(greedy), dtype=torch.bool)
         counted[list(result.get("dropped", ()))] = False
         _require_any(counted)
         batch = super().collect(prompts, first_row)

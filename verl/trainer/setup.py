@@ -213,7 +213,8 @@ def check_reward(
 
 def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
     """Return the training steps of the run: those configured, or all epochs over the data."""
-    trainer, steps = config.trainer, config.trainer.total_training_steps
+    trainer = config.trainer
+    steps = config.trainer.total_training_steps
     if steps is None:
         assert trainer.total_epochs is not None, "the configuration was checked"
         steps = steps_an_epoch * trainer.total_epochs
@@ -329,7 +330,8 @@ def sample_rows(
     batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
     """Return one readable dict per trajectory: prompt, response, score and fields of the reward."""
-    columns, source_key = batch.batch, config.data.reward_fn_key
+    columns = batch.batch
+    source_key = config.data.reward_fn_key
     width = columns["prompts"].shape[1]
     mask = columns["attention_mask"].bool()
     scores = columns["token_level_scores"].sum(-1).tolist()
