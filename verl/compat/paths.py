@@ -324,6 +324,10 @@ class _OldModuleLoader:
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are looked up on use."""
 
+    def get_resource_reader(self, fullname: str) -> None:
+        """Refuse: Hydra's search path `pkg://verl.trainer.config` is then one without files."""
+        raise TypeError(f"{fullname} is an old path without files.")
+
 
 def find_old_module(name: str) -> ModuleSpec | None:
     """The spec of a module that is only in the table; None for a module that verl 0.5 had not.
