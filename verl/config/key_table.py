@@ -1,4 +1,4 @@
-"""The page of all keys as Markdown: `python -m verl.config.key_table > docs/keys.md`."""
+"""The page of all keys as Markdown: `python -m verl.config.key_table > docs/reference/keys.md`."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ ROOTS = {root.module: root.schema for root in load.ROOTS.values()}
 _INTRODUCTION = """\
 # Configuration keys
 
-Generated: `python -m verl.config.key_table > docs/keys.md` writes this page anew.
+Generated: `python -m verl.config.key_table > docs/reference/keys.md` writes this page anew.
 
 The last column says what becomes of a key that you change:
 
