@@ -10,6 +10,7 @@ import torch
 from tests.trainer.runs import command_line, run, same_bits, step_lines, weights
 from verl.config import load_config
 from verl.trainer import PPOTrainer, RayPPOTrainer
+from verl.trainer.phases import phase
 from verl.workers import ActorWorker
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,6 +55,20 @@ def test_several_updates_or_a_kl_reward_need_them(tmp_path, monkeypatch, overrid
     calls = calls_of(monkeypatch, "compute_log_prob")
     train(PPOTrainer, tmp_path, override)
     assert calls == [16, 16]
+
+
+class DeclaredAdvantages(PPOTrainer):
+    """Says what it reads, so nothing is computed for it in vain."""
+
+    @phase(reads="token_level_scores response_mask uid", writes="advantages returns")
+    def estimate_advantages(self, batch):
+        return super().estimate_advantages(batch)
+
+
+def test_a_phase_that_declares_what_it_reads_costs_no_pass(tmp_path, monkeypatch):
+    calls = calls_of(monkeypatch, "compute_log_prob")
+    train(DeclaredAdvantages, tmp_path)
+    assert calls == []
 
 
 class OwnAdvantages(PPOTrainer):

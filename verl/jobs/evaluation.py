@@ -31,7 +31,7 @@ ALL = "all"
 
 @dataclass(slots=True)
 class ScoredPrompt:
-    """A prompt with its responses, and what the reward said of those that it could score."""
+    """A prompt with its responses, and the reward's answers for those that it could score."""
 
     source: str
     prompt: str
@@ -43,8 +43,7 @@ class ScoredPrompt:
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, Any]:
-    """The whole job: scores every response, prints the table, writes the JSON; gives what is in
-    it."""
+    """Score every response, print the table and write the JSON; gives the report."""
     prompts = read_prompts(config.data)
     check_k(config.metrics.k, prompts)
     if config.data.output_path is not None:
@@ -61,7 +60,10 @@ def evaluate(config: EvaluationConfig) -> dict[str, Any]:
 
 
 def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
-    """Every row of the files. DataError names file, row and column of what is not as it must be."""
+    """Read every row of the files.
+
+    Raises DataError that names file, row and column of a value that does not fit.
+    """
     prompts: list[ScoredPrompt] = []
     for file in as_file_list(data.path):
         rows = open_rows(file)
@@ -89,11 +91,12 @@ def read_prompts(data: EvaluationDataConfig) -> list[ScoredPrompt]:
             prompts.append(
                 ScoredPrompt(name, str(row.get(data.prompt_key, "")), responses, columns)
             )
+
     return prompts
 
 
 def check_k(k: Sequence[int], prompts: Sequence[ScoredPrompt]) -> None:
-    """ConfigError where no prompt has so many responses: told before they are paid for."""
+    """Raise ConfigError where no prompt has that many responses, before any is scored."""
     most = max(len(prompt.responses) for prompt in prompts)
     if max(k, default=1) > most:
         raise ConfigError(
@@ -112,6 +115,7 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
     rows = [(prompt, response) for prompt in prompts for response in prompt.responses]
     failures = {"errors": 0, "timeouts": 0, "retries": 0, "dropped": 0}
     started = said = time.perf_counter()
+
     for start in range(0, len(rows), RESPONSES_A_CALL):
         chunk = rows[start : start + RESPONSES_A_CALL]
         tokenizer.texts.clear()
@@ -126,16 +130,19 @@ def score(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str
         for name in ("errors", "timeouts", "retries"):
             failures[name] += getattr(result, f"num_{name}")
         failures["dropped"] += len(result.dropped)
-        now, done = time.perf_counter(), start + len(chunk)
+        now = time.perf_counter()
+        done = start + len(chunk)
         if now - said > PROGRESS_EVERY_S and done < len(rows):
             left = (now - started) / done * (len(rows) - done)
             logger.info("%d of %d responses scored, ETA %.0f s", done, len(rows), left)
             said = now
+
     if failures["dropped"] == len(rows):
         raise RewardError(
             "No response could be scored: the reward failed for all. The warning above names the "
             "first."
         )
+
     return failures
 
 
@@ -151,8 +158,11 @@ def _batch(rows: Sequence[tuple[ScoredPrompt, str]], tokenizer: TextTokenizer) -
 
 
 def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score: float) -> None:
-    """A response passes by the field `acc` of its reward, else by its score. It votes for the field
-    `pred`, else for what the rule of its data source reads in it."""
+    """Note whether a response passes, and its vote.
+
+    It passes by the field `acc` of its reward, else by its score. It votes for the field `pred`,
+    else for the answer that the rule of its data source extracts.
+    """
     dropped = set(result.dropped)
     for number, ((prompt, response), value, extra) in enumerate(
         zip(rows, result.scores, result.extra)
@@ -167,29 +177,33 @@ def _record(rows: Sequence[tuple[ScoredPrompt, str]], result: Scores, pass_score
         prompt.passed.append(
             float(accuracy) >= 1 if isinstance(accuracy, (Real, np.bool_)) else value >= pass_score
         )
+
         prompt.answers.append(vote(answer))
 
 
 def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """What is written as JSON: how it was computed, and the metrics of each data source and of all
+    """Build the report: how it was computed, and the metrics of each data source and of all
     prompts."""
     metrics = config.metrics
     by_source: dict[str, list[ScoredPrompt]] = {}
     for prompt in prompts:
         if prompt.scores:
             by_source.setdefault(prompt.source, []).append(prompt)
+
     scored = [prompt for members in by_source.values() for prompt in members]
     most = max(len(prompt.scores) for prompt in scored)
     if max(metrics.k, default=1) > most:  # the files had as many, see `check_k`
         logger.warning(
             "metrics.k above %d is left out: of no prompt were more responses scored.", most
         )
+
     if most > MAX_VOTES:
         logger.warning(
             "maj@k is left out: it is computed for up to %d responses a prompt, got %d.",
             MAX_VOTES,
             most,
         )
+
     return {
         "files": config.data.path,
         "pass_score": metrics.pass_score,
@@ -207,7 +221,7 @@ def summarize(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict
 
 
 def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
-    """Means over prompts, each with its bounds and the number of prompts that have it."""
+    """Compute means over prompts, each with its bounds and the number of prompts that have it."""
     most = max(len(prompt.scores) for prompt in prompts)
     ks = sorted(set(config.metrics.k)) or sorted(
         {*(1 << power for power in range(most.bit_length())), most}
@@ -216,6 +230,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
         prompt.source for prompt in prompts if any(answer is not None for answer in prompt.answers)
     }
     columns = {"mean": [float(np.mean(prompt.scores)) for prompt in prompts]}
+
     for k in ks:
         columns[f"pass@{k}"] = [
             pass_at_k(len(prompt.passed), sum(prompt.passed), k)
@@ -223,6 +238,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
             else np.nan
             for prompt in prompts
         ]
+
     for k in ks if most <= MAX_VOTES else ():
         if k > 1:  # of one response the majority is the mean
             columns[f"maj@{k}"] = [
@@ -231,6 +247,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
                 else np.nan
                 for prompt in prompts
             ]
+
     columns = {name: values for name, values in columns.items() if not np.isnan(values).all()}
     values = np.array(list(columns.values())).T
     asked = config.metrics
@@ -241,6 +258,7 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
         "prompts": len(prompts),
         "responses": sum(len(prompt.scores) for prompt in prompts),
     }
+
     for number, name in enumerate(columns):
         summary[name] = {
             "value": float(np.nanmean(values[:, number])),
@@ -248,11 +266,12 @@ def _summary(config: EvaluationConfig, prompts: Sequence[ScoredPrompt]) -> dict[
             "high": float(high[number]),
             "prompts": int(np.isfinite(values[:, number]).sum()),
         }
+
     return summary
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as text, one line for each data source and metric."""
+    """Format the report as text, one line for each data source and metric."""
     interval = f"{report['intervals']['confidence']:.0%} interval"
     lines = [("data source", "metric", "value", interval, "prompts")]
     for source, summary in [*report["data_sources"].items(), (ALL, report[ALL])]:
@@ -260,6 +279,7 @@ def table(report: dict[str, Any]) -> str:
             if isinstance(entry, dict):
                 bounds = f"[{entry['low']:.4f}, {entry['high']:.4f}]"
                 lines.append((source, name, f"{entry['value']:.4f}", bounds, str(entry["prompts"])))
+
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines

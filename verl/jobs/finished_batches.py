@@ -1,5 +1,4 @@
-"""What a killed generation run has done: every finished batch a file, joined to one when all are
-there."""
+"""The finished batches of a generation run: one file each, joined when all are complete."""
 
 import json
 import os
@@ -43,7 +42,9 @@ class FinishedBatches:
         column: str,
         batch_size: int,
     ) -> None:
-        self.output, self.table, self.column = output, table, column
+        self.output = output
+        self.table = table
+        self.column = column
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
         self.folder = output.with_name(f"{output.name}.parts")
         self._claim = Claim(self.folder)
@@ -51,16 +52,20 @@ class FinishedBatches:
         self.batches = [range(start, min(start + batch_size, table.num_rows)) for start in starts]
 
     def discard(self) -> None:
-        """Forget what was done before, also a complete output. Raises ConfigError where another run
-        is at it."""
+        """Delete earlier batches, also a complete output.
+
+        Raises ConfigError where another run is writing them.
+        """
         self._take_folder()
         self._claim.give_back()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.output.unlink(missing_ok=True)
 
     def is_complete(self) -> bool:
-        """Whether the output is there. Raises ConfigError where it is another run's, or nobody
-        knows whose."""
+        """Check whether the output exists.
+
+        Raises ConfigError where it belongs to another run, or to an unknown one.
+        """
         if not self.output.exists():
             return False
         try:
@@ -69,17 +74,21 @@ class FinishedBatches:
             raise ConfigError(
                 f"{self._occupied()}: it is not readable as Parquet ({error}). {_WAY_OUT}"
             ) from error
+
         if _METADATA not in metadata:
             raise ConfigError(
                 f"{self._occupied()}, and not by verl.trainer.main_generation. {_WAY_OUT}"
             )
+
         self._compare(json.loads(metadata[_METADATA]), self._occupied())
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run killed between its last two steps
         return True
 
     def waiting(self) -> dict[int, range]:
-        """The batches still to do: numbers and rows. Raises ConfigError where another run began
-        them or is at them."""
+        """Return the batches still to do: numbers and rows.
+
+        Raises ConfigError where another run has begun them or is writing them.
+        """
         self._take_folder()
         known = self.folder / _IDENTITY
         waiting = {
@@ -87,6 +96,7 @@ class FinishedBatches:
             for number, rows in enumerate(self.batches)
             if not self._place(number).exists()
         }
+
         if known.exists() and any(self.folder.glob("batch_*")):
             self._compare(
                 json.loads(known.read_text(encoding="utf-8")),
@@ -95,12 +105,14 @@ class FinishedBatches:
         else:
             text = json.dumps(self.identity, indent=1)
             write_whole(known, lambda path: path.write_text(text, encoding="utf-8"))
+
         if len(waiting) < len(self.batches):
             logger.info(
                 "Resumed: %d of %d batches are done.",
                 len(self.batches) - len(waiting),
                 len(self.batches),
             )
+
         return waiting
 
     def keep(self, number: int, responses: list[list[str]]) -> None:

@@ -36,8 +36,10 @@ class Prompts(RLDataset):
     """The prompts as in training, and the rows they stand in as a table."""
 
     def table(self) -> pa.Table:
-        """All columns of the kept rows, in the types of their files. DataError for what Parquet
-        cannot hold."""
+        """Return all columns of the kept rows, in the types of their files.
+
+        Raises DataError for values that Parquet cannot hold.
+        """
         parts = []
         for number, (file, rows) in enumerate(zip(self.files, self._sources)):
             kept = self._kept[self._kept[:, 0] == number, 1]
@@ -51,6 +53,7 @@ class Prompts(RLDataset):
                     f"{file}: a column cannot be written as Parquet: {error}. Give its values one "
                     "type in all rows."
                 ) from error
+
         try:
             table = pa.concat_tables(parts, promote_options="permissive").replace_schema_metadata(
                 None
@@ -62,12 +65,17 @@ class Prompts(RLDataset):
                 f"{', '.join(self.files)}: the columns cannot be written as one Parquet file: "
                 f"{error}. Give a column one type in all files, and no row an empty dict."
             ) from error
+
         return table
 
 
 def generate(config: GenerationConfig) -> None:
-    """The whole job: `data.output_path` has all columns of the input, and the responses."""
-    data, train = config.data, SHARED.as_train_config(config)
+    """Generate responses for every prompt.
+
+    `data.output_path` gets all columns of the input, and the responses.
+    """
+    data = config.data
+    train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
@@ -75,26 +83,31 @@ def generate(config: GenerationConfig) -> None:
     setup.load_user_code(train)
     rollout_engines.get(rollout.name)
     pool = join_pool(train, device)
+
     tokenizer = setup.build_tokenizer(train)
     prompts = Prompts(toy_files() if data.path == [TOY] else data.path, tokenizer, train.data)
     table = prompts.table()
+
     if data.response_key in table.column_names:
         raise DataError(
             f"{', '.join(prompts.files)}: there is a column '{data.response_key}' already. Name "
             "another one for the responses with data.response_key."
         )
+
     assert data.output_path is not None, "the configuration was checked"
     finished = FinishedBatches(
         Path(data.output_path), identity(config, prompts), table, data.response_key, data.batch_size
     )
     if config.trainer.resume_mode == "disable":
         finished.discard()
+
     if finished.is_complete():
         logger.info(
             "%s is complete: nothing to do. trainer.resume_mode=disable makes it anew.",
             data.output_path,
         )
         return
+
     waiting = finished.waiting()
     if waiting:
         logger.info("Device: %s", describe_device(device))
@@ -122,6 +135,7 @@ def generate(config: GenerationConfig) -> None:
             )
             finished.keep(number, list(answer.non_tensor_batch["responses"]))
             progress.tell(answer.non_tensor_batch)
+
     finished.join()
     logger.info(
         "Wrote %d prompts with %d responses each to %s.",
@@ -132,8 +146,11 @@ def generate(config: GenerationConfig) -> None:
 
 
 def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
-    """What decides the responses, by key: two runs that agree in it may finish each other's work.
-    Files count by what is in them, wherever they lie."""
+    """Return the settings that decide the responses, by key.
+
+    Two runs that agree in them may finish each other's work. Files count by their content, wherever
+    they are.
+    """
     by_content = {
         "data.path": prompts.fingerprint,
         "model.path": weights_fingerprint(str(config.model.path)),
@@ -151,8 +168,10 @@ def identity(config: GenerationConfig, prompts: RLDataset) -> dict[str, Any]:
 
 
 def weights_fingerprint(path: str) -> str:
-    """Of a folder, a digest of names, sizes and samples of its weight files, which takes no second
-    for any size; a hub name as it is."""
+    """Compute a digest of a folder's weight files: names, sizes and samples of their bytes.
+
+    It takes less than a second for any size. A hub name is returned as it is.
+    """
     source = resolve_path(path)
     if not Path(source).is_dir():
         return source
@@ -177,13 +196,15 @@ class Progress:
     """
 
     def __init__(self, num_prompts: int, n_samples: int) -> None:
-        self.num_prompts, self.n_samples = num_prompts, n_samples
+        self.num_prompts = num_prompts
+        self.n_samples = n_samples
         self.done = self.tokens = 0
         self.started = time.perf_counter()
 
     def tell(self, answers: dict[str, Any]) -> None:
         """Count the answers of one batch, and log."""
-        rows, tokens = len(answers["num_tokens"]), sum(answers["num_tokens"])
+        rows = len(answers["num_tokens"])
+        tokens = sum(answers["num_tokens"])
         self.done += rows
         self.tokens += tokens
         seconds = time.perf_counter() - self.started

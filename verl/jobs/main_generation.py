@@ -8,13 +8,15 @@ from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Generate and return the exit code; what a user can cause is one line, no traceback."""
+    """Generate and return the exit code; user errors print one line, without a traceback."""
     return run_job(argv, job)
 
 
 def job(argv: list[str]) -> None:
-    """The whole job. Imports stand where they are needed: a typo in a key is told before torch has
-    loaded."""
+    """Run the whole job.
+
+    Imports are local: a typo in a key is reported before torch loads.
+    """
     from verl.config.generation import SHARED
     from verl.config.load import load_config
 

@@ -11,8 +11,7 @@ from verl.utils.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; gives the exit code. What a user can cause is one line, no
-    traceback."""
+    """Run the command and return the exit code; user errors print one line, without a traceback."""
     arguments = _parser().parse_args(argv)
     return exit_code(lambda: print(_run(arguments)))
 
@@ -24,14 +23,17 @@ def _run(arguments: argparse.Namespace) -> str:
             "checkpoints of this package are read with --backend fsdp, whatever the number of "
             "ranks."
         )
+
     settings = {"base_model": arguments.base_model, "dtype": DTYPES[arguments.dtype]}
     if arguments.command == "test":
         count = compare(arguments.local_dir, arguments.test_hf_dir, **settings)
         return f"All {count} tensors of {arguments.test_hf_dir} are those of {arguments.local_dir}."
+
     if arguments.no_merge_adapters:
         export_adapters(arguments.local_dir, arguments.target_dir)
     else:
         merge(arguments.local_dir, arguments.target_dir, **settings)
+
     return f"Written: {arguments.target_dir}"
 
 
@@ -44,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     to_test = commands.add_parser(
         "test", help="compare a checkpoint with a Hugging Face folder, tensor by tensor"
     )
+
     for command in (to_merge, to_test):
         command.add_argument(
             "--backend",
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
             "--base_model",
             help="LoRA: folder or hub name of the frozen weights, if not where they were in training",
         )
+
     to_merge.add_argument("--target_dir", required=True, type=Path, help="the folder to write")
     to_merge.add_argument(
         "--no-merge-adapters",
@@ -73,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     to_test.add_argument(
         "--test_hf_dir", required=True, type=Path, help="the folder to compare with"
     )
+
     return parser
 
 

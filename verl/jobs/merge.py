@@ -40,7 +40,9 @@ from verl.utils.json_text import parse_json
 from verl.utils.limits import grown_too_large
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_BODY, _HEAD = f"{MODEL}body.", f"{MODEL}value_head."  # the parts of a critic
+# the parts of a critic
+_BODY = f"{MODEL}body."
+_HEAD = f"{MODEL}value_head."
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _NOT_COPIED = (*_WEIGHTS, "adapter_config.json")
 # What the readers of JSON, of a model's configuration and of safetensors raise where bytes are
@@ -58,8 +60,8 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class _Source:
-    """What one role has saved. `model` (on meta, or the base under adapters) says how its family is
-    published."""
+    """The saved files of one role. `model` (on meta, or the base under adapters) shows how its
+    family is published."""
 
     model: PreTrainedModel | None
     weights: Iterator[tuple[str, torch.Tensor]]
@@ -86,6 +88,7 @@ def merge(
     in_place = target_dir.resolve() == (role / WEIGHTS_FOLDER).resolve()
     _check_target(target_dir, in_place=in_place and dtype == torch.float32)
     source = _open(role, base_model, dtype)
+
     with _unfinished(target_dir) as unfinished:
         if not in_place:
             _write_configuration(unfinished, source, dtype)
@@ -121,8 +124,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     base_model: str | None = None,
 ) -> int:
-    """The number of tensors in `hf_dir`, all of which are bit for bit what `merge` would write
-    there.
+    """Count the tensors in `hf_dir`, all of which must equal the output of `merge` bit for bit.
 
     Raises CheckpointError that names those that differ, or that only one of the two has.
     """
@@ -132,21 +134,27 @@ def compare(
         raise CheckpointError(
             f"Expected a Hugging Face folder with model*.safetensors at {hf_dir}, found none."
         )
+
     opened = []
     for file in files:
         with _readable(file):
             opened.append(safe_open(file, framework="pt"))
+
     place = {name: file for file in opened for name in file.keys()}
-    differ, missing, seen = [], [], set()
+    differ = []
+    missing = []
+    seen = set()
     for name, tensor in published(source.model, source.weights):
         seen.add(name)
         if name not in place:
             missing.append(name)
         elif not torch.equal(place[name].get_tensor(name), tensor):
             differ.append(name)
+
     tied = () if source.model is None else (source.model._tied_weights_keys or ())
     extra = [name for name in place if name not in seen and name not in tied]
     found = {"differ": differ, "are missing there": missing, "are there only": extra}
+
     if wrong := [
         f"{len(names)} {what}, first '{names[0]}'" for what, names in found.items() if names
     ]:
@@ -154,6 +162,7 @@ def compare(
             f"Of the {len(seen)} tensors of {local_dir}, compared with {hf_dir}: "
             f"{'; '.join(wrong)}."
         )
+
     return len(seen)
 
 
@@ -203,10 +212,8 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
             "another."
         )
     for name, (a, b) in factors.items():
-        expected, found = (
-            merged_shape(model.get_submodule(name), a, b),
-            tuple(state[f"{name}.weight"].shape),
-        )
+        expected = merged_shape(model.get_submodule(name), a, b)
+        found = tuple(state[f"{name}.weight"].shape)
         if found != expected:
             raise CheckpointError(
                 f"Expected '{name}.weight' of shape {expected}, which {folder} adapts, but that of "
@@ -220,7 +227,8 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            owner, whole = name.removesuffix(".weight"), tensor.detach()
+            owner = name.removesuffix(".weight")
+            whole = tensor.detach()
             if owner in factors and name != owner:
                 whole = merged_weight(model.get_submodule(owner), whole, *factors[owner], scaling)
             yield name, _cast(whole, dtype)
@@ -231,8 +239,7 @@ def _open_adapters(folder: Path, base_model: str | None, dtype: torch.dtype) -> 
 
 
 def _on_meta(folder: Path) -> PreTrainedModel | None:
-    """A model without memory of the family that `folder` configures; None for custom code, whose
-    names stay anyway."""
+    """Build the family's model without memory; None for custom code, whose names stay anyway."""
     file = folder / "config.json"
     with _readable(file):
         config = parse_json(file.read_text(encoding="utf-8"))
@@ -274,8 +281,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _verify(role: Path) -> None:
-    """CheckpointError unless the files of `role` are those that its checkpoint's manifest has
-    summed up.
+    """Raise CheckpointError unless the files of `role` match the checksums of the manifest.
 
     A role's folder that was copied alone has no manifest, and nothing to compare with.
     """
@@ -286,7 +292,7 @@ def _verify(role: Path) -> None:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """CheckpointError for a `file` that is missing or damaged."""
+    """Raise CheckpointError for a `file` that is missing or damaged."""
     try:
         yield
     except _UNREADABLE as error:
@@ -298,8 +304,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, to be renamed when all is in it; gone afterwards, whatever
-    happens.
+    """Make a new folder next to `target`, renamed when it is complete and deleted on failure.
 
     Raises CheckpointError where it cannot be written: safetensors and `shutil` have errors of their
     own for that.
@@ -331,7 +336,7 @@ def _reason(error: Exception) -> str:
 
 
 def _role_folder(folder: Path) -> Path:
-    """`folder`, if it is what a role saved. CheckpointError with the nearest one that is."""
+    """Return `folder` if a role saved it; raise CheckpointError with the nearest one if not."""
     if _is_role(folder):
         return folder
     expected = (
@@ -344,13 +349,16 @@ def _role_folder(folder: Path) -> Path:
         folder / "actor",
         *sorted(folder.glob("global_step_*/actor"), key=_step, reverse=True),
     ]
+
     for near in candidates:
         if _is_role(near):
             raise CheckpointError(f"{expected}, got {folder}. Set --local_dir {near}.")
+
     if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise CheckpointError(
             f"{expected}, got {folder}, which has whole weights already: load it as it is."
         )
+
     inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise CheckpointError(
         f"{expected}, got {folder} with {inside} in it, neither {SHARDED_FOLDER}/{SHARD_METADATA} "

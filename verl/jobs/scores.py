@@ -1,5 +1,4 @@
-"""What n scored responses to a prompt say of k of them: pass@k, maj@k, and how sure a mean over
-prompts is."""
+"""Statistics of n scored responses a prompt: pass@k, maj@k, and intervals of means over prompts."""
 
 import functools
 import math
@@ -46,8 +45,8 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k
 
 @functools.lru_cache(maxsize=4096)  # prompts have the same few patterns of votes
 def _winning_chances(counts: tuple[tuple[int, int], ...], silent: int) -> dict[int, np.ndarray]:
-    """For an answer that m of n responses give, by m: (n + 1,) the chance that it wins among k of
-    them, for every k.
+    """Compute, for an answer that m of n responses give, the chance (n + 1,) that it wins among k
+    of them, for every k.
 
     `counts`: (m, how many answers are given m times); `silent`: responses without an answer. Ways
     to draw responses are counted, by how many are drawn and how many other answers have as many
@@ -69,8 +68,8 @@ def _winning_chances(counts: tuple[tuple[int, int], ...], silent: int) -> dict[i
 
 
 def _ways_of_others(others: Sequence[int], silent: int, votes: int, n: int) -> np.ndarray:
-    """(ties + 1, n + 1) ways to draw responses of other answers, none with more than `votes`: row t
-    has those with t answers at it, column d those of d responses."""
+    """Count the ways (ties + 1, n + 1) to draw responses of other answers, none with more than
+    `votes`: row t has those with t answers at it, column d those of d responses."""
     ways = np.zeros((1 + sum(m >= votes for m in others), n + 1))
     ways[0] = _ways(silent, n)
     for m in others:
@@ -86,15 +85,15 @@ def _ways_of_others(others: Sequence[int], silent: int, votes: int, n: int) -> n
 
 
 def _ways(of: int, n: int) -> np.ndarray:
-    """(n + 1,) ways to draw so many of `of` responses."""
+    """Count the ways (n + 1,) to draw so many of `of` responses."""
     return np.array([math.comb(of, drawn) for drawn in range(n + 1)], dtype=float)
 
 
 def bootstrap_intervals(
     values: np.ndarray, *, confidence: float, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds (M,) and (M,) of the means of the columns of (P, M) `values`, NaN where a prompt has
-    none.
+    """Compute bounds (M,) and (M,) of the means of the columns of (P, M) `values`, NaN where a
+    prompt has none.
 
     The percentile bootstrap over prompts: the prompts are what is drawn at random, with all their
     responses.

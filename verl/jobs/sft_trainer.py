@@ -43,6 +43,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             raise ConfigError(
                 f"{problem} A program may also give SFTTrainer a train_dataset and a val_dataset."
             )
+
         super().__init__(config, config.trainer.max_ckpt_to_keep)
         self.train_config = train = as_train_config(config)  # for the parts that training has too
         setup.load_user_code(train)
@@ -53,6 +54,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             train_dataset = SFTDataset(data.train_files, self.tokenizer, data)
         if val_dataset is None and data.val_files:
             val_dataset = SFTDataset(data.val_files, self.tokenizer, data, split="val")
+
         self.train_loader = RLDataLoader(
             train_dataset,
             data.train_batch_size,
@@ -61,15 +63,17 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             drop_last=True,
         )
         self.val_loader = None
+
         if val_dataset is not None:
             rows = data.val_batch_size or data.train_batch_size
             self.val_loader = RLDataLoader(
                 val_dataset, rows, shuffle=False, seed=data.seed, drop_last=False
             )
+
         self.total_steps = setup.count_steps(train, len(self.train_loader))
 
     def init_workers(self) -> None:
-        """Load the model; before it the trackers, for a missing package is told in seconds."""
+        """Load the model. The trackers start first, so a missing package fails within seconds."""
         self.start_tracker()
         self.sft_wg = self.start_role(
             "actor",  # by whose name ranks are placed
@@ -82,19 +86,20 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         )
 
     def step(self, prompts: DataProto) -> DataProto:
-        """One optimizer step over (B,) conversations, which come back padded."""
+        """Take one optimizer step over (B,) conversations, which come back padded."""
         padded = pad_examples(prompts)
         self.metrics.update(self.sft_wg.train_batch(padded))
         return padded
 
     def validate(self) -> dict[str, float]:
-        """`val/loss`: the mean over all tokens of the validation set that would be learnt."""
+        """Compute `val/loss`: the mean over all trained tokens of the validation set."""
         assert self.val_loader is not None
         loss = tokens = 0.0
         for number, batch in enumerate(self.val_loader):
             self.reports.note(number, len(self.val_loader), "batches")
             of_batch, count = self.sft_wg.sum_loss(pad_examples(batch))
-            loss, tokens = loss + of_batch, tokens + count
+            loss = loss + of_batch
+            tokens = tokens + count
         logger.info(
             "Validation after step %d: loss %.4f (%d tokens)",
             self.global_step,

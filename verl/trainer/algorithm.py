@@ -1,4 +1,4 @@
-"""What the configuration's section `algorithm` asks of a batch, as functions of both."""
+"""The configuration's section `algorithm`, as functions of a batch."""
 
 import zlib
 from typing import Any
@@ -20,7 +20,7 @@ from verl.workers.losses import loss_in_words
 
 
 def algorithm_in_words(config: TrainConfig) -> list[str]:
-    """The advantage and the loss that are computed, as formulas, a line each."""
+    """Return the advantage and the loss as formulas, a line each."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
@@ -35,6 +35,7 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
     ]
     if config.distillation.is_whole_loss:
         lines = lines[1:]
+
     if config.distillation.is_reward:
         asked = config.distillation.distillation_loss
         of_rewards = "0" if config.distillation.is_whole_loss else "A"
@@ -42,22 +43,29 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
             f"Advantage of a token = {of_rewards} - {asked.distillation_loss_coef:g} "
             f"{asked.loss_mode}(pi_old, teacher)"
         )
+
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None:
         lines.append(
             f"The policy loss is weighted by pi_old / rollout by {correction.rollout_is}, bounded "
             f"above by {correction.rollout_is_threshold:g} ({correction.rollout_is_mode})."
         )
+
     return lines
 
 
 def penalised_scores(
     batch: DataProto, config: TrainConfig, controller: FixedKLController | AdaptiveKLController
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(B, R) scores less the KL penalty, if `algorithm.use_kl_in_reward` asks for one, and its
-    metrics. The controller sees the KL of the batch."""
-    columns, algorithm = batch.batch, config.algorithm
-    scores, mask = columns["token_level_scores"], columns["response_mask"]
+    """Subtract the KL penalty from the scores (B, R) if `algorithm.use_kl_in_reward` asks for it;
+    gives them with metrics.
+
+    The controller sees the KL of the batch.
+    """
+    columns = batch.batch
+    algorithm = config.algorithm
+    scores = columns["token_level_scores"]
+    mask = columns["response_mask"]
     if not algorithm.use_kl_in_reward:
         return scores, {}
     kl = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], algorithm.kl_penalty)
@@ -69,8 +77,9 @@ def penalised_scores(
 
 
 def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
-    """What an estimator may read of a batch with `token_level_rewards`."""
-    columns, algorithm = batch.batch, config.algorithm
+    """Collect the inputs of an estimator from a batch with `token_level_rewards`."""
+    columns = batch.batch
+    algorithm = config.algorithm
     return AdvantageInputs(
         token_level_rewards=columns["token_level_rewards"],
         response_mask=columns["response_mask"],
@@ -93,7 +102,7 @@ def advantage_inputs(batch: DataProto, config: TrainConfig) -> AdvantageInputs:
 def estimated(
     estimator: AdvantageEstimator, config: TrainConfig, inputs: AdvantageInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), (B, R) each, by the estimator that `algorithm.adv_estimator` names.
+    """Compute (advantages, returns), (B, R) each, with the configured estimator.
 
     Raises AlgorithmError where a user's raised, or gave another shape, or NaN or infinity for
     finite rewards.
@@ -101,6 +110,7 @@ def estimated(
     if config.distillation.is_whole_loss:
         nothing = torch.zeros_like(inputs.token_level_rewards)
         return nothing, nothing.clone()
+
     part = NamedPart("advantage estimator", config.algorithm.adv_estimator, estimator)
     rewards = inputs.token_level_rewards
     with part.told():
@@ -110,17 +120,20 @@ def estimated(
         if isinstance(answer, (tuple, list))
         else []
     )
+
     if shapes != [rewards.shape, rewards.shape]:
         expected = (
             f"a pair (advantages, returns), both of shape {tuple(rewards.shape)} (rows, response "
             "tokens)"
         )
         raise part.must_return(expected, answer)
+
     advantages, returns = map(torch.as_tensor, answer)
     own = inputs.response_mask.bool()
     wrong = (
         (~(advantages.isfinite() & returns.isfinite()) & own).any(-1).nonzero().flatten().tolist()
     )
+
     # A critic that diverged is for the engine, which skips the update.
     if wrong and all(
         column is None or column[own].isfinite().all() for column in (rewards, inputs.values)
@@ -129,14 +142,16 @@ def estimated(
             f"{part} gave NaN or infinity for finite rewards in {len(wrong)} of {len(own)} rows, "
             f"the first of which is row {wrong[0]}. Add a small number to what it divides by, say."
         )
+
     return advantages, returns
 
 
 def distilled(
     advantages: torch.Tensor, batch: DataProto, config: TrainConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Advantages (B, R) less the estimated reverse KL to the teacher, as in Lu and Thinking
-    Machines Lab 2025 ("On-Policy Distillation"), where distillation is a reward, and its metric.
+    """Subtract the estimated reverse KL to the teacher from the advantages (B, R), where
+    distillation is a reward; gives them with a metric. Lu and Thinking Machines Lab 2025
+    ("On-Policy Distillation").
 
         A_t - coef * k_t,    k1: k_t = log pi_old(token) - log teacher(token)
 
@@ -144,7 +159,8 @@ def distilled(
     """
     if not config.distillation.is_reward:
         return advantages, {}
-    columns, loss = batch.batch, config.distillation.distillation_loss
+    columns = batch.batch
+    loss = config.distillation.distillation_loss
     mask = columns["response_mask"].bool()
     kl = kl_penalty(columns["old_log_probs"], columns["teacher_log_prob"], loss.loss_mode)
     kl = torch.where(mask, kl, 0.0)
@@ -153,7 +169,7 @@ def distilled(
 
 
 def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
-    """(B, K): numeric fields of the reward, `score` among them; 0 for samples whose reward was
+    """Stack (B, K) numeric fields of the reward, `score` among them; 0 for samples whose reward was
     dropped."""
     counted = batch.batch["response_mask"].bool().any(-1).tolist()
     components = []
@@ -174,11 +190,12 @@ def _reward_components(batch: DataProto, names: list[str]) -> torch.Tensor:
         components.append(
             torch.tensor([float(value) if keep else 0.0 for value, keep in zip(numbers, counted)])
         )
+
     return torch.stack(components, dim=-1)
 
 
 def chosen_samples(batch: DataProto, config: TrainConfig, step: int) -> DataProto:
-    """The samples that critic and actor learn from: all, or under PF-PPO as many drawn by their
+    """Select the samples that critic and actor learn from: all, or under PF-PPO as many drawn by
     score."""
     if not config.algorithm.use_pf_ppo:
         return batch
@@ -194,22 +211,26 @@ def _seed(config: TrainConfig, step: int) -> int:
 
 
 def is_corrected(config: TrainConfig) -> bool:
-    """Whether the update weighs or rejects what the rollout drew."""
+    """Check whether the update weighs or rejects tokens of the rollout."""
     return config.algorithm.rollout_correction.changes_update
 
 
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
-    """The batch as the actor learns it, with `rollout_is_weights` and without the response tokens
-    that are rejected, and the metrics of that; the batch itself where no correction is asked
-    for."""
+    """Apply rollout correction: add `rollout_is_weights`, mask rejected tokens; gives the batch and
+    metrics.
+
+    The batch itself comes back where no correction is configured.
+    """
     options = config.algorithm.rollout_correction
     if not is_corrected(config):
         return batch, {}
-    lower, least = options.rollout_is_threshold_lower, options.rollout_rs_threshold_lower
+    lower = options.rollout_is_threshold_lower
+    least = options.rollout_rs_threshold_lower
     if lower is None:
         lower = 1 / options.rollout_is_threshold if options.rollout_is_mode == "mask" else 0.0
     if least is None:
         least = 1 / options.rollout_rs_threshold
+
     columns = batch.batch
     corrected = correct_rollout(
         columns["old_log_probs"],
@@ -222,6 +243,7 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
         accept_band=(least, options.rollout_rs_threshold),
         veto_below=options.rollout_token_veto_threshold,
     )
+
     batch = batch.select()  # the caller's keeps its mask
     batch.batch["response_mask"] = corrected.mask.to(columns["response_mask"].dtype)
     batch.batch["rollout_is_weights"] = corrected.weights
@@ -229,8 +251,9 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
 
 
 def entropy_controller(config: TrainConfig) -> FixedEntropyController | AdaptiveEntropyController:
-    """The controller that `algorithm.entropy_ctrl` asks for, starting at `actor.entropy_coeff`."""
-    options, start = config.algorithm.entropy_ctrl, config.actor_rollout_ref.actor.entropy_coeff
+    """Build the controller that `algorithm.entropy_ctrl` names, starting at `actor.entropy_coeff`."""
+    options = config.algorithm.entropy_ctrl
+    start = config.actor_rollout_ref.actor.entropy_coeff
     if options.type == "fixed":
         return FixedEntropyController(start)
     if options.type == "adaptive":

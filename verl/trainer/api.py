@@ -96,11 +96,13 @@ class RLTrainer:
         self.config: TrainConfig = config_from_keywords(config, keywords)
         self.missing = list(training_data_is_named(self.config)) if train_dataset is None else []
         self.has_own_reward = reward_fn is not None
+
         if self.missing:
             setup.load_user_code(self.config)
             tokenizer = tokenizer or setup.build_tokenizer(self.config)
             reward_fn = reward_fn or setup.build_reward(self.config, tokenizer, num_examine=0)
             train_dataset = _NoRows(self.config.data.train_batch_size)
+
         self.ppo = trainer_class(self.config)(
             self.config,
             tokenizer=tokenizer,
@@ -174,6 +176,7 @@ class RLTrainer:
                 f"{self.ppo.total_steps}. Make a new RLTrainer: with a larger "
                 "trainer.total_training_steps it goes on from the newest checkpoint."
             )
+
         if self.missing:
             raise DataError(self.missing[0])
         self._set_options(
@@ -182,6 +185,7 @@ class RLTrainer:
             amp=amp,
         )
         self._load_models()
+
         self.has_trained = True
         self.ppo.fit()
         return StepMetrics(self.metrics)
@@ -226,6 +230,7 @@ class RLTrainer:
         batch = self.ppo._generate(batch, n, params, seed, step=0)
         if as_batch:
             return batch
+
         ids = [
             row[mask].tolist()
             for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool())
@@ -266,8 +271,10 @@ class RLTrainer:
             "ground_truth": ground_truth,
             "extra_info": extra_info,
         }
-        by_model, in_batch = self.config.reward_model.enable, isinstance(responses, DataProto)
+        by_model = self.config.reward_model.enable
+        in_batch = isinstance(responses, DataProto)
         given = [name for name, value in columns.items() if value is not None]
+
         if given and (by_model or in_batch):
             raise ConfigError(
                 f"compute_reward reads {' and '.join(given)} for texts and a reward function, but "
@@ -278,17 +285,20 @@ class RLTrainer:
                 )
                 + " Leave them out."
             )
+
         if by_model:
             self._load_models()
         if in_batch:
             return scores_of(self.ppo.reward_fn, self.ppo.add_rm_scores(responses.select()))
         if by_model:
             return compute_reward(self._reward_model, responses, prompts)
+
         if self.has_own_reward:
             raise ConfigError(
                 "reward_fn reads batches of tokens, so compute_reward cannot call it on texts. "
                 "Give it a batch: compute_reward(trainer.rollout(prompts, as_batch=True))."
             )
+
         return self._reward_function.score(
             _listed("compute_reward", "responses", responses), prompts, columns
         )
@@ -323,6 +333,7 @@ class RLTrainer:
                     f"amp={options['amp']} changes {dtypes[0]}, but the models are loaded already. "
                     f"Give it to RLTrainer(amp={options['amp']}), or train before anything else."
                 )
+
         assign(self.config, changed)
         if self.has_models:
             self.ppo.actor_wg.set_config(self.config.actor_rollout_ref)
@@ -330,7 +341,7 @@ class RLTrainer:
                 self.ppo.critic_wg.set_config(self.config.critic)
 
     def _prompts(self, prompts: Any) -> DataProto:
-        """A batch of prompts, none too long."""
+        """Build a batch of prompts, none too long."""
         if isinstance(prompts, DataProto) and len(prompts):
             if "raw_prompt_ids" not in prompts.non_tensor_batch:
                 raise DataError(
@@ -347,6 +358,7 @@ class RLTrainer:
                 non_tensors={"": ids}
             ).non_tensor_batch[""]
             return batch
+
         rows = []
         for number, prompt in enumerate(_listed("rollout", "prompts (texts or chats)", prompts)):
             try:
@@ -361,10 +373,12 @@ class RLTrainer:
                     "index": number,
                 }
             )
+
         return collate(rows)
 
     def _fitted(self, number: int, ids: list[int]) -> list[int]:
-        limit, truncation = self.config.data.max_prompt_length, self.config.data.truncation
+        limit = self.config.data.max_prompt_length
+        truncation = self.config.data.truncation
         if truncation == "error" and len(ids) > limit:
             raise DataError(
                 f"Prompt {number} has {len(ids)} tokens, data.max_prompt_length allows {limit}. "
@@ -405,8 +419,7 @@ class LiveRole:
 
 
 def _listed(call: str, what: str, given: Any) -> list[Any]:
-    """The entries of a list or another iterable. DataError where there is none, or one text or
-    mapping by itself."""
+    """Return the entries of a list or another iterable; raise DataError for one text or mapping."""
     entries = (
         list(given)
         if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, DataProto))

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.phases import phase
+from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
@@ -26,13 +27,18 @@ class DAPOTrainer(PPOTrainer):
     were left out, and reads further epochs.
     """
 
+    @phase(writes=GENERATED + " token_level_scores rm_scores", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """See `PPOTrainer.collect`, of the prompts whose responses differ, in the order in which
-        they were drawn."""
-        options, wanted = self.config.algorithm.filter_groups, len(prompts)
+        """Collect prompts whose responses differ, in the order in which they were drawn.
+
+        See `PPOTrainer.collect`.
+        """
+        options = self.config.algorithm.filter_groups
+        wanted = len(prompts)
         kept: list[DataProto] = []
         alike: list[DataProto] = []
         scores = []
+
         for number in count(1):
             batch = super().collect(prompts, first_row)
             scores.append(batch.batch["token_level_scores"].sum(-1))
@@ -44,9 +50,11 @@ class DAPOTrainer(PPOTrainer):
                 break
             first_row += len(prompts)
             prompts = next(iter(self.train_loader))
+
         if num_kept < wanted:
             self._tell_exhausted(num_kept, wanted)
             kept += alike
+
         self.metrics |= {
             "train/num_gen_batches": float(number),
             "train/kept_prompts": num_kept / (first_row + len(prompts)),
@@ -70,7 +78,7 @@ class DAPOTrainer(PPOTrainer):
 
 
 def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
-    """(B,) bool: rows whose prompt has two samples of unlike `metric`; those whose reward was
+    """Mark (B,) rows whose prompt has two samples of different `metric`; samples whose reward was
     dropped do not count."""
     if metric in ("score", "seq_reward"):
         values = batch.batch["token_level_scores"].sum(-1).tolist()
@@ -83,6 +91,7 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
             f"{told}. Return it "
             'beside "score", or set algorithm.filter_groups.metric=score.'
         )
+
     values_of: dict[int, set] = {}
     groups = group_numbers(batch).tolist()
     for group, value in zip(groups, values):
@@ -96,6 +105,7 @@ def rows_that_differ(batch: DataProto, metric: str) -> np.ndarray:
                 f"a response, got {value!r:.80} of type {type(value).__name__}. Name another "
                 "field, or set algorithm.filter_groups.metric=score."
             ) from error
+
     uids_that_differ = {
         uid
         for uid, group in zip(batch.non_tensor_batch["uid"], groups)
@@ -109,7 +119,7 @@ def num_prompts(batch: DataProto) -> int:
 
 
 def first_prompts(batch: DataProto, wanted: int) -> DataProto:
-    """All rows of the first `wanted` prompts."""
+    """Select all rows of the first `wanted` prompts."""
     chosen = set(list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))[:wanted])
     return batch.select_idxs(
         np.array([uid in chosen for uid in batch.non_tensor_batch["uid"]], dtype=bool)
@@ -117,7 +127,7 @@ def first_prompts(batch: DataProto, wanted: int) -> DataProto:
 
 
 def joined(parts: list[DataProto]) -> DataProto:
-    """`DataProto.concat` of batches whose rewards told other fields: None where one did not."""
+    """Concatenate batches whose rewards gave different fields, with None where one is missing."""
     names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     for part in parts:
         for name in names:

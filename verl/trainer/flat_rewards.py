@@ -38,12 +38,14 @@ class FlatRewards:
             logger.warning("%s", self._message(batch, scores[counted], step))
 
     def _message(self, batch: DataProto, scores: torch.Tensor, step: int) -> str:
-        low, high = scores.min().item(), scores.max().item()
+        low = scores.min().item()
+        high = scores.max().item()
         fact = "no prompt has responses of different scores"
         if low == high:
             fact = f"all responses score {low:g}"
         mask = batch.batch["response_mask"].bool()
         is_cut = mask.sum(-1) == mask.shape[1]
+
         return (
             f"Nothing to learn from in the last {self.steps_in_a_row} steps, to step {step}: "
             f"{fact}. Possible causes: answers are not in the form that the reward reads; the "
@@ -56,8 +58,8 @@ class FlatRewards:
 
 
 def is_flat(scores: torch.Tensor, group: torch.Tensor) -> bool:
-    """Whether the scores (B,) are equal within every group (B,); groups of one are compared with
-    each other."""
+    """Check whether the scores (B,) are equal within every group (B,); groups of one are compared
+    with each other."""
     if len(scores) == 0:
         return False
     _, member_of, sizes = group.unique(return_inverse=True, return_counts=True)

@@ -30,6 +30,7 @@ def connect_frozen_models(config: TrainConfig, actor: Any, reference: Any, teach
         actor.add_divergence(
             Divergence(name="ref_kl", states="ref_states", head=head, kind="reverse_kl")
         )
+
     if term is not None and term.is_exact:
         actor.add_divergence(
             Divergence(

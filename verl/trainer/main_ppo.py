@@ -16,8 +16,8 @@ DRY_RUN = "--dry-run"
 
 
 def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None = None) -> int:
-    """Do `job` (by default `train`) and return the exit code; what a user can cause is one line, no
-    traceback."""
+    """Run `job` (by default `train`) and return the exit code; user errors print one line, without
+    a traceback."""
     end_with_launcher()
     # What all ranks would say is said once.
     configure_logging(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
@@ -29,8 +29,11 @@ def main(argv: list[str] | None = None, job: Callable[[list[str]], None] | None 
 
 
 def train(argv: list[str]) -> None:
-    """The whole job. Imports stand where they are needed: a typo in a key is told in half a second,
-    not after torch has loaded, and a package that is not installed by name."""
+    """Run the whole job.
+
+    Imports are local: a typo in a key is reported within half a second, before torch loads, and a
+    missing package is named.
+    """
     from verl.config.load import load_config
 
     config = load_config(argv)

@@ -11,7 +11,7 @@ from verl.utils.timeline import Recorded, recorded_since, write_trace
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """mean, max and min of a 1-D tensor; nothing when it is empty."""
+    """Compute mean, max and min of a 1-D tensor; nothing when it is empty."""
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -23,7 +23,8 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of one batch of trajectories."""
+    """Summarize scores, rewards, advantages, returns, values and lengths of a batch of
+    trajectories."""
     columns = batch.batch
     mask = columns["response_mask"].bool()
     counted = mask.any(-1)  # a sample whose reward was dropped has no token left and no score
@@ -45,15 +46,18 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         .item(),
         "prompt_length/clip_ratio": (prompt_length == prompt_width).float().mean().item(),
     }
+
     if "values" in columns.keys():
-        values, returns = columns["values"][mask], columns["returns"][mask]
+        values = columns["values"][mask]
+        returns = columns["returns"][mask]
         metrics.update(_spread("critic/values", values))
         metrics["critic/vf_explained_var"] = explained_variance(values, returns)
+
     return metrics
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 when the returns do not vary."""
+    """Compute 1 - Var(returns - values) / Var(returns); 0 when the returns do not vary."""
     if returns.numel() == 0:
         return 0.0
     variance = returns.var(unbiased=False)
@@ -71,7 +75,7 @@ _NOT_PER_TOKEN = ("step", "testing")
 def timing_metrics(
     batch: DataProto, seconds: Mapping[str, float], num_devices: int
 ) -> dict[str, float]:
-    """Seconds per phase, milliseconds per token and tokens per second per device."""
+    """Compute seconds per phase, milliseconds per token and tokens per second per device."""
     num_response_tokens = int(
         batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].sum()
     )
@@ -88,8 +92,8 @@ def timing_metrics(
 
 
 def write_timeline(path: Path, groups: Iterable[Any], since_wall_ns: int) -> None:
-    """What ran since then as a Chrome trace: the driver's phases and calls, and the methods of
-    every rank of the worker groups, each process with rows of its own."""
+    """Write a Chrome trace: the driver's phases and calls, and the methods of every rank, each
+    process with rows of its own."""
     ours = recorded_since(since_wall_ns)
     names = {(ours.machine, ours.pid): ["driver"]}
     found: dict[tuple[str, int], Recorded] = {(ours.machine, ours.pid): ours}

@@ -29,7 +29,8 @@ class PhaseReports:
     """
 
     def __init__(self, read: Callable[[], Sequence[Progress]], every_s: float = EVERY_S) -> None:
-        self._read, self._every_s = read, every_s
+        self._read = read
+        self._every_s = every_s
         self._phases: list[_Phase] = []
         self._running = threading.Event()
         self._thread: threading.Thread | None = None

@@ -36,7 +36,7 @@ class PlacedPools:
     def start(
         self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any
     ) -> WorkerGroup:
-        """`start` in the pool of the role; one that has no place is with the actor."""
+        """Start a role in its pool; a role without a place goes to the actor's."""
         return self.pools.get(role, self.pools["actor"]).start(role, worker_class, *args, **kwargs)
 
     def shutdown(self) -> None:
@@ -46,13 +46,15 @@ class PlacedPools:
 
 
 def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
-    """What the workers start in: ranks of torchrun where they were launched (every rank but 0
-    serves in here and never returns), this process alone where one is asked for, and Ray for more;
-    each role on the ranks of its placement.
+    """Return the processes that workers start in.
+
+    Ranks of torchrun where they were launched (every rank but 0 serves in here and never returns),
+    this process alone for one rank, and Ray for more; each role on the ranks of its placement.
 
     Raises ConfigError where the ranks launched are not those asked for.
     """
-    trainer, ranks = config.trainer, number_of_ranks(config)
+    trainer = config.trainer
+    ranks = number_of_ranks(config)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and ranks != launched:
         raise ConfigError(
@@ -60,9 +62,11 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} ask for {ranks}. Leave "
             "n_gpus_per_node unset, or launch as many."
         )
+
     placed = {role: tuple(of_role) for role, of_role in ranks_of_roles(config).items()}
     parts = list(dict.fromkeys(placed.values()))
     pools: Sequence[ResourcePool]
+
     if launched > 1 or ranks == 1:
         if asked := _asked_of_ray(config):
             why = "torchrun has launched the ranks" if launched > 1 else "one rank needs no Ray"
@@ -71,6 +75,7 @@ def join_pool(config: TrainConfig, device: torch.device) -> ResourcePool:
         pools = spmd.join(patience_s, patience_s).split(parts)
     else:
         pools = _ray_pools(config, parts, device)
+
     if len(pools) == 1:
         return pools[0]
     return PlacedPools({role: pools[parts.index(part)] for role, part in placed.items()})
@@ -89,7 +94,7 @@ def _ray_pools(
 
 
 def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
-    """What the user has set of `ray_init`."""
+    """Return the user's settings of `ray_init`."""
     asked = {
         name: getattr(config.ray_init, name)
         for name in ("address", "namespace", "num_cpus", "runtime_env")
@@ -98,9 +103,10 @@ def _asked_of_ray(config: TrainConfig) -> dict[str, Any]:
 
 
 def dealt_by_prompts(batch: DataProto, group: Any, samples: int) -> Any:
-    """`batch`, with all samples of a prompt dealt to one rank where that leaves every rank as many
-    rows: what the rows of a prompt have in common is then computed once. Mini-batches stay those of
-    one process."""
+    """Deal all samples of a prompt to one rank, where every rank then has as many rows.
+
+    The rows of a prompt share computation. Mini-batches stay those of one process.
+    """
     shares = group.num_shares
     if shares == 1 or len(batch) % (shares * samples):
         return batch

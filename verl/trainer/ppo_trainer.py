@@ -33,6 +33,7 @@ from verl.trainer.algorithm import (
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
+from verl.trainer.phases import declared_phases, may_overlap, phase
 from verl.trainer.pools import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
@@ -47,6 +48,11 @@ from verl.workers import (
     RewardModelWorker,
     RolloutWorker,
     TeacherWorker,
+)
+
+# The columns that `generate` writes.
+GENERATED = (
+    "prompts responses input_ids attention_mask position_ids response_mask rollout_log_probs uid"
 )
 
 
@@ -113,6 +119,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             setup.check_step(config)
         self.pool = join_pool(config, self.device)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.entropy_controller = entropy_controller(config)
         self.tokenizer = tokenizer or setup.build_tokenizer(config)
@@ -125,6 +132,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         if reward_fn is None:
             setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
+
         self.first_val_batch = self.val_loader.state_dict() if self.val_loader is not None else {}
         self.total_steps = setup.count_steps(config, len(self.train_loader))
         self.flat_rewards = FlatRewards(config)
@@ -222,6 +230,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     # ---------------------------------------------------------------- the run
 
+    @phase()
     def fit(self) -> None:
         """Train to the last step, with validation and checkpoints.
 
@@ -237,6 +246,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         finally:
             self.tracker.finish()
 
+    @phase()
     def run_step(self, prompts: DataProto) -> None:
         """Run one step with timing, validation, checkpoint, log and timeline.
 
@@ -257,8 +267,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
         return timing_metrics(batch, self.timer.seconds, num_devices=self.pool.world_size)
 
+    @phase()
     def step(self, prompts: DataProto) -> DataProto:
-        """Run the phases of one step.
+        """Run the six phases of one step in their order.
 
         Args:
             prompts: (B,) prompts from the loader.
@@ -275,8 +286,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     # ---------------------------------------------------------------- the phases
 
+    @phase(writes=GENERATED + " token_level_scores rm_scores")
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """Generate responses and score them.
+        """Make trajectories with scores: `generate`, then `score`.
 
         Args:
             prompts: (B,) prompts.
@@ -284,24 +296,28 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         n = self.config.actor_rollout_ref.rollout.n
         with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_told:
-            # Only a `generate` of ours is known to take it.
-            batch = self.timed("gen", self.generate, prompts, first_row, *filter(None, [on_told]))
+            if on_told is None:
+                # A `generate` that replaces ours may not take it.
+                batch = self.timed("gen", self.generate, prompts, first_row)
+            else:
+                batch = self.timed("gen", self.generate, prompts, first_row, on_told)
             self.begin_passes(batch)
             return self.timed("reward", self.score, batch)
 
     def scoring_ahead(
         self, reward_fn: Any, prompts: DataProto, n: int, first_row: int = 0
     ) -> AbstractContextManager[OnTold]:
-        """Score responses as they finish, if no score can depend on their order.
+        """Score responses as they finish, where no answer can depend on that.
 
-        The context gives the function to call with each finished response, or None.
+        Gives the function that takes every response, or None.
         """
-        phases = ("collect", "generate", "_generate", "score", "add_rm_scores")
-        phase_replaced = not all(is_our_own(getattr(type(self), name)) for name in phases)
-        if phase_replaced or not setup.scores_row_by_row(self.config.reward_model, reward_fn):
-            return nullcontext()
-        return reward_fn.ahead(prompts, n, first_row * n)
+        names = ("collect", "generate", "_generate", "score", "add_rm_scores")
+        are_declared = declared_phases(type(self), *names) is not None
+        if are_declared and setup.scores_row_by_row(self.config.reward_model, reward_fn):
+            return reward_fn.ahead(prompts, n, first_row * n)
+        return nullcontext()
 
+    @phase(writes=GENERATED)
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
         """Turn (B,) prompts into (B * n,) trajectories.
 
@@ -321,6 +337,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(batch.meta_info.pop("metrics", {}))
         return batch
 
+    @phase(writes=GENERATED)
     def _generate(
         self,
         prompts: DataProto,
@@ -342,6 +359,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         return prompts.repeat(n, interleave=True).union(generated)
 
+    @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")
     def score(self, batch: DataProto) -> DataProto:
         """Add `token_level_scores`, and the further columns that the reward returns.
 
@@ -353,6 +371,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(setup.reward_metrics(result))
         return batch
 
+    @phase(reads="prompts responses attention_mask", writes="rm_scores")
     def add_rm_scores(self, batch: DataProto) -> DataProto:
         """Add `rm_scores` if a reward model is configured; reward managers use them as scores."""
         if self.rm_wg is not None:
@@ -361,6 +380,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             ]
         return batch
 
+    @phase(reads=GENERATED, writes="old_log_probs entropys ref_log_prob values")
     def evaluate_policies(self, batch: DataProto) -> DataProto:
         """Add old and reference log-probs and values, if something reads them.
 
@@ -384,15 +404,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def begin_passes(self, batch: DataProto) -> None:
         """Start the passes of `evaluate_policies` early, to run while the reward is computed.
 
-        Does nothing if a phase is replaced or the reward may change the batch.
+        Does nothing if a phase is replaced by an undeclared one or the reward may change the batch.
         """
-        names = ("collect", "score", "evaluate_policies")
-        phase_replaced = any(
-            getattr(type(self), name) is not getattr(PPOTrainer, name) for name in names
-        )
-        if not phase_replaced and setup.leaves_batch_alone(
-            self.config.reward_model, self.reward_fn
-        ):
+        phases = declared_phases(type(self), "collect", "score", "evaluate_policies")
+        if phases is None:
+            return
+        collect, score, evaluate = phases
+        is_free = may_overlap(score, evaluate) and not collect.chooses_rows
+        if is_free and setup.leaves_batch_alone(self.config.reward_model, self.reward_fn):
             # the columns of now, whatever is added meanwhile
             self.begun = batch, self._start_passes(batch.select())
 
@@ -418,7 +437,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         its log-probs anyway. The pass still runs if a user's own code between rollout and update
         may read them.
         """
-        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        actor = self.config.actor_rollout_ref.actor
+        data = self.config.data
         correction = self.config.algorithm.rollout_correction
         if correction.bypass_mode:
             return False
@@ -426,15 +446,23 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             None,
             data.train_batch_size,
         )
+
         reads_before = (
             self.reads_old_log_probs
             or self.config.advantages_read_old_log_probs
             or is_corrected(self.config)
         )
-        phases = ("fit", "run_step", "step", "estimate_advantages", "update")
-        users = [self.estimator, *(getattr(type(self), name) for name in phases)]
-        return reads_before or not all(is_our_own(part) for part in users) or not one_update
+        names = ("fit", "run_step", "step", "estimate_advantages", "update")
+        phases = declared_phases(type(self), *names)
+        if phases is None or any("old_log_probs" in each.reads for each in phases):
+            return True
 
+        return reads_before or not is_our_own(self.estimator) or not one_update
+
+    @phase(
+        reads="token_level_scores response_mask ref_log_prob values uid",
+        writes="token_level_rewards advantages returns",
+    )
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Add `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`.
 
@@ -452,6 +480,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.metrics.update(metrics)
         return batch
 
+    @phase(reads=GENERATED + " advantages returns ref_log_prob values")
     def update(self, batch: DataProto) -> None:
         """Update the critic, then the actor.
 
@@ -468,10 +497,8 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
             rows = dealt_by_prompts(batch, self.actor_wg, samples)
-            update, entropy_coeff = (
-                self.actor_wg.update_actor,
-                self.entropy_controller.value,
-            )
+            update = self.actor_wg.update_actor
+            entropy_coeff = self.entropy_controller.value
             self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
@@ -496,11 +523,13 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.val_loader.load_state_dict(self.first_val_batch)
         rollout = self.config.actor_rollout_ref.rollout
         rows: list[dict[str, Any]] = []
+
         for number, prompts in enumerate(self.val_loader):
             self.reports.note(number, len(self.val_loader), "batches")
             # A seed of its own and a step that counts batches: the same rows meet the same noise at
             # every validation.
-            n, draw = rollout.val_kwargs.n, setup.validation_params(rollout)
+            n = rollout.val_kwargs.n
+            draw = setup.validation_params(rollout)
             with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
                 batch = self._generate(prompts, n, draw, rollout.seed + 1, number, on_told=on_told)
                 if not setup.has_rule(batch):
@@ -509,6 +538,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             setup.check_result(result, batch.batch["responses"])
             batch.batch["token_level_scores"] = result["reward_tensor"]
             rows += setup.scored_rows(batch, self.tokenizer, result, self.config)
+
         if not rows:
             raise RewardError(setup.ALL_DROPPED.format("the validation"))
         if self.config.trainer.validation_data_dir:
@@ -517,6 +547,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.tracker.log_generations(
                 rows[: self.config.trainer.log_val_generations], self.global_step
             )
+
         return validation_metrics(
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],

@@ -9,42 +9,47 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer import setup
-from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.phases import phase
+from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.utils.errors import RewardError
 
 
 class ReMaxTrainer(PPOTrainer):
     """Adds the column `reward_baselines` (B,), which `adv_estimator=remax` reads."""
 
+    @phase(writes=GENERATED + " token_level_scores rm_scores reward_baselines", chooses_rows=True)
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """See `PPOTrainer.collect`; before it, a greedy response to each prompt is scored.
+        """Score a greedy response to each prompt, then collect as `PPOTrainer` does.
 
         A prompt whose greedy response has no score has no baseline: its samples are dropped.
         """
         greedy = self.timed("gen_max", self.generate_greedy, prompts)
         result = self.timed("reward_max", self.score_greedy, greedy)
-        scores, counted = result["reward_tensor"].sum(-1), torch.ones(len(greedy), dtype=torch.bool)
+        scores = result["reward_tensor"].sum(-1)
+        counted = torch.ones(len(greedy), dtype=torch.bool)
         counted[list(result.get("dropped", ()))] = False
         _require_any(counted)
         batch = super().collect(prompts, first_row)
         samples = len(batch) // len(scores)
         batch.batch["reward_baselines"] = scores.repeat_interleave(samples)
+
         batch.batch["response_mask"][~counted.repeat_interleave(samples)] = 0
         _require_any(batch.batch["response_mask"])
         for name, count in result.get("metrics", {}).items():
             if name.startswith("reward/num_"):
                 self.metrics[name] = self.metrics.get(name, 0.0) + count
+
         self.metrics["critic/greedy_score/mean"] = scores[counted].mean().item()
         return batch
 
     def generate_greedy(self, prompts: DataProto) -> DataProto:
-        """(B,) prompts to (B,) trajectories of the likeliest tokens."""
+        """Generate the likeliest tokens for (B,) prompts."""
         rollout = self.config.actor_rollout_ref.rollout
         draw = replace(setup.sampling_params(rollout), temperature=0.0)
         return self._generate(prompts.select(), 1, draw, rollout.seed, self.global_step)
 
     def score_greedy(self, greedy: DataProto) -> Mapping[str, Any]:
-        """What the reward manager tells of greedy responses, checked."""
+        """Score greedy responses and check the result."""
         result = self.reward_fn(self.add_rm_scores(greedy), return_dict=True)
         setup.check_result(result, greedy.batch["responses"])
         return result

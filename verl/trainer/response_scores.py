@@ -30,14 +30,14 @@ class RewardModelScorer:
         self.max_length: int | None = group.longest_input()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """(B,) scores of lists of the reward model's token ids."""
+        """Score lists of the reward model's token ids; gives (B,)."""
         columns = {"token_ids": sequences, "response": range(len(sequences))}
         return self.group.score_tokens(DataProto.from_dict(non_tensors=columns)).batch["scores"]
 
 
 class FunctionScorer:
-    """The reward function of training, called on texts; what fails is an error, whatever `on_error`
-    says."""
+    """The reward function of training, called on texts. A failed call is an error, whatever
+    `on_error` is."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
         self.source_key = config.data.reward_fn_key
@@ -47,8 +47,8 @@ class FunctionScorer:
         self.manager = build_reward(strict, self.texts, num_examine=0)
 
     def score(self, responses: Sequence[Any], prompts: Any, columns: Mapping[str, Any]) -> Tensor:
-        """(B,) scores of texts. `columns` are `data_source`, `ground_truth`, `extra_info`: one for
-        all, or a list."""
+        """Score texts; gives (B,). `columns` are `data_source`, `ground_truth`, `extra_info`: one
+        for all, or a list."""
         missing = [name for name in ("data_source", "ground_truth") if columns[name] is None]
         if missing and isinstance(self.manager, RewardManager) and self.manager.by_rule:
             raise ConfigError(
@@ -58,12 +58,14 @@ class FunctionScorer:
                 "reward_model.enable=True with reward_model.model.path, or "
                 "custom_reward_function.path."
             )
+
         for number, text in enumerate(responses):
             if not isinstance(text, str) or not text:
                 raise RewardError(
                     f"Response {number} must be a text that is not empty, got {text!r:.80}. Token "
                     "ids are for runs with a reward model, in its own tokens."
                 )
+
         count = len(responses)
         sources, truths, extras = (
             _one_each(name, columns[name], count)
@@ -100,7 +102,7 @@ class FunctionScorer:
 
 
 def scores_of(manager: Any, batch: DataProto) -> Tensor:
-    """(B,) scores by a reward manager, each finite. RewardError for rows that were dropped, too."""
+    """Compute (B,) finite scores with a reward manager; raise RewardError for dropped rows too."""
     result = manager(batch, return_dict=True)
     check_result(result, batch.batch["responses"])
     if dropped := list(result.get("dropped", ())):
@@ -112,7 +114,7 @@ def scores_of(manager: Any, batch: DataProto) -> Tensor:
 
 
 def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
-    """B entries: those of a list, array or column, or B times what is one value."""
+    """Return B entries: those of a list, array or column, or B times a single value."""
     # Python's own values, as rows of a file have them
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Collection):

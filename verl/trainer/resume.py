@@ -93,7 +93,8 @@ def when_saved(folder: Path) -> str:
 
 
 def _changes(then: dict[str, Any], config: Any) -> list[Change]:
-    keys, now = keys_of(type(config)), _values(config)
+    keys = keys_of(type(config))
+    now = _values(config)
     unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
     changed = {key: then[key] for key in now if key in then and then[key] != now[key]}
     changes = []

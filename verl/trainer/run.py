@@ -1,5 +1,5 @@
-"""What every training run does around its step: resume, validate, log, save, stop when updates are
-not finite."""
+"""The loop around the step of any training run: resume, validate, log, save, and stop when updates
+are not finite."""
 
 import json
 import logging
@@ -80,14 +80,14 @@ class TrainingRun(ABC, Generic[Config]):
         self.reports = PhaseReports(self.progress)
 
     def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
-        """The group of workers of a role, on the ranks of its placement."""
+        """Start the workers of a role on the ranks of its placement."""
         with self.reports.phase(f"load {role}"):
             return self.pool.start(
                 role, worker_class, *args, deadline_s=self.config.trainer.deadline_s, **kwargs
             )
 
     def worker_groups(self) -> list[WorkerGroup]:
-        """Those of all roles, each once."""
+        """Return the groups of all roles, each once."""
         # A list first: the thread of the reports asks while others may set attributes.
         parts = list(vars(self).values())
         return list(dict.fromkeys(part for part in parts if isinstance(part, WorkerGroup)))
@@ -98,8 +98,8 @@ class TrainingRun(ABC, Generic[Config]):
         return [progress for group in groups.values() for progress in group.progress()]
 
     def start_tracker(self) -> None:
-        """Before the models, for a missing tracker package is told in seconds, and so is a folder
-        without a way in."""
+        """Start the trackers. Runs before models load, so a missing package or an unwritable folder
+        fails within seconds."""
         trainer = self.config.trainer
         # Under torchrun the launcher knows the number of nodes.
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", self.config.trainer.nnodes))
@@ -113,6 +113,7 @@ class TrainingRun(ABC, Generic[Config]):
         )
         if trainer.save_freq > 0:
             self.checkpoints.require_writable()
+
         settings = TrackerSettings(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
@@ -127,22 +128,22 @@ class TrainingRun(ABC, Generic[Config]):
 
     @abstractmethod
     def step(self, prompts: DataProto) -> DataProto:
-        """One batch of the loader; what comes back is handed to `step_metrics`."""
+        """Train on one batch of the loader; the result goes to `step_metrics`."""
 
     @abstractmethod
     def step_metrics(self, batch: DataProto) -> dict[str, float]:
-        """Timing, throughput and whatever else is told of a step; `self.timer` has its seconds."""
+        """Compute timing, throughput and other metrics of a step; `self.timer` has its seconds."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Metrics of the whole validation set."""
+        """Compute the metrics of the whole validation set."""
 
     @abstractmethod
     def checkpointed_groups(self) -> Mapping[str, Any]:
-        """The worker groups with something to save, under the names of their folders."""
+        """Return the worker groups that save something, under the names of their folders."""
 
     def after_step(self, batch: DataProto) -> None:
-        """What else is done with a step's batch, before it is validated and logged."""
+        """Use a step's batch before validation and logging."""
 
     # ---------------------------------------------------------------- the run
 
@@ -163,6 +164,7 @@ class TrainingRun(ABC, Generic[Config]):
                 self.load_checkpoint()
             self.tracker.rewind(self.global_step)
             self.lower_budgets()
+
             if self.global_step >= self.total_steps:
                 logger.warning(
                     "Nothing is left to train: step %d is done, and the run ends with step %d. "
@@ -173,6 +175,7 @@ class TrainingRun(ABC, Generic[Config]):
                     self.total_steps,
                     self.checkpoints.root,
                 )
+
             if (
                 self.global_step == 0
                 and self.config.trainer.val_before_train
@@ -181,11 +184,13 @@ class TrainingRun(ABC, Generic[Config]):
                 with self.reports.phase("testing"):
                     metrics = self.validate()
                 self.tracker.log(metrics, 0)
+
             while self.global_step < self.total_steps:
                 for batch in self.train_loader:
                     self.run_step(batch)
                     if self.global_step >= self.total_steps:
                         break
+
             self.checkpoints.finish()
             self.log_results()
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -228,7 +233,7 @@ class TrainingRun(ABC, Generic[Config]):
             )
 
     def run_step(self, prompts: DataProto) -> None:
-        """One step with everything around it: timing, validation, checkpoint and log."""
+        """Run one step with everything around it: timing, validation, checkpoint and log."""
         trainer = self.config.trainer
         self.global_step += 1
         self.metrics, self.timer = {}, PhaseTimer()
@@ -237,12 +242,14 @@ class TrainingRun(ABC, Generic[Config]):
         self.after_step(batch)
         if self.val_loader is not None and self._is_due(trainer.test_freq):
             self.metrics.update(self.timed("testing", self.validate))
+
         self.metrics.update(self.step_metrics(batch))
         self.metrics.update(memory_metrics(self.device))
         self.metrics["training/global_step"] = self.global_step
         self.metrics["training/epoch"] = (self.global_step - 1) // len(self.train_loader)
         # Logged before it is saved: a run killed in between repeats the step and rewinds the line.
         self.tracker.log(self.metrics, self.global_step)
+
         if self._is_due(trainer.save_freq):
             with self.reports.phase("save_checkpoint"):
                 self.save_checkpoint()
@@ -330,7 +337,7 @@ class TrainingRun(ABC, Generic[Config]):
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(self) -> None:
-        """Everything that a resumed run needs to end with the same bits."""
+        """Save everything that a resumed run needs to end with the same bits."""
         # The last one in no background: there is no step beside which it could be written.
         in_background = self.config.trainer.async_save and self.global_step < self.total_steps
         groups = self.checkpointed_groups()
@@ -403,10 +410,11 @@ class TrainingRun(ABC, Generic[Config]):
                     f"{found!r:.50}. Another kind of run saved it (fine-tuning, say): set another "
                     "trainer.default_local_dir, or trainer.resume_mode=disable."
                 )
+
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's own part of a checkpoint."""
+        """Return the driver's own part of a checkpoint."""
         return {
             "global_step": self.global_step,
             "skipped_in_a_row": self.skipped_in_a_row,

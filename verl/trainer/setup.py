@@ -36,13 +36,16 @@ ALL_DROPPED = (
 
 
 def load_user_code(config: TrainConfig) -> None:
-    """Import what the roles' `model.external_lib` names, modules or .py files."""
+    """Import the modules or .py files that `model.external_lib` of the roles names."""
     roles = (config.actor_rollout_ref, config.critic, config.reward_model)
     import_user_code(*(role.model.external_lib for role in roles))
 
 
 def check_names(config: TrainConfig) -> None:
-    """Everything that is looked up by name exists: told before a weight is loaded."""
+    """Check every name in the configuration against its registry.
+
+    Raises ConfigError before any weight is loaded.
+    """
     actor = config.actor_rollout_ref.actor
     advantage_estimators.get(config.algorithm.adv_estimator)
     for term in actor.loss_extra:
@@ -50,6 +53,7 @@ def check_names(config: TrainConfig) -> None:
     reward_managers.get(config.reward_model.reward_manager)
     rollout_engines.get(config.actor_rollout_ref.rollout.name)
     loss = policy_losses.get(actor.policy_loss.loss_mode)
+
     if (
         isinstance(loss, PaddedPolicyLoss)
         and config.algorithm.rollout_correction.rollout_is is not None
@@ -62,7 +66,7 @@ def check_names(config: TrainConfig) -> None:
 
 
 def check_step(config: TrainConfig) -> None:
-    """The step of PPOTrainer itself is the one that the algorithm needs."""
+    """Check that the algorithm's step is the one of PPOTrainer itself."""
     for key, asked, kind in (
         ("filter_groups.enable=True", config.algorithm.filter_groups.enable, "dapo.DAPOTrainer"),
         ("adv_estimator=remax", config.algorithm.adv_estimator == "remax", "remax.ReMaxTrainer"),
@@ -74,7 +78,7 @@ def check_step(config: TrainConfig) -> None:
 
 
 def build_tokenizer(config: TrainConfig) -> Any:
-    """The actor's tokenizer, which reads the prompts and decodes the responses."""
+    """Load the actor's tokenizer, which reads the prompts and decodes the responses."""
     model = config.actor_rollout_ref.model
     path = config.data.tokenizer or model.path
     assert path is not None, "the configuration was checked"
@@ -86,8 +90,8 @@ def build_tokenizer(config: TrainConfig) -> Any:
 
 
 def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
-    """What decodes the actor's tokens for the reward model: `tokenizer`, the actor's, unless
-    another is named."""
+    """Return the tokenizer that decodes the actor's tokens for the reward model: `tokenizer`,
+    unless another is configured."""
     section = config.reward_model.model
     if section.input_tokenizer in (None, config.actor_rollout_ref.model.path):
         return tokenizer
@@ -104,15 +108,14 @@ class NoReward:
 
 
 def training_reward(config: TrainConfig, tokenizer: Any) -> Any:
-    """Build what scores the training responses."""
+    """Build the reward manager of the training responses."""
     if config.distillation.is_whole_loss:
         return NoReward()
     return build_reward(config, tokenizer, num_examine=0)
 
 
 def has_rule(batch: DataProto) -> bool:
-    """Whether the rows come with what a rule scores by: a ground truth, not in the style
-    "model"."""
+    """Check whether the rows have a ground truth for a rule, not in the style "model"."""
     truths = batch.non_tensor_batch.get("reward_model", ())
     return len(truths) > 0 and all(
         isinstance(truth, Mapping) and truth.get("style") != "model" for truth in truths
@@ -122,8 +125,8 @@ def has_rule(batch: DataProto) -> bool:
 def build_loaders(
     config: TrainConfig, tokenizer: Any, train_dataset: Any = None, val_dataset: Any = None
 ) -> tuple[RLDataLoader, RLDataLoader | None]:
-    """Training batches, reshuffled every epoch, and validation batches, where there is a validation
-    set."""
+    """Build the loaders of training batches, reshuffled every epoch, and of validation batches, if
+    any."""
     data = config.data
     train = (
         train_dataset
@@ -132,6 +135,7 @@ def build_loaders(
     )
     assert train is not None, "without training data build_dataset raises"
     val = val_dataset if val_dataset is not None else build_dataset(config, tokenizer, split="val")
+
     train_loader = RLDataLoader(
         train,
         data.train_batch_size,
@@ -140,6 +144,7 @@ def build_loaders(
         drop_last=True,
         sampler=build_sampler(data, train),
     )
+
     if val is None:
         if config.trainer.val_only or config.trainer.test_freq > 0:
             raise ConfigError(
@@ -149,6 +154,7 @@ def build_loaders(
                 "data.val_files, or give a val_dataset."
             )
         return train_loader, None
+
     val_batch_size = min(data.val_batch_size or len(val), len(val))
     return train_loader, RLDataLoader(
         val, val_batch_size, shuffle=data.validation_shuffle, seed=data.seed, drop_last=False
@@ -156,8 +162,10 @@ def build_loaders(
 
 
 def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
-    """Whether log-probs and values can be computed while the reward is: it neither writes into the
-    batch, as a user's own manager may, nor drops samples from it."""
+    """Check whether log-probs and values can be computed during the reward.
+
+    The reward must not write into the batch, as a user's own manager may, nor drop samples from it.
+    """
     if config.on_error in ("drop", "retry"):
         return False
     asked = config.launch_reward_fn_async
@@ -165,13 +173,13 @@ def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
 
 
 def scores_row_by_row(config: RewardModelConfig, reward_fn: Any) -> bool:
-    """Whether responses can be scored as they finish: by a manager of ours and no model."""
+    """Check whether responses can be scored as they finish: by a built-in manager and no model."""
     is_ours = isinstance(reward_fn, RewardManager) and is_our_own(type(reward_fn))
     return is_ours and not config.enable and leaves_batch_alone(config, reward_fn)
 
 
 def check_rows(dataset: RLDataset, manager: RewardManager) -> None:
-    """RewardError for the first row that no rule scores, of a manager that goes by rules."""
+    """Raise RewardError for the first row that no rule scores, for a manager that goes by rules."""
     with_rule = set[str]()
     rows = zip(dataset.column(manager.reward_fn_key), dataset.column("reward_model"))
     for (place, source), (_, truth) in rows:
@@ -191,8 +199,10 @@ def check_reward(
     train_loader: RLDataLoader,
     val_loader: RLDataLoader | None = None,
 ) -> None:
-    """Every row has a rule, where rules score, and the reward works on a few rows of the data: told
-    before a weight is loaded. A reward model is not there yet."""
+    """Check that every row has a rule, where rules score, and try the reward on a few rows.
+
+    Runs before a weight is loaded, so a reward model is not tried.
+    """
     if not config.reward_model.enable and not isinstance(reward_fn, NoReward):
         if isinstance(reward_fn, RewardManager) and reward_fn.by_rule:
             for loader in (train_loader, val_loader):
@@ -202,8 +212,9 @@ def check_reward(
 
 
 def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
-    """Training steps of the run: those asked for, or all epochs over the data."""
-    trainer, steps = config.trainer, config.trainer.total_training_steps
+    """Return the training steps of the run: those configured, or all epochs over the data."""
+    trainer = config.trainer
+    steps = config.trainer.total_training_steps
     if steps is None:
         assert trainer.total_epochs is not None, "the configuration was checked"
         steps = steps_an_epoch * trainer.total_epochs
@@ -218,8 +229,8 @@ def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:
 
 
 def checkpoints_to_keep(config: TrainConfig) -> int | None:
-    """A checkpoint without one of its parts cannot resume, so the larger of the two limits holds
-    for both."""
+    """Return the larger limit of actor and critic: a checkpoint without one of its parts cannot
+    resume."""
     limits = (config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep)
     if not config.needs_critic:
         return limits[0]
@@ -227,12 +238,12 @@ def checkpoints_to_keep(config: TrainConfig) -> int | None:
 
 
 def sampling_params(rollout: RolloutConfig) -> SamplingParams:
-    """How training samples are drawn."""
+    """Return the sampling parameters of training."""
     return _params(rollout, rollout, rollout.min_p)
 
 
 def validation_params(rollout: RolloutConfig) -> SamplingParams:
-    """How validation samples are drawn (`rollout.val_kwargs`)."""
+    """Return the sampling parameters of validation (`rollout.val_kwargs`)."""
     return _params(rollout, rollout.val_kwargs, 0.0)
 
 
@@ -250,7 +261,7 @@ def _params(rollout: RolloutConfig, draw: Any, min_p: float) -> SamplingParams:
 
 
 def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
-    """Write what a reward manager returned into the batch: the scores, the extra fields as object
+    """Write a reward manager's result into the batch: the scores, the extra fields as object
     columns.
 
     A dropped sample loses its response mask, and with it every part in the update. An extra field
@@ -259,6 +270,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
     check_result(result, batch.batch["responses"])
     batch.batch["token_level_scores"] = result["reward_tensor"]
     kept = batch.meta_info["reward_fields"] = list[str]()
+
     for name, values in result["reward_extra_info"].items():
         if name in batch.non_tensor_batch or name in batch.batch.keys():
             say_once(
@@ -268,6 +280,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
             continue
         batch.non_tensor_batch[name] = np.array([*values, None], dtype=object)[:-1]
         kept.append(name)
+
     dropped = list(result.get("dropped", ()))
     if len(dropped) == len(batch):
         raise RewardError(ALL_DROPPED.format("this step"))
@@ -275,8 +288,7 @@ def record_scores(batch: DataProto, result: dict[str, Any]) -> None:
 
 
 def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """How many rewards failed, and the mean of every extra field that is numeric, over the samples
-    that have it."""
+    """Count failed rewards and average every numeric extra field over the samples that have it."""
     metrics: dict[str, float] = dict(result.get("metrics", {}))
     for name, values in result["reward_extra_info"].items():
         if all(
@@ -289,15 +301,17 @@ def reward_metrics(result: dict[str, Any]) -> dict[str, float]:
 
 
 def vote(answer: Any) -> str | None:
-    """What an extracted answer counts as in a majority: anything may be one, also a list; None and
-    NaN are none."""
+    """Return the form in which an extracted answer counts in a majority.
+
+    Anything may be an answer, also a list; None and NaN are none.
+    """
     is_nan = isinstance(answer, float) and math.isnan(answer)
     return None if answer is None or is_nan else str(answer)
 
 
 def group_numbers(batch: DataProto) -> torch.Tensor:
-    """(B,) int64: which prompt a row answers. A dropped row stands alone, so that it shifts
-    nobody's baseline."""
+    """Number (B,) int64 the prompts that rows answer. A dropped row stands alone, so it shifts no
+    other row's baseline."""
     group = group_ids(batch.non_tensor_batch["uid"])
     dropped = ~batch.batch["response_mask"].bool().any(-1)
     return torch.where(dropped, len(group) + torch.arange(len(group)), group)
@@ -306,7 +320,7 @@ def group_numbers(batch: DataProto) -> torch.Tensor:
 def scored_rows(
     batch: DataProto, tokenizer: Any, result: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
-    """`sample_rows` of the trajectories whose reward was not dropped."""
+    """Return `sample_rows` of the trajectories whose reward was not dropped."""
     rows = sample_rows(batch, tokenizer, result["reward_extra_info"], config)
     dropped = set(result.get("dropped", ()))
     return [row for number, row in enumerate(rows) if number not in dropped]
@@ -315,14 +329,16 @@ def scored_rows(
 def sample_rows(
     batch: DataProto, tokenizer: Any, extra: Mapping[str, Any], config: TrainConfig
 ) -> list[dict]:
-    """One readable dict per trajectory: prompt, response, score and what the reward told."""
-    columns, source_key = batch.batch, config.data.reward_fn_key
+    """Return one readable dict per trajectory: prompt, response, score and fields of the reward."""
+    columns = batch.batch
+    source_key = config.data.reward_fn_key
     width = columns["prompts"].shape[1]
     mask = columns["attention_mask"].bool()
     scores = columns["token_level_scores"].sum(-1).tolist()
     unknown = np.full(len(batch), "unknown", dtype=object)
     sources = batch.non_tensor_batch.get(source_key, unknown)
     rows = []
+
     for i in range(len(batch)):
         rows.append(
             {
@@ -334,4 +350,5 @@ def sample_rows(
             }
         )
         rows[-1].update({name: values[i] for name, values in extra.items() if name not in rows[-1]})
+
     return rows

@@ -12,8 +12,7 @@ def validation_metrics(
     scores: Sequence[float],
     answers: Sequence[Hashable | None] | None = None,
 ) -> dict[str, float]:
-    """Metrics `val-core/<source>/reward/{mean,best,maj}@n` over samples that lie in parallel
-    sequences.
+    """Compute `val-core/<source>/reward/{mean,best,maj}@n` over samples in parallel sequences.
 
     Args:
         sources: data source of each sample.
@@ -27,6 +26,7 @@ def validation_metrics(
     for i, (source, prompt) in enumerate(zip(sources, prompts)):
         groups[source][prompt].append(i)
     metrics: dict[str, float] = {}
+
     for source, by_prompt in groups.items():
         members = list(by_prompt.values())
         n = max(len(rows) for rows in members)
@@ -46,6 +46,7 @@ def validation_metrics(
             metrics[f"{prefix}/maj@{n}"] = float(
                 np.mean([_majority_score(rows, scores, answers) for rows in members])
             )
+
     return metrics
 
 

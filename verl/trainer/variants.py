@@ -7,8 +7,7 @@ from verl.trainer.remax import ReMaxTrainer
 
 
 def trainer_class(config: TrainConfig) -> type[PPOTrainer]:
-    """The class whose step is the configuration's: PPOTrainer, unless one of its phases is
-    another."""
+    """Return the trainer class whose step the configuration asks for."""
     if config.algorithm.filter_groups.enable:
         return DAPOTrainer
     if config.algorithm.adv_estimator == "remax":
