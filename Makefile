@@ -21,7 +21,7 @@ SMOKE := tests/config tests/data tests/protocol tests/algorithms tests/tracking 
 TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
   -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
 
-.PHONY: quickstart install smoke test check format bench clean
+.PHONY: quickstart install smoke test check format bench docs clean
 
 quickstart: install
 	$(BIN)/python -m verl.trainer.main_ppo data.dataset_name=toy data.train_batch_size=4 \
@@ -55,5 +55,12 @@ format: install
 bench: install
 	$(BIN)/python bench/grpo_cpu.py
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: pyproject.toml | install
+	$(BIN)/pip install -q -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -15,9 +15,12 @@ from verl.algorithms.advantages import advantage_estimators
 from verl.cli.commands import COMMANDS
 from verl.config import load_config
 from verl.config.load import ROOTS
+from verl.rollout.base import rollout_engines
 
 ROOT = Path(__file__).parents[1]
-README, TRAINING = ((ROOT / name).read_text() for name in ("README.md", "docs/training.md"))
+README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorial/first_run.md").read_text()
+HOW_TO = [page.read_text() for page in sorted((ROOT / "docs/how_to").glob("*.md"))]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -35,8 +38,12 @@ def lines(block: str) -> list[list[str]]:
 
 FIRST_STEPS = lines(blocks(README.split("\n## First steps\n")[1], "sh")[0])
 EXAMPLES = [
-    words for text in (README, TRAINING) for block in blocks(text, "sh") for words in lines(block)
+    words
+    for text in (README, TUTORIAL, *HOW_TO)
+    for block in blocks(text, "sh")
+    for words in lines(block)
 ]
+PIECES_OF_CODE = [code for text in HOW_TO for code in blocks(text, "python")]
 
 
 @pytest.mark.timeout(600)
@@ -83,14 +90,22 @@ def test_the_first_steps(tmp_path: Path):
 @pytest.mark.parametrize("words", EXAMPLES, ids=" ".join)
 def test_an_example_names_a_command_and_keys_that_load(words: list[str]):
     if words[0] == "verl":
-        assert words[1] in COMMANDS
+        assert words[1] in COMMANDS or " ".join(words[1:3]) in COMMANDS
     module = words[words.index("-m") + 1] if "-m" in words else ""
     root = {about.module: name for name, about in ROOTS.items()}.get(module)
     if root is not None and not any("..." in word for word in words):
         load_config(words[words.index(module) + 1 :], root=root)
 
 
-@pytest.mark.parametrize("code", blocks(TRAINING, "python"))
+def test_the_tutorial_has_the_first_steps_of_the_readme():
+    of_tutorial = [
+        words for block in blocks(TUTORIAL, "sh") for words in lines(block) if words[0] == "verl"
+    ]
+    assert of_tutorial == FIRST_STEPS
+
+
+@pytest.mark.parametrize("code", PIECES_OF_CODE)
 def test_a_piece_of_code_runs(code: str, monkeypatch):
-    monkeypatch.setattr(advantage_estimators, "_entries", dict(advantage_estimators._entries))
+    for registry in (advantage_estimators, rollout_engines):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     exec(compile(code, "page", "exec"), {"__name__": "page"})

@@ -1,5 +1,5 @@
 """HumanEval and MBPP as train.parquet and test.parquet; their programs run in the sandbox
-(docs/rewards.md).
+(docs/reference/rewards.md).
 
     python examples/data_preprocess/code_problems.py --dataset mbpp --local_save_dir ~/data/mbpp #
     from the hub python examples/data_preprocess/code_problems.py --dataset humaneval

@@ -130,8 +130,8 @@ def test_the_page_of_keys_has_every_key_of_verl():
 
 
 def test_the_page_of_keys_is_up_to_date():
-    """Where not: python -m verl.config.key_table > docs/keys.md"""
-    assert (Path(__file__).parents[2] / "docs/keys.md").read_text() == page()
+    """Where not: python -m verl.config.key_table > docs/reference/keys.md"""
+    assert (Path(__file__).parents[2] / "docs/reference/keys.md").read_text() == page()
 
 
 def test_importing_the_configuration_brings_neither_torch_nor_hydra():

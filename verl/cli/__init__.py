@@ -1,1 +1,1 @@
-"""The command `verl`: a table of commands, each of which is a module that runs by itself too."""
+"""Command `verl`: a table of commands, each a module that also runs by itself."""

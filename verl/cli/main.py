@@ -1,4 +1,4 @@
-"""The console script `verl`. It loads what a command needs and nothing before."""
+"""The console script `verl`. It loads only the modules that a command needs."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ _DRY_RUN = "--dry-run"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit status; 2 where there is no such command."""
+    """Run a command and return its exit status; 2 for an unknown command."""
     end_with_launcher()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("--help", "-h", "help"):
@@ -41,7 +41,7 @@ def _run(command: Command, argv: list[str]) -> int:
 
 
 def _find(argv: list[str]) -> tuple[Command | None, list[str]]:
-    """The command whose words stand first, and what follows them."""
+    """Return the command that the first words name, and the arguments after them."""
     for count in (2, 1):
         words = " ".join(argv[:count])
         if words in COMMANDS:
@@ -63,7 +63,7 @@ def _unknown(argv: list[str]) -> str:
 
 
 def _with_files(argv: list[str]) -> list[str]:
-    """`folder/name.yaml` as Hydra's two options, unless it follows one of them."""
+    """Replace `folder/name.yaml` by Hydra's two options, unless it follows one of them."""
     arguments = []
     for before, argument in zip(["", *argv], argv):
         path, is_value = Path(argument), before in ("--config-name", "-cn")

@@ -17,8 +17,10 @@ from verl.utils.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what each answer scores and what is odd about it. 1 where training on this reward makes
-    no sense."""
+    """Print the score of each answer and the suspicions about it.
+
+    Returns 1 if training on this reward makes no sense.
+    """
     parser = argparse.ArgumentParser(
         prog="verl reward check",
         usage="verl reward check [--rows ROWS] [config.yaml] [key=value ...]",
@@ -59,7 +61,7 @@ def check_reward(overrides: list[str], num_rows: int) -> Report:
 
 
 class FileRows:
-    """The rows of the training files, one after the other, with the columns that they have."""
+    """Rows of the training files, in order, with the columns of each file."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._sources = [open_rows(file) for file in as_file_list(data_files(config.data, "train"))]
@@ -76,14 +78,14 @@ class FileRows:
 
 
 def _with_a_model(overrides: list[str]) -> list[str]:
-    """Add the packaged model where none is named: a configuration must have one."""
+    """Add the packaged model if none is named, because a configuration must have one."""
     is_named = any("actor_rollout_ref.model.path=" in override for override in overrides)
     has_file = any(override.startswith(("--config", "-c")) for override in overrides)
     return overrides if is_named or has_file else ["actor_rollout_ref.model.path=toy", *overrides]
 
 
 def render(report: Report) -> str:
-    """One line an answer, then faults, suspicions and notes."""
+    """Return one line for each answer, then faults, suspicions and notes."""
     lines = []
     for probe in report.probes:
         answer = " ".join(probe.sample.solution_str.split())

@@ -1,4 +1,4 @@
-"""`python -m verl.compat > docs/import_paths.md` writes that page."""
+"""`python -m verl.compat > docs/reference/import_paths.md` writes that page."""
 
 from verl.compat.paths import page
 

@@ -349,7 +349,7 @@ def page() -> str:
     lines = [
         "# Import paths of verl 0.5",
         "",
-        "Generated: `python -m verl.compat > docs/import_paths.md` writes this page anew.",
+        "Generated: `python -m verl.compat > docs/reference/import_paths.md` writes this page anew.",
         "",
         (
             "The old path works, with a `DeprecationWarning` that names the new one. Paths that "

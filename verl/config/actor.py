@@ -21,7 +21,7 @@ class PolicyLossConfig:
         ),
     )
     clip_cov_ratio: float = setting(
-        0.0002, "clip_cov: share of tokens whose gradient is cut", at_least=0, at_most=1
+        0.0002, "clip_cov: share of tokens that lose their gradient", at_least=0, at_most=1
     )
     clip_cov_lb: float = setting(1.0, "clip_cov: smallest covariance that is cut")
     clip_cov_ub: float = setting(5.0, "clip_cov: largest covariance that is cut")
@@ -47,7 +47,7 @@ class PolicyLossConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExtraLossConfig:
-    """An element of `loss_extra`: a loss term of the user's own, added with a coefficient."""
+    """An element of `loss_extra`: a user's own loss term and its coefficient."""
 
     name: str
     coef: float = 1.0
@@ -74,7 +74,7 @@ class ActorConfig:
     )
     ppo_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward-backward pass; null: what the GPU has room for, by measurement",
+        "tokens a forward-backward pass; null: as many as fit the GPU, by measurement",
         above=0,
     )
     clip_ratio: float = setting(0.2, "epsilon of the policy ratio", at_least=0)
@@ -136,5 +136,5 @@ class ActorConfig:
 
     @property
     def needs_exact_kl(self) -> bool:
-        """Whether the loss compares whole distributions with the reference's."""
+        """Return whether the loss compares whole distributions with the reference's."""
         return self.use_kl_loss and self.kl_loss_type == "full"

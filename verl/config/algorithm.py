@@ -29,8 +29,10 @@ class PFPPOConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCorrectionConfig:
-    """Where the rollout engine drew with other probabilities than the trainer has: rho = trainer /
-    rollout."""
+    """Correction for rollout probabilities that differ from the trainer's.
+
+    rho = trainer / rollout.
+    """
 
     rollout_is: str | None = setting(
         None,
@@ -61,7 +63,7 @@ class RolloutCorrectionConfig:
         None, "smallest ratio that is accepted; null: the inverse of the largest", at_least=0
     )
     rollout_token_veto_threshold: float | None = setting(
-        None, "responses with a token whose rho is below it are rejected; null: none", at_least=0
+        None, "responses with a token of lower rho are rejected; null: none", at_least=0
     )
     bypass_mode: bool = setting(
         False,
@@ -73,8 +75,10 @@ class RolloutCorrectionConfig:
 
     @property
     def changes_update(self) -> bool:
-        """Whether the update weighs or rejects what the rollout drew, which takes the trainer's own
-        old log-probs."""
+        """Return whether the update weighs or rejects samples of the rollout.
+
+        That takes the trainer's own old log-probs.
+        """
         return any(
             asked is not None
             for asked in (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
@@ -89,14 +93,15 @@ class FilterGroupsConfig:
         False, "draw further prompts until train_batch_size of them have responses that differ"
     )
     metric: str = setting(
-        "score", "in what they must differ: score, or a field that the reward tells, such as acc"
+        "score",
+        "the field that must differ: score, or a field that the reward returns, such as acc",
     )
     max_num_gen_batches: int = setting(
         10, "batches of prompts a step may take; 0: any number", at_least=0
     )
     on_exhausted: str = setting(
         "error",
-        "when these are used up: stop, or fill the batch with prompts whose responses are alike",
+        "when these are used up: stop, or fill the batch with prompts of equal responses",
         choices=("error", "fill"),
     )
 

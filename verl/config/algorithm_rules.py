@@ -117,7 +117,7 @@ RULES = (
 
 
 def doubts(config: TrainConfig) -> Iterator[str]:
-    """Combinations of the algorithm's keys that run, but are seldom meant."""
+    """Yield combinations of the algorithm's keys that run, but are rarely intended."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
     if loss in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
@@ -150,7 +150,7 @@ def doubts(config: TrainConfig) -> Iterator[str]:
 
 
 def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
-    """Bounds that hit (nearly) every token, response or weight."""
+    """Yield bounds that hit (nearly) every token, response or weight."""
     correction, prefix = config.algorithm.rollout_correction, "algorithm.rollout_correction"
     veto = correction.rollout_token_veto_threshold
     if veto is not None and veto >= 1:
@@ -189,7 +189,7 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
 
 
 def _steps_beyond_the_run(config: TrainConfig) -> Iterator[str]:
-    """Steps of the run that a key counts on and that never come."""
+    """Yield keys that count on steps after the end of the run."""
     trainer, last = config.trainer, config.trainer.total_training_steps
     if last is None:
         return

@@ -1,4 +1,4 @@
-"""What a checkpoint of one role holds."""
+"""The contents of the checkpoint of one role."""
 
 from dataclasses import dataclass
 

@@ -11,7 +11,7 @@ usage: verl {command} [options] [config.yaml] [key=value ...]
   a.b.c=value             set a key; also +a.b.c=value, ++a.b.c=value and --a.b.c=value
   config.yaml             a YAML file of keys; start it with `defaults: [{root}, _self_]`
   --config-path FOLDER    folder of your YAML file (relative to the current one)
-  --config-name NAME      its name; these two are what `python -m {module}` takes instead
+  --config-name NAME      its name; `python -m {module}` takes these two instead
   --config-dir FOLDER     a further folder to look for YAML files in
   --cfg job               print the configuration and stop
   --help                  print this and stop
@@ -22,7 +22,7 @@ Every key with its default: --cfg job. {shortest}
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """What was asked for, before anything is looked up."""
+    """Options and overrides of a command line, not interpreted yet."""
 
     overrides: list[str] = field(default_factory=list)
     config_path: str | None = None
@@ -45,7 +45,10 @@ _VALUE_OPTIONS = {
 
 
 def parse_command_line(argv: list[str]) -> CommandLine:
-    """Sort options from overrides. Overrides lose leading dashes; nothing is interpreted yet."""
+    """Separate options from overrides.
+
+    Overrides lose leading dashes; nothing is interpreted yet.
+    """
     command = CommandLine()
     arguments = iter(argv)
     for argument in arguments:
@@ -59,7 +62,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
         elif argument in ("--help", "-h"):
             command.help = True
         elif argument == "--resolve":
-            continue  # what is printed is always resolved
+            continue  # printed values are always resolved
         elif argument in ("--multirun", "-m"):
             raise ConfigError(f"{argument} is not available: start one run per configuration.")
         else:
@@ -81,8 +84,10 @@ def _set_option(command: CommandLine, option: str, value: str) -> None:
 
 
 def _normalised_override(argument: str) -> str:
-    """`--a.b=v`, `+a.b=v` and `a.b=v` all set a value: `++a.b=v`. Deletions and config groups stay
-    as they are."""
+    """Turn `--a.b=v`, `+a.b=v` and `a.b=v` into `++a.b=v`, which sets a value.
+
+    Deletions and config groups stay as they are.
+    """
     override = argument.lstrip("-") if argument.startswith("-") else argument
     if override.startswith("~"):
         return override

@@ -132,12 +132,12 @@ class CriticConfig:
     )
     ppo_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward-backward pass; null: what the GPU has room for, by measurement",
+        "tokens a forward-backward pass; null: as many as fit the GPU, by measurement",
         above=0,
     )
     forward_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward pass; null: what the GPU has room for",
+        "tokens a forward pass; null: as many as fit the GPU",
         above=0,
         follows=".ppo_max_token_len_per_gpu",
     )

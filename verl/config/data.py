@@ -6,7 +6,7 @@ from typing import Any
 from verl.config.setting import setting
 
 _TEXT_ONLY = "images and videos are not read in this version"
-_REFUSED = "a row that has any is an error, for models read text only in this version"
+_REFUSED = "a row that has any is an error, because models read text only in this version"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class DataConfig:
     )
     truncation: str = setting(
         "error",
-        "what to do with a longer prompt; left and right name the side cut off",
+        "treatment of a longer prompt; left and right name the side cut off",
         choices=("error", "left", "right", "middle"),
     )
     custom_chat_template: str | None = setting(

@@ -68,7 +68,7 @@ class DistillationConfig:
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward pass; null: what the GPU has room for",
+        "tokens a forward pass; null: as many as fit the GPU",
         above=0,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )
@@ -87,15 +87,15 @@ class DistillationConfig:
 
     @property
     def is_whole_loss(self) -> bool:
-        """Whether nothing but the divergence is learned from."""
+        """Return whether the divergence is the whole loss."""
         return self.enabled and not self.distillation_loss.use_task_rewards
 
     @property
     def is_reward(self) -> bool:
-        """Whether the divergence is subtracted from the advantages."""
+        """Return whether the divergence is subtracted from the advantages."""
         return self.enabled and self.distillation_loss.use_policy_gradient
 
     @property
     def is_exact(self) -> bool:
-        """Whether the divergence is over the whole vocabulary."""
+        """Return whether the divergence is over the whole vocabulary."""
         return self.enabled and self.distillation_loss.loss_mode in EXACT_DIVERGENCES

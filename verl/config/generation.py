@@ -88,7 +88,7 @@ class GenerationRolloutConfig:
     )
     gpu_memory_utilization: float = setting(
         0.85,
-        "share of the memory that is free beside the weights that key-value pages may fill",
+        "share of the memory left free by the weights that key-value pages may fill",
         above=0,
         at_most=1,
     )
@@ -212,7 +212,7 @@ RULES = (
 
 
 def doubtful(config: GenerationConfig) -> Iterator[str]:
-    """Combinations that run, but are seldom meant."""
+    """Yield combinations that run, but are rarely intended."""
     rollout: Any = config.rollout
     if config.data.n_samples > 1 and is_greedy(rollout):
         yield (

@@ -1,4 +1,4 @@
-"""The page of all keys as Markdown: `python -m verl.config.key_table > docs/keys.md`."""
+"""The page of all keys as Markdown: `python -m verl.config.key_table > docs/reference/keys.md`."""
 
 from collections import Counter
 
@@ -9,11 +9,11 @@ ROOTS = {root.module: root.schema for root in load.ROOTS.values()}
 _INTRODUCTION = """\
 # Configuration keys
 
-Generated: `python -m verl.config.key_table > docs/keys.md` writes this page anew.
+Generated: `python -m verl.config.key_table > docs/reference/keys.md` writes this page anew.
 
-The last column says what becomes of a key that you change:
+The last column says how a changed key is treated:
 
-- *implemented*: it does what the third column says.
+- *implemented*: it has the effect that the third column describes.
 - *another name of* a key: either may be written.
 - *no effect*: accepted, and one line of the log says why it changes nothing.
 - *refused*: an error before a weight is loaded, unless it has its default. Leave it there, or remove it.
@@ -24,7 +24,7 @@ nearest ones. The values of one run: add `--cfg job` to its command.
 
 
 def page() -> str:
-    """The whole page: the keys of every entry point, by section."""
+    """Return the whole page: the keys of every entry point, by section."""
     parts = [_INTRODUCTION]
     for module, root in ROOTS.items():
         counts = Counter(
@@ -40,8 +40,10 @@ def page() -> str:
 
 
 def key_tables(root: type) -> dict[str, str]:
-    """Section -> a table with one line for each key: name, default, meaning, and what becomes of a
-    change."""
+    """Return a Markdown table for each section, with one line for each key.
+
+    Its columns are name, default, meaning and status.
+    """
     tables: dict[str, str] = {}
     for key in keys_of(root).values():
         section = _section(key)
@@ -52,8 +54,7 @@ def key_tables(root: type) -> dict[str, str]:
 
 
 def _section(key: Key) -> str:
-    """The first word of the section, or two where the first is all of actor, reference and
-    rollout."""
+    """Return the first word of a key's section, or two below `actor_rollout_ref`."""
     words = key.section.split(".")
     return ".".join(words[:2] if words[0] == "actor_rollout_ref" else words[:1]) or "top level"
 

@@ -1,5 +1,4 @@
-"""The tree of keys as a flat table: what exists, what it means, and what a user's nested values say
-about it."""
+"""The tree of keys as a flat table, and checks of nested values against it."""
 
 import dataclasses
 import difflib
@@ -32,7 +31,7 @@ class Key:
 
     @property
     def followed(self) -> str | None:
-        """Full path of the key whose value this one takes when unset, if it is one key."""
+        """Path of the one key that gives the value of this key when unset, or None."""
         source = self.setting.alias_of or self.setting.follows
         if source is None or "${" in source:
             return None
@@ -40,7 +39,7 @@ class Key:
 
     @property
     def interpolation(self) -> str | None:
-        """What OmegaConf puts in when the key is unset."""
+        """OmegaConf's text for the key when unset."""
         if self.followed is not None:
             return f"${{{self.followed}}}"
         return self.setting.follows
@@ -48,7 +47,7 @@ class Key:
 
 @functools.cache
 def keys_of(root: type) -> dict[str, Key]:
-    """Every key below the section class `root`, by path, in the order of declaration."""
+    """Return every key below the section class `root`, by path, in the order of declaration."""
     return {key.path: key for key in _walk(root(), "")}
 
 
@@ -63,7 +62,7 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
 
 
 def owner_of(config: Any, path: str) -> tuple[Any, str]:
-    """The section object that holds a key, and the key's name in it."""
+    """Return the section object that holds a key, and the key's name in it."""
     *sections, name = path.split(".")
     for section in sections:
         config = getattr(config, section)
@@ -71,12 +70,15 @@ def owner_of(config: Any, path: str) -> tuple[Any, str]:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value of a key in a configuration object."""
+    """Return the value of a key in a configuration object."""
     return getattr(*owner_of(config, path))
 
 
 def flatten(values: Mapping[str, Any], root: type) -> dict[str, Any]:
-    """Nested values as {path: value}, or a ConfigError that names every key that does not exist."""
+    """Flatten nested values to {path: value}.
+
+    Raises ConfigError with the names of all unknown keys.
+    """
     known = keys_of(root)
     sections = {
         key.path[:index]
@@ -117,7 +119,7 @@ def _leaves(value: Any, path: str) -> list[str]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `flatten`."""
+    """Undo `flatten`."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, name = path.split(".")
@@ -155,7 +157,7 @@ def rename_aliases(
     return renamed, written_as
 
 
-# Parts of names that verl's users write for what this version does not have, with the way out.
+# Parts of names for features that this version does not have, with the way out.
 _SERVERS = (
     "engines that run as servers are not in this version. Leave it out, and set "
     "actor_rollout_ref.rollout.name=embedded: the engine runs with the trainer."
@@ -169,13 +171,13 @@ _ABSENT = {
     "server_urls": _SERVERS,
     "trainer.mode": (
         "asynchronous training is not in this version. Leave it out: generation and update take "
-        "turns, and the reward runs beside them."
+        "turns, and the reward runs at the same time."
     ),
 }
 
 
 def absent_key(path: str) -> str | None:
-    """The way out for a key of something that this version does not have; None for any other."""
+    """Return the way out for a key that this version does not support, or None."""
     for part, way in _ABSENT.items():
         if part in path:
             return way
@@ -190,8 +192,10 @@ def _unknown_key_message(path: str, known: list[str]) -> str:
 
 
 def nearest_keys(path: str, known: list[str]) -> str:
-    """Keys that end in `path`, else similar ones of the same section, else of the same name, else
-    of the whole tree."""
+    """Return keys that end in `path`, or similar ones.
+
+    Similar keys come from the same section, else have the same name, else are from the whole tree.
+    """
     ending = [key for key in known if key.endswith(f".{path}")]
     section, _, name = path.rpartition(".")
     siblings = {_name(key): key for key in known if key.rpartition(".")[0] == section}

@@ -30,7 +30,7 @@ KEYWORDS = {
     "gradient_clip_val": (f"{_ACTOR}.grad_clip", f"{_CRITIC}.grad_clip"),
     "lr": (f"{_ACTOR}.optim.lr",),
 }
-# Keyword: the section whose keys it holds.
+# Keyword: the section that it sets.
 SECTIONS = {
     "actor_config": _ACTOR,
     "rollout_config": _ROLLOUT,
@@ -40,17 +40,18 @@ SECTIONS = {
 # Other names of keys within those.
 _SHORT = {"backend": "name", "gradient_clip_val": "grad_clip", "lr": "optim.lr"}
 _BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
-# What the keys stand in is known only with the whole configuration.
+# The values that keys stand in for are known only with the whole configuration.
 OPTIONS = ("enable_hybrid_engine", "amp", *_BATCHES)
 
 
 def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfig:
-    """A configuration of its own, checked; it need not name data, which a program may give as
-    objects.
+    """Return a new, checked configuration from keywords.
+
+    It need not name data, which a program may give as objects.
 
     Args:
         config: a TrainConfig, a mapping, a DictConfig, the path of a YAML file, or None.
-        keywords: what replaces it, or stands alone.
+        keywords: replace values of `config`, or stand alone.
     """
     layers = [_given(config), dict(keywords)]
     options = {name: layer.pop(name) for layer in layers for name in OPTIONS if name in layer}
@@ -59,8 +60,10 @@ def config_from_keywords(config: Any, keywords: Mapping[str, Any]) -> TrainConfi
 
 
 def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig:
-    """Another configuration with the `OPTIONS` that are not None; `config` itself where there are
-    none."""
+    """Return a configuration with the `OPTIONS` that are not None.
+
+    Returns `config` itself if all are None.
+    """
     given = {name: value for name, value in options.items() if value is not None}
     for name in ("enable_hybrid_engine", "amp"):
         if given.get(name, True) not in (True, False):
@@ -79,7 +82,7 @@ def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig
 
 
 def assign(config: TrainConfig, other: TrainConfig) -> None:
-    """Give `config` every value of `other`, for whoever holds it or one of its sections."""
+    """Copy every value of `other` into `config`, which keeps its identity and its sections."""
     for path in keys_of(TrainConfig):
         owner, name = owner_of(config, path)
         setattr(owner, name, value_at(other, path))
@@ -92,7 +95,7 @@ def _given(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, TrainConfig):
-        # What follows another key is left out, so that it goes on following it.
+        # Keys that follow another one are left out, so that they continue to follow it.
         keys, value = keys_of(TrainConfig), lambda path: value_at(config, path)
         return {
             path: value(path)
@@ -110,8 +113,10 @@ def _given(config: Any) -> dict[str, Any]:
 
 
 def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{key of the tree: value}. ConfigError for what does not exist, and for two values of one
-    key."""
+    """Return {key of the tree: value}.
+
+    Raises ConfigError for unknown keys and for two values of one key.
+    """
     flat: dict[str, Any] = {}
     for name, path, value in _paths(values):
         if name.endswith("backend") and value == "local":
@@ -125,7 +130,7 @@ def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(keyword, path of a key or a section, value)"""
+    """Yield (keyword, path of a key or a section, value)."""
     known, tops = keys_of(TrainConfig), [section.name for section in fields(TrainConfig)]
     for name, value in values.items():
         if name in KEYWORDS:
@@ -157,7 +162,7 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
-    """A hybrid engine is one set of weights on the devices that actor and rollout share."""
+    """Check that actor and rollout share devices, as a hybrid engine must."""
     ranks = ranks_of_roles(config)
     actor = ranks.pop("actor")
     rollout = ranks.pop("rollout")
@@ -199,8 +204,10 @@ def _update_sizes(
     micro_batch_size: int | None = None,
     gradient_accumulation_steps: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Keys for passes of `micro_batch_size` responses, as many an update and rank as there are
-    accumulation steps."""
+    """Return keys for passes of `micro_batch_size` responses.
+
+    An update of one rank has as many passes as accumulation steps.
+    """
     ranks = ranks_of_roles(config)
     roles = ((_ACTOR, config.actor_rollout_ref.actor), (_CRITIC, config.critic))
     for section, role in roles if config.needs_critic else roles[:1]:
@@ -247,8 +254,10 @@ def _update_sizes(
 
 
 def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
-    """Keys for forward and backward in bfloat16 over float32 parameters, or in the parameters' own
-    dtype."""
+    """Return keys for the dtype of forward and backward passes.
+
+    It is bfloat16 over float32 parameters, or the parameters' own dtype.
+    """
     models = {
         "actor_rollout_ref.model": config.actor_rollout_ref.model,
         "critic.model": config.critic.model,

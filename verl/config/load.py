@@ -38,7 +38,7 @@ class Root:
     schema: type
     command: str  # of `verl`
     module: str  # which `python -m` runs
-    shortest: str  # what --help says of a first run
+    shortest: str  # the line of --help about a first run
     rules: tuple[Rule, ...] = RULES
     rules_of_files: tuple[Rule, ...] = ()  # more of them, for those who cannot give data as objects
     doubts: Callable[[Any], Iterable[str]] = doubtful
@@ -86,12 +86,18 @@ ROOTS = {
 
 
 def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: bool = False) -> Any:
-    """The configuration that `argv` (without the program's name) asks for, checked for
-    contradictions: an object of `ROOTS[root].schema`, by default a TrainConfig.
+    """Return the checked configuration that `argv` asks for.
 
-    `--cfg job` and `--help` print and exit with status 0. Whatever a user can get wrong is a
-    ConfigError; with `only_to_plan` what this version has not yet is a warning, and the object must
-    not be trained with.
+    `--cfg job` and `--help` print and exit with status 0.
+
+    Args:
+        argv: arguments without the program's name.
+        root: a name of `ROOTS`; the result is an object of its schema, by default a TrainConfig.
+        only_to_plan: log a feature that this version lacks as a warning. Such a configuration must
+            not be trained.
+
+    Raises:
+        ConfigError: for every mistake that a user can make.
     """
     command = parse_command_line(argv)
     if command.help:
@@ -103,7 +109,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         sys.exit(0)
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     if command.show:
-        with silenced():  # what is printed is a YAML file to be kept
+        with silenced():  # the output is a YAML file to be kept
             config = _build(_compose(command, root), root, on_line)
         schema = ROOTS[root].schema
         values, keys = flatten(config_to_show(config), schema), keys_of(schema)
@@ -127,16 +133,17 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
 
 
 def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer") -> Any:
-    """A checked configuration from nested values, of which any may be left out (also a composed
-    DictConfig). It need not name data, which a program may give as objects."""
+    """Return a checked configuration from nested values or a composed DictConfig.
+
+    Any value may be left out. Data need not be named; a program may give it as objects.
+    """
     config = _build(given_values(values, root=root), root)
     validate(config, ROOTS[root].rules, ROOTS[root].doubts)
     return config
 
 
 def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
-    """Nested values of layers {key: value}, of which later ones win, by whichever of its names they
-    call a key."""
+    """Merge layers {key: value} into nested values; later layers win, by any name of a key."""
     keys, merged = keys_of(ROOTS[root].schema), dict[str, Any]()
     for layer in layers:
         merged |= rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
@@ -144,8 +151,7 @@ def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[
 
 
 def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
-    """What a YAML file sets, with the files that its `defaults:` name: nested values, not checked
-    yet."""
+    """Read a YAML file and the files that its `defaults:` name, as unchecked nested values."""
     file = Path(path)
     if file.suffix != ".yaml":
         raise ConfigError(
@@ -157,8 +163,11 @@ def read_yaml(path: str | Path, *, root: str = "ppo_trainer") -> dict[str, Any]:
 def given_values(
     values: Mapping[str, Any] | DictConfig, *, root: str = "ppo_trainer"
 ) -> dict[str, Any]:
-    """The same in plain values; of a tree composed on the schema by a user's own Hydra program what
-    is not simply the schema's default."""
+    """Return plain values.
+
+    From a DictConfig that a user's own Hydra program composed, keep only values that differ from
+    the schema.
+    """
     if not isinstance(values, DictConfig):
         return {str(name): value for name, value in values.items()}
     schema, plain, sections = ROOTS[root].schema, _plain(values), _plain(_schema(root))
@@ -179,7 +188,7 @@ def given_values(
 
 
 def _plain(tree: DictConfig) -> dict[str, Any]:
-    """Nested values with interpolations as they are written."""
+    """Return nested values with interpolations as they are written."""
     values = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}
@@ -191,7 +200,10 @@ def config_to_show(config: Any) -> dict[str, Any]:
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain values, fit for JSON; `config_from_dict` gives an equal configuration back."""
+    """Return nested plain values, fit for JSON.
+
+    `config_from_dict` gives an equal configuration back.
+    """
     return dataclasses.asdict(config)
 
 
@@ -199,11 +211,10 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 
 
 def _compose(command: CommandLine, root: str) -> dict[str, Any]:
-    """What the user's YAML and overrides set, and nothing else: nested values, interpolations
-    unresolved.
+    """Return the values that the user's YAML and overrides set, with unresolved interpolations.
 
-    The schema stays out of the composition (its name stands for an empty tree meanwhile), so that
-    what the user has set can be told from what is default, and so that every complaint is ours.
+    The schema stays out of the composition (its name stands for an empty tree meanwhile). So the
+    values of the user can be distinguished from defaults, and every error message is ours.
     """
     name = command.config_name or root
     if "megatron" in name:
@@ -241,8 +252,10 @@ def _compose(command: CommandLine, root: str) -> dict[str, Any]:
 
 @contextmanager
 def _stand_in(root: str) -> Iterator[None]:
-    """While open, `root` in Hydra's ConfigStore is empty; else it is the schema, for users' own
-    Hydra programs."""
+    """Replace `root` in Hydra's ConfigStore by an empty tree within the context.
+
+    Outside, it is the schema, for users' own Hydra programs.
+    """
     store = ConfigStore.instance()
     store.store(name=root, node={})
     try:
@@ -285,8 +298,7 @@ def _is_hydra_setting(override: str) -> bool:
 
 
 def _as_group(override: str, groups: set[str]) -> str:
-    """Undo the `++` where the name is a config group (a subfolder of the user's) or Hydra's own
-    search path."""
+    """Undo the `++` if the name is a config group (a user's subfolder) or Hydra's search path."""
     key = override.lstrip("+").partition("=")[0]
     if key == "hydra.searchpath":
         return override.lstrip("+")
@@ -326,9 +338,11 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
 
 
 def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -> Any:
-    """Schema defaults, then those of the toy set, then `values`, all resolved; not yet checked for
-    contradictions. Of a key's names, one that is `on_line` overrules the others, which come from
-    files."""
+    """Resolve schema defaults, then those of the toy set, then `values`.
+
+    Contradictions are not checked yet. A name of a key that is `on_line` overrules other names of
+    it, which come from files.
+    """
     root_class = ROOTS[root].schema
     keys = keys_of(root_class)
     given, written_as = rename_aliases(flatten(values, root_class), keys, on_line)
@@ -346,7 +360,7 @@ def _build(values: Mapping[str, Any], root: str, on_line: Container[str] = ()) -
 
 @functools.cache
 def _schema(root: str) -> DictConfig:
-    """The typed tree of defaults, with an interpolation wherever a key follows another."""
+    """Return the typed tree of defaults, with interpolations for keys that follow others."""
     tree = OmegaConf.structured(ROOTS[root].schema())
     for key in keys_of(ROOTS[root].schema).values():
         if key.interpolation is not None:
@@ -355,7 +369,10 @@ def _schema(root: str) -> DictConfig:
 
 
 def _leaves_unset(key: Key, value: Any) -> bool:
-    """An explicit null of a key that has no null means what the key follows, or its default."""
+    """Return whether the value is a null of a key that has none.
+
+    Such a null stands for the followed key, or for the default.
+    """
     return (
         value is None
         and not _allows_null(key)
@@ -380,8 +397,11 @@ def _assign(tree: DictConfig, key: Key, value: Any, written_as: str) -> None:
 
 
 def _has_misfits(key: Key, value: Any) -> bool:
-    """What OmegaConf lets pass: other numbers than 0 and 1 for True and False, whole numbers that
-    torch cannot take, entries of a list, or what becomes one, of another kind than is due."""
+    """Return whether values of a wrong kind passed OmegaConf.
+
+    These are numbers other than 0 and 1 for True and False, integers too large for torch, and
+    entries of a list (or a value that becomes one) of a wrong kind.
+    """
     if key.setting.many:
         entries = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         return not all(isinstance(entry, (str, Path)) for entry in entries)
@@ -416,14 +436,14 @@ _TYPE_NAMES = {
 
 
 def describe_type(key: Key) -> str:
-    """What a key expects, in words."""
+    """Describe the values that a key expects."""
     if key.type is Any:
         return "a text or a list of texts" if key.setting.many else "a value or a list"
     return _TYPE_NAMES[_plain_type(key)] + (" or null" if _allows_null(key) else "")
 
 
 def _plain_type(key: Key) -> Any:
-    """The type of a key that is set."""
+    """Return the type of a key that is set."""
     parts = [part for part in get_args(key.type) if part is not type(None)]
     return parts[0] if key.type is not Any and _allows_null(key) and parts else key.type
 
@@ -436,7 +456,7 @@ def _resolve(tree: DictConfig, schema: type) -> Any:
 
 
 def _resolution_message(tree: DictConfig, schema: type) -> str:
-    """Which key it is that cannot be resolved, and why."""
+    """Name the key that cannot be resolved, and the reason."""
     written = flatten(_plain(tree), schema)
     for key in keys_of(schema).values():
         try:
@@ -453,7 +473,7 @@ def _resolution_message(tree: DictConfig, schema: type) -> str:
 
 
 def _tidy(config: Any, keys: Mapping[str, Key]) -> None:
-    """One value becomes a list where both are accepted, and `~` in paths the home folder."""
+    """Turn a single value into a list if both are accepted, and expand `~` in paths."""
     for key in keys.values():
         owner, name = owner_of(config, key.path)
         value = getattr(owner, name)

@@ -11,22 +11,24 @@ from verl.config.rollout import RolloutConfig
 
 
 class MicroBatch(NamedTuple):
-    """The responses a pass takes, or the most tokens; neither: as many tokens as the device has
-    room for."""
+    """Size of a pass: responses, or a budget of tokens.
+
+    If neither is set, as many tokens as the device has room for.
+    """
 
     max_tokens: int | None
     rows: int | None
 
 
 def update_micro_batch(role: ActorConfig | CriticConfig) -> MicroBatch:
-    """Of forward-backward passes."""
+    """Return the size of forward-backward passes."""
     return _choose(
         role.use_dynamic_bsz, role.ppo_micro_batch_size_per_gpu, role.ppo_max_token_len_per_gpu
     )
 
 
 def log_prob_micro_batch(role: RolloutConfig | RefConfig | DistillationConfig) -> MicroBatch:
-    """Size of forward passes for old (rollout), reference (ref) or teacher log-probs."""
+    """Return the size of forward passes for log-probs: old (rollout), reference or teacher."""
     return _choose(
         role.log_prob_use_dynamic_bsz,
         role.log_prob_micro_batch_size_per_gpu,
@@ -35,7 +37,7 @@ def log_prob_micro_batch(role: RolloutConfig | RefConfig | DistillationConfig) -
 
 
 def value_micro_batch(critic: CriticConfig) -> MicroBatch:
-    """Of forward passes for values."""
+    """Return the size of forward passes for values."""
     return _choose(
         critic.use_dynamic_bsz,
         critic.forward_micro_batch_size_per_gpu,
@@ -44,7 +46,7 @@ def value_micro_batch(critic: CriticConfig) -> MicroBatch:
 
 
 def reward_micro_batch(role: RewardModelConfig) -> MicroBatch:
-    """Of forward passes of the reward model."""
+    """Return the size of forward passes of the reward model."""
     return _choose(
         role.use_dynamic_bsz, role.micro_batch_size_per_gpu, role.forward_max_token_len_per_gpu
     )

@@ -1,4 +1,4 @@
-"""Which ranks carry which role, as `trainer.placement` says, and what contradicts it."""
+"""The ranks of each role, as `trainer.placement` says, and contradictions among them."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ ROLES = ("actor", "rollout", "critic", "reference", "reward_model", "teacher")
 
 
 def number_of_ranks(config: TrainConfig) -> int:
-    """Those asked for; else those that were launched; else as many as `trainer.placement` names."""
+    """Return the number of ranks: as asked for, else as launched, else as placed."""
     trainer = config.trainer
     if trainer.n_gpus_per_node is not None:
         return trainer.nnodes * trainer.n_gpus_per_node
@@ -20,7 +20,7 @@ def number_of_ranks(config: TrainConfig) -> int:
 
 
 def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
-    """The ranks of every role of this run that has a model of its own, in ascending order."""
+    """Return the ranks of every role that has a model of its own, in ascending order."""
     given = {role: sorted(ranks) for role, ranks in _given(config).items()}
     taken = {rank for role, ranks in given.items() if role != "actor" for rank in ranks}
     everyone = range(number_of_ranks(config))
@@ -29,14 +29,16 @@ def ranks_of_roles(config: TrainConfig) -> dict[str, list[int]]:
 
 
 def rollout_is_apart(config: TrainConfig) -> bool:
-    """Whether the rollout has ranks of its own, none of them the actor's."""
+    """Return whether the rollout has ranks of its own."""
     ranks = ranks_of_roles(config)
     return ranks["rollout"] != ranks["actor"]
 
 
 def _active(config: TrainConfig) -> list[str]:
-    """The roles that are active besides the actor. With LoRA the reference is the actor without
-    its adapters."""
+    """Return the active roles other than the actor.
+
+    With LoRA the reference is the actor without its adapters.
+    """
     has_reference = config.needs_reference and config.actor_rollout_ref.model.lora_rank == 0
     has = {
         "rollout": True,
@@ -55,7 +57,7 @@ def _given(config: TrainConfig) -> dict[str, list[int]]:
 
 
 def roles_are_placed(config: TrainConfig) -> Iterator[str]:
-    """Each role on ranks that there are, alone or with all of another role's."""
+    """Check that each role's ranks exist, and that roles share all of their ranks or none."""
     ranks, is_sound, trainer = number_of_ranks(config), True, config.trainer
     if trainer.nnodes > 1 and trainer.n_gpus_per_node is None and "WORLD_SIZE" not in os.environ:
         yield (
@@ -91,7 +93,7 @@ def roles_are_placed(config: TrainConfig) -> Iterator[str]:
 
 
 def placement_doubts(config: TrainConfig) -> Iterator[str]:
-    """Ranks without work, places without a role, and shares of more ranks than a role has."""
+    """Yield ranks without work, places without a role, and shares larger than a role."""
     idle = set(range(number_of_ranks(config))).difference(*ranks_of_roles(config).values())
     if idle:
         yield f"trainer.placement gives no role to the ranks {sorted(idle)}: they stay idle."

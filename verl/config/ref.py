@@ -36,7 +36,7 @@ class RefConfig:
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward pass; null: what the GPU has room for",
+        "tokens a forward pass; null: as many as fit the GPU",
         above=0,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )

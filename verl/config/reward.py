@@ -1,4 +1,4 @@
-"""What scores a response: rules, the user's own function, a model."""
+"""The source of scores: rules, the user's own function, a model."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,19 +89,19 @@ class JudgeConfig:
     url: str | None = setting(
         None,
         (
-            "base address of an OpenAI-style service whose model judges responses, such as "
+            "base address of an OpenAI-style service with a model that judges responses, such as "
             "http://host:8000/v1"
         ),
     )
     model: str | None = setting(None, "name of the judging model at that service")
     prompt: str | None = setting(
         None,
-        "what the judge reads, with {question} (extra_info.question), {ground_truth} and "
+        "prompt of the judge, with {question} (extra_info.question), {ground_truth} and "
         "{response}; null: a plain request for a number from 0 to 10",
     )
     score_pattern: str = setting(
         r"Score:\s*(-?\d+(?:\.\d+)?)",
-        "regular expression whose last match's first group is the score",
+        "regular expression; the first group of its last match is the score",
     )
     score_scale: float = setting(10.0, "the parsed number is divided by this", above=0)
     api_key_env: str | None = setting(None, "environment variable that holds the service's key")
@@ -130,7 +130,7 @@ class RewardModelConfig:
     on_error: str = setting(
         "stop",
         "a reward function that raises or is too slow: stop the run, score 0, drop the "
-        "response, or retry: call it again, and drop what fails still",
+        "response, or retry: call it again, and drop the sample if it still fails",
         choices=("stop", "zero", "drop", "retry"),
     )
     max_retries: int = setting(2, "further calls for a response under on_error=retry", at_least=0)
@@ -147,7 +147,7 @@ class RewardModelConfig:
     requests: RequestsConfig = field(default_factory=RequestsConfig)
     launch_reward_fn_async: bool | None = setting(
         None,
-        "score responses while others are generated, and beside log-probs and values; null: "
+        "score responses during generation and during passes for log-probs and values; null: "
         "where the manager is not your own and thus leaves the batch as it is; never with "
         "on_error=drop",
     )
@@ -174,7 +174,7 @@ class RewardModelConfig:
     )
     truncation: str = setting(
         "error",
-        "what to do with a longer input; left and right name the side cut off",
+        "treatment of a longer input; left and right name the side cut off",
         choices=("error", "left", "right", "middle"),
     )
     use_dynamic_bsz: bool | None = setting(
@@ -184,7 +184,7 @@ class RewardModelConfig:
     )
     forward_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward pass; null: what the GPU has room for",
+        "tokens a forward pass; null: as many as fit the GPU",
         above=0,
         follows="critic.forward_max_token_len_per_gpu",
     )

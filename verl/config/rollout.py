@@ -68,7 +68,9 @@ class RolloutConfig:
         0.0, "drop tokens below this share of the likeliest one", at_least=0, at_most=1
     )
     stop: Any = setting([], "text (or list of texts) that ends a response and is kept", many=True)
-    stop_token_ids: list[int] = setting([], "tokens that end a response, beside the model's own")
+    stop_token_ids: list[int] = setting(
+        [], "tokens that end a response, in addition to the model's own"
+    )
     ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
     prompt_length: int = setting(512, "P", alias_of="data.max_prompt_length")
     response_length: int = setting(512, "R", alias_of="data.max_response_length")
@@ -81,13 +83,13 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = setting(
         0.5,
-        "share of the memory that is free beside weights and trainer that key-value pages may fill",
+        "share of the memory left free by weights and trainer that key-value pages may fill",
         above=0,
         at_most=1,
     )
     page_size: int = setting(16, "tokens a page of the key-value cache", above=0)
     num_pages: int | None = setting(
-        None, "pages of the key-value cache; null: what the memory allows", above=0
+        None, "pages of the key-value cache; null: as many as the memory allows", above=0
     )
     enable_prefix_caching: bool = setting(
         True,
@@ -136,7 +138,7 @@ class RolloutConfig:
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
-        "tokens a forward pass for old log-probs; null: what the GPU has room for",
+        "tokens a forward pass for old log-probs; null: as many as fit the GPU",
         above=0,
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )

@@ -130,7 +130,7 @@ def sequences_fit(config: TrainConfig) -> Iterator[str]:
 
 
 def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]:
-    """(key, size, ranks that share the tokens of a micro-batch) in the order of TOKEN_BUDGETS."""
+    """Yield (key, size, ranks that share a micro-batch) in the order of TOKEN_BUDGETS."""
     roles = config.actor_rollout_ref
     chosen = (
         update_micro_batch(roles.actor),
@@ -146,7 +146,7 @@ def _micro_batches(config: TrainConfig) -> Iterator[tuple[str, MicroBatch, int]]
 
 
 def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
-    """Every size of a group of ranks divides the number of ranks of its role."""
+    """Check that the size of each group of ranks divides the number of ranks of its role."""
     roles = config.actor_rollout_ref
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
     of_actor = counts["actor"]
@@ -224,7 +224,7 @@ def activations_are_checkpointed(config: TrainConfig) -> Iterator[str]:
 
 
 def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
-    """Sections that nothing reads in this run; what they ask for is no contradiction."""
+    """Return sections that nothing reads in this run; their values contradict nothing."""
     sections = []
     if not config.needs_critic:
         sections.append("critic.")
@@ -303,7 +303,7 @@ def training_samples_vary(config: TrainConfig) -> Iterator[str]:
 
 
 def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
-    """Whether every token is the likeliest one."""
+    """Return whether every token is the most likely one."""
     return sampling.temperature == 0 or not sampling.do_sample
 
 
@@ -448,12 +448,12 @@ RULES: tuple[Rule, ...] = (
     reward_has_what_it_needs,
     *ALGORITHM_RULES,
 )
-# What a command line must name, and a program may give as objects.
+# Values that a command line must name, and a program may give as objects.
 RULES_OF_FILES: tuple[Rule, ...] = (training_data_is_named, validation_has_data)
 
 
 def doubtful(config: TrainConfig) -> Iterator[str]:
-    """Combinations that run, but are seldom meant."""
+    """Yield combinations that run, but are rarely intended."""
     yield from doubts(config)
     yield from placement_doubts(config)
     yield from reward_doubts(config)

@@ -14,21 +14,25 @@ _METADATA_KEY = "verl_setting"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is known of one key beside its type and default. At most one of `no_effect` and
-    `planned` is set."""
+    """Facts about one key, apart from its type and default.
+
+    At most one of `no_effect` and `planned` is set.
+    """
 
     help: str
     # accepted; the reason why it changes nothing, logged when the user changes it
     no_effect: str | None = None
-    planned: str | None = None  # refused unless it has its default; what it would take
+    planned: str | None = None  # refused unless it has its default; the work it would take
     # the values that `planned` is said of; empty: all but the default
     planned_values: tuple[Any, ...] = ()
-    also: tuple[Any, ...] = ()  # values beside the default that pass without a warning or an error
+    also: tuple[
+        Any, ...
+    ] = ()  # values other than the default that pass without a warning or an error
     choices: tuple[str, ...] | None = None
     above: float | None = None  # exclusive lower bound
     at_least: float | None = None
     at_most: float | None = None
-    # key whose value is taken when unset (".x": in the same section), or an interpolation
+    # the key that gives the value when this one is unset (".x": in the same section), or an interpolation
     follows: str | None = None
     alias_of: str | None = None  # full key of which this one is another name
     # an explicit null is accepted, though the type has none, and leaves the default
@@ -38,8 +42,10 @@ class Setting:
 
 
 def setting(default: Any, help: str, **details: Any) -> Any:
-    """A dataclass field of the configuration. Mutable defaults (lists, dicts, sections) are copied
-    per instance."""
+    """Declare a configuration key as a dataclass field.
+
+    Mutable defaults (lists, dicts, sections) are copied for each instance.
+    """
     metadata = {_METADATA_KEY: Setting(help=help, **details)}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -47,5 +53,5 @@ def setting(default: Any, help: str, **details: Any) -> Any:
 
 
 def setting_of(dataclass_field: Any) -> Setting | None:
-    """The Setting of a dataclass field, or None for a section."""
+    """Return the Setting of a dataclass field, or None for a section."""
     return dataclass_field.metadata.get(_METADATA_KEY)

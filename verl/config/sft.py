@@ -73,7 +73,7 @@ class SFTDataConfig:
     )
     truncation: str = setting(
         "error",
-        "what to do with a longer row; left and right name the side cut off",
+        "treatment of a longer row; left and right name the side cut off",
         choices=("error", "left", "right"),
     )
     shuffle: bool = as_in(DataConfig, "shuffle")
@@ -251,5 +251,5 @@ RULES_OF_FILES = (training_data_is_named, SHARED.rule_here(rules.validation_has_
 
 
 def doubtful(config: SFTConfig) -> Iterator[str]:
-    """Combinations that run, but are seldom meant."""
+    """Yield combinations that run, but are rarely intended."""
     yield from SHARED.rule_here(rules.doubtful)(config)

@@ -1,5 +1,7 @@
-"""Keys that a root shares with training: declared once, read by the parts of training, told under
-the root's names."""
+"""Keys that a root shares with training.
+
+They are declared once, read by the parts of training, and reported under the names of the root.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from verl.config.train import TrainConfig
 
 
 def as_in(section: type, name: str) -> Any:
-    """A field declared as the key `name` of another section is."""
+    """Declare a field as the key `name` of another section is declared."""
     original = next(each for each in dataclasses.fields(section) if each.name == name)
     if original.default_factory is not dataclasses.MISSING:
         return field(default_factory=original.default_factory, metadata=original.metadata)
@@ -28,7 +30,7 @@ class SharedKeys:
     places: tuple[tuple[str, str], ...] = ()
 
     def as_train_config(self, config: Any) -> TrainConfig:
-        """The same values for the parts that both are made of."""
+        """Return the same values as a TrainConfig, for the parts that both use."""
         train, known = TrainConfig(), keys_of(TrainConfig)
         train.algorithm.adv_estimator = "grpo"  # no critic
         for path in keys_of(type(config)):
@@ -39,13 +41,13 @@ class SharedKeys:
         return train
 
     def names_here(self, message: str) -> str:
-        """A message of a part that training has too, with the names that keys have here."""
+        """Rewrite a message of a shared part with the names that its keys have here."""
         for here, there in self.places:
             message = message.replace(there, here)
         return message
 
     def rule_here(self, rule: Rule) -> Any:
-        """A rule of training for this root."""
+        """Adapt a rule of training to this root."""
 
         def asked(config: Any) -> Iterator[str]:
             return map(self.names_here, rule(self.as_train_config(config)))

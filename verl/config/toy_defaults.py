@@ -1,5 +1,4 @@
-"""What `data.dataset_name=toy` sets where the user says nothing: ten prompts, a tiny model, two CPU
-cores."""
+"""Defaults of `data.dataset_name=toy`: ten prompts, a tiny model, two CPU cores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 8,
     "data.max_prompt_length": 64,
     "data.max_response_length": 16,
-    # Sampled, as in training: what the packaged model says most often is that it has no idea.
+    # Sampled, as in training: the most likely answer of the packaged model is that it has no idea.
     "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
     "actor_rollout_ref.rollout.val_kwargs.n": 8,
@@ -36,8 +35,10 @@ TOY_MODEL_DEFAULTS: dict[str, Any] = {
 
 
 def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` (flat, aliases already renamed) over the toy defaults; one line counts
-    them."""
+    """Return `given` (flat, aliases renamed), over the toy defaults if it asks for the toy set.
+
+    One line of the log counts the defaults.
+    """
     if given.get("data.dataset_name") != TOY:
         return dict(given)
     defaults = dict(TOY_DATA_DEFAULTS)

@@ -27,19 +27,19 @@ class TrainConfig:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a value model is trained."""
+        """Return whether a value model is trained."""
         if self.critic.enable is not None:
             return self.critic.enable
         return self.algorithm.adv_estimator == "gae" and not self.distillation.is_whole_loss
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the first policy is needed."""
+        """Return whether a frozen copy of the first policy is needed."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def advantages_read_old_log_probs(self) -> bool:
-        """Whether the log-probs before the update are read ahead of it."""
+        """Return whether log-probs are read before the update."""
         return (
             self.algorithm.use_kl_in_reward
             or self.distillation.is_reward
@@ -48,5 +48,5 @@ class TrainConfig:
 
     @property
     def needs_sum_pi_squared(self) -> bool:
-        """Whether the advantages read the sum of squared probabilities at each token."""
+        """Return whether the advantages read the sum of squared probabilities at each token."""
         return self.algorithm.adv_estimator == "optimal_token_baseline"

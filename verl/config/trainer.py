@@ -1,4 +1,4 @@
-"""The run: how long, what is logged, saved and resumed."""
+"""The run: its length, and its logs, checkpoints and resumes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +8,11 @@ from verl.config.setting import setting
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
-    """Ranks count over all machines from 0. Roles with the same ranks share their processes and
-    devices, others have none in common and work at the same time."""
+    """Ranks of each role, counted over all machines from 0.
+
+    Roles with the same ranks share their processes and devices. Other roles have no rank in common
+    and work at the same time.
+    """
 
     actor: list[int] | None = setting(
         None, "ranks of the actor, [0,1] for example; null: all that no other role is given"
@@ -88,7 +91,7 @@ class TrainerConfig:
     )
     save_freq: int = setting(-1, "steps between checkpoints; -1: none", at_least=-1)
     async_save: bool = setting(
-        False, "write checkpoints beside the run, from a copy in host memory"
+        False, "write checkpoints while the run goes on, from a copy in host memory"
     )
     default_local_dir: str = setting(
         "checkpoints/verl_examples/gsm8k",

@@ -1,4 +1,4 @@
-"""Whether a configuration can be honoured: asked before a weight is loaded."""
+"""Checks whether a configuration can be honoured, before a weight is loaded."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +19,13 @@ def validate(
     *,
     only_to_plan: bool = False,
 ) -> None:
-    """Raise one ConfigError with every contradiction; log one line for each changed key that has no
-    effect.
+    """Raise one ConfigError with every contradiction, and log changed keys without effect.
 
-    `rules` and `doubts` are those of the configuration's root, by default of TrainConfig. With
-    `only_to_plan` what is not available in this version is a line of the log as well: nothing will
-    run.
+    Args:
+        config: a configuration of any root.
+        rules: rules of its root, by default those of TrainConfig.
+        doubts: doubts of its root, by default those of TrainConfig.
+        only_to_plan: log features that this version lacks, because nothing will run.
     """
     keys = keys_of(type(config))
     problems = contradictions(config, rules, only_to_plan=only_to_plan)
@@ -36,8 +37,8 @@ def validate(
             + "\n".join(f"- {problem}" for problem in problems)
         )
     if only_to_plan:
-        for told in _not_available(config):
-            logger.warning("%s The plan takes it so; a run would end here.", told)
+        for message in _not_available(config):
+            logger.warning("%s The plan takes it so; a run would end here.", message)
     for warning in (*_without_effect(config, keys), *doubts(config)):
         logger.warning(warning)
 
@@ -45,7 +46,7 @@ def validate(
 def contradictions(
     config: Any, rules: Iterable[Rule] = RULES, *, only_to_plan: bool = False
 ) -> list[str]:
-    """What cannot be honoured, one message each; see `validate`."""
+    """Return one message for each value that cannot be honoured; see `validate`."""
     problems = [
         problem
         for key in keys_of(type(config)).values()
@@ -58,7 +59,7 @@ def contradictions(
 
 
 def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
-    """What is wrong with one value by itself: not among the choices, out of range."""
+    """Yield faults of one value by itself: not among the choices, or out of range."""
     value, setting = value_at(config, key.path), key.setting
     if value is None or _is_inherited(config, key, value):
         return
@@ -82,7 +83,7 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
 
 
 def _not_available(config: Any) -> Iterator[str]:
-    """What is asked for and not built yet, in the sections that are read at all."""
+    """Yield features that are asked for in active sections and not available."""
     unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
     for key in keys_of(type(config)).values():
         value, reason, values = (
@@ -101,7 +102,7 @@ def _not_available(config: Any) -> Iterator[str]:
 
 
 def _violated_bounds(key: Key, value: Any) -> str | None:
-    """The range in words, if `value` lies outside."""
+    """Return the range of the key if `value` lies outside of it."""
     setting = key.setting
     parts = []
     inside = True
@@ -129,7 +130,7 @@ def _is_changed(key: Key, value: Any) -> bool:
 
 
 def _is_inherited(config: TrainConfig, key: Key, value: Any) -> bool:
-    """Whether the value is the one of the key it follows, which has its own check."""
+    """Return whether the value comes from the followed key, which is checked itself."""
     return key.followed is not None and value == value_at(config, key.followed)
 
 

@@ -27,30 +27,58 @@ from verl.workers.reward_inputs import compute_reward
 
 
 def train(config: Any = None, **keywords: Any) -> "RLTrainer":
-    """Train as `config` and the keywords of `RLTrainer` say; return the trainer, which has the last
-    step's `metrics`."""
+    """Make an `RLTrainer`, train it to the last step, and return it.
+
+    Args:
+        config: see `RLTrainer`.
+        keywords: see `RLTrainer`.
+
+    Returns:
+        The trainer, with the last step's `metrics`.
+
+    Example:
+        ```python
+        import verl
+
+        trainer = verl.train({"data.dataset_name": "toy"}, lr=1e-3)
+        print(trainer.metrics)
+        ```
+    """
     trainer = RLTrainer(config, **keywords)
     trainer.train()
     return trainer
 
 
 class RLTrainer:
-    """Trains a causal LM on prompts and a reward, and answers with it and scores before or after.
+    """Train a causal LM on prompts and a reward, roll out with it, and score its responses.
 
-    Keys, engine, data and reward are checked at once. Models are loaded at the first call that
-    needs one. Under torchrun rank 0 alone comes back from here, see `PPOTrainer`. The log is shown
-    as the commands show it; `logging.getLogger("verl").setLevel(logging.WARNING)` before makes it
-    quiet, and `trainer.logger=[]` leaves out the lines of steps.
+    The constructor checks keys, engine, data and reward. Models are loaded at the first call that
+    needs one. Under torchrun the constructor returns on rank 0 only, see `PPOTrainer`. The log is
+    shown as the commands show it. `logging.getLogger("verl").setLevel(logging.WARNING)` before the
+    call makes it quiet, and `trainer.logger=[]` leaves out the lines of steps.
 
     Args:
         config: a TrainConfig, keys of the tree (nested or dotted), or the path of a YAML file.
-        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the
-            config names.
-        keywords: replace what `config` says: actor_placement, critic_placement, reference_placement
-            and reward_model_placement (lists of ranks); actor_config, rollout_config, critic_config
-            and ray_config (mappings); backend, max_new_tokens, gradient_clip_val and lr;
-            enable_hybrid_engine; the arguments of `train`; sections of the tree (`data={...}`) and
-            keys of it (`**{"trainer.max_steps": 2}`). A `config` may hold these too.
+        tokenizer: replaces the tokenizer that the configuration names.
+        reward_fn: scores batches of responses in training, instead of the configured reward.
+        val_reward_fn: scores batches of responses in validation, instead of the configured reward.
+        train_dataset: rows to train on, instead of `data.train_files`.
+        val_dataset: rows to validate on, instead of `data.val_files`.
+        keywords: replace values of `config`: actor_placement, critic_placement,
+            reference_placement and reward_model_placement (lists of ranks); actor_config,
+            rollout_config, critic_config and ray_config (mappings); backend, max_new_tokens,
+            gradient_clip_val and lr; enable_hybrid_engine; the arguments of `train`; sections of
+            the tree (`data={...}`) and its keys (`**{"trainer.max_steps": 2}`). A `config` may hold
+            these too.
+
+    Example:
+        ```python
+        from verl.trainer import RLTrainer
+
+        trainer = RLTrainer({"data.dataset_name": "toy"}, lr=1e-3, rollout_config={"n": 8})
+        trainer.train(micro_batch_size=8, gradient_accumulation_steps=8)
+        print(trainer.rollout(["3 + 11 = ?"]))
+        ```
     """
 
     def __init__(
@@ -89,23 +117,26 @@ class RLTrainer:
 
     @property
     def tokenizer(self) -> Any:
-        """The actor's."""
+        """The actor's tokenizer."""
         return self.ppo.tokenizer
 
     @property
     def rollout_config(self) -> RolloutConfig:
-        """How responses are drawn, in training and by `rollout`."""
+        """The section that says how responses are drawn, in training and by `rollout`."""
         return self.config.actor_rollout_ref.rollout
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the latest training step; empty before the first."""
+        """Metrics of the latest training step; empty before the first."""
         return self.ppo.metrics
 
     @property
     def critic(self) -> "LiveRole":
-        """The critic, whose `model` is the module that is trained. ConfigError where this run has
-        none."""
+        """The critic; its `model` is the module that is trained.
+
+        Raises:
+            ConfigError: this run has no critic.
+        """
         if not self.config.needs_critic:
             raise ConfigError(
                 "This run has no critic, for "
@@ -124,16 +155,20 @@ class RLTrainer:
         gradient_accumulation_steps: int | None = None,
         amp: bool | None = None,
     ) -> "StepMetrics":
-        """Train to the last step, from the newest checkpoint on where there is one; return the last
-        step's metrics, a dict that prints as one line.
+        """Train to the last step, and return its metrics.
+
+        Training resumes from the newest checkpoint, if one exists.
 
         Args:
-            micro_batch_size: responses a forward-backward pass and rank.
-            gradient_accumulation_steps: passes an update and rank. Their product, over all ranks,
-                is the responses of an update, of whole prompts: `ppo_mini_batch_size` (prompts)
-                times `rollout.n`.
+            micro_batch_size: responses in a forward-backward pass of one rank.
+            gradient_accumulation_steps: passes in an update of one rank. The product of both, over
+                all ranks, is the number of responses in an update, which holds whole prompts:
+                `ppo_mini_batch_size` (prompts) times `rollout.n`.
             amp: True computes in bfloat16 over float32 parameters (the default on CUDA), False in
                 float32.
+
+        Returns:
+            A dict of metrics that prints as one line.
         """
         if self.has_trained:
             raise ConfigError(
@@ -164,23 +199,23 @@ class RLTrainer:
         seed: int | None = None,
         as_batch: bool = False,
     ) -> Any:
-        """Responses to B prompts by the weights of now, drawn as `rollout_config` says.
+        """Generate responses to B prompts with the current weights, as `rollout_config` says.
 
         Args:
             prompts: texts, each a message of the user; chats, lists of {"role", "content"}; or a
-                DataProto with the column `raw_prompt_ids`. One longer than `data.max_prompt_length`
-                is treated as `data.truncation` says.
-            n: responses a prompt.
-            greedy: take the likeliest token always.
-            seed: of the noise; the same gives the same responses. None: one that training never
-                uses.
-            as_batch: give a DataProto of B * n rows, as training has it after its rollout.
+                DataProto with the column `raw_prompt_ids`. `data.truncation` applies to a prompt
+                longer than `data.max_prompt_length`.
+            n: responses to each prompt.
+            greedy: always take the most likely token.
+            seed: seed of the noise; equal seeds give equal responses. None: a seed that training
+                never uses.
+            as_batch: return a DataProto of B * n rows, as training has it after its rollout.
 
         Returns:
             B texts without special tokens; for n > 1 B lists of n texts.
 
         Raises:
-            DataError: there is no prompt, or one that is none or too long; the message has its
+            DataError: no prompt is given, or one is not a prompt or too long; the message has its
                 number.
             RolloutError: the engine did not answer every prompt.
         """
@@ -212,16 +247,19 @@ class RLTrainer:
         ground_truth: Any = None,
         extra_info: Any = None,
     ) -> torch.Tensor:
-        """(B,) fp32 scores of B responses, each finite: the reward model's, else the reward
-        function's.
+        """Score B responses by the reward model, or by the reward function if there is none.
 
         Args:
-            responses: with a reward model texts, or token ids of its own tokenizer, see
-                `verl.workers.reward_inputs.compute_reward`; else texts; or a batch of `rollout(...,
-                as_batch=True)`.
+            responses: texts, or a batch of `rollout(..., as_batch=True)`. A reward model also
+                takes token ids of its own tokenizer, see
+                `verl.workers.reward_inputs.compute_reward`.
             prompts: B texts or chats.
-            data_source, ground_truth, extra_info: for the reward function, one of all responses or
-                a list of B.
+            data_source: picks the reward rule; one value for all responses, or a list of B.
+            ground_truth: the right answer; one value for all responses, or a list of B.
+            extra_info: further input of the reward function; one value for all, or a list of B.
+
+        Returns:
+            (B,) finite scores in fp32.
 
         Raises:
             RewardError: a response is empty or too long, or has no finite score; the message has

@@ -1,4 +1,4 @@
-"""The trainer: one sentence of six phases, said again for every batch of prompts."""
+"""The trainer: six phases, repeated for every batch of prompts."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -57,18 +57,37 @@ GENERATED = (
 
 
 class PPOTrainer(TrainingRun[TrainConfig]):
-    """Trains a causal LM on prompts and a reward: PPO with a critic, or GRPO and its kin without
-    one.
+    """Train a causal LM on prompts and a reward, by PPO, GRPO or a related algorithm.
 
     The step is composed of the public methods `generate`, `score`, `evaluate_policies`,
-    `estimate_advantages`, `update` and `sync_weights`; a new algorithm overrides the one that
+    `estimate_advantages`, `update` and `sync_weights`. A new algorithm overrides the method that
     differs, or `step`, or `fit`.
 
     Args:
-        config: a TrainConfig; or what becomes one: keys (nested, dotted, a DictConfig) or the path
-            of a YAML file.
-        tokenizer, reward_fn, val_reward_fn, train_dataset, val_dataset: taken instead of what the
-            config names.
+        config: a TrainConfig, its keys (nested, dotted, or a DictConfig), or the path of a YAML
+            file.
+        tokenizer: replaces the tokenizer that the configuration names.
+        reward_fn: scores batches of responses in training, instead of the configured reward.
+        val_reward_fn: scores batches of responses in validation, instead of the configured reward.
+        train_dataset: rows to train on, instead of `data.train_files`.
+        val_dataset: rows to validate on, instead of `data.val_files`.
+
+    Example:
+        ```python
+        from verl.trainer import PPOTrainer
+
+
+        class ClampedTrainer(PPOTrainer):
+            def estimate_advantages(self, batch):
+                batch = super().estimate_advantages(batch)
+                batch.batch["advantages"] = batch.batch["advantages"].clamp(-2, 2)
+                return batch
+
+
+        trainer = ClampedTrainer({"data.dataset_name": "toy"})
+        trainer.init_workers()
+        trainer.fit()
+        ```
     """
 
     # A subclass that reads `old_log_probs` before the update sets this: the pass is never skipped
@@ -123,8 +142,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     # ---------------------------------------------------------------- set-up
 
     def init_workers(self) -> None:
-        """Load the models: actor with its rollout engine, and critic and reference where the
-        algorithm needs them."""
+        """Load the models that the configuration asks for, and connect them.
+
+        Actor and rollout engine always; critic, reference, reward model and teacher if needed.
+        """
         watch(self.config)  # for profile_memory()
         for line in algorithm_in_words(self.config):
             logger.info("%s", line)
@@ -204,15 +225,17 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @property
     def actor_rollout_wg(self) -> "ActorRolloutGroups":
-        """Both groups under the name that verl 0.5 has for one that does the work of two."""
+        """Both groups, under the name that verl 0.5 has for one group with both tasks."""
         return ActorRolloutGroups(self.actor_wg, self.rollout_wg)
 
     # ---------------------------------------------------------------- the run
 
     @phase()
     def fit(self) -> None:
-        """Train to the last step, validating and saving on the way; `trainer.val_only` validates
-        and stops."""
+        """Train to the last step, with validation and checkpoints.
+
+        `trainer.val_only` validates and stops.
+        """
         if not self.config.trainer.val_only:
             return super().fit()
         try:
@@ -225,7 +248,11 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase()
     def run_step(self, prompts: DataProto) -> None:
-        """One step with everything around it: timing, validation, checkpoint, log and timeline."""
+        """Run one step with timing, validation, checkpoint, log and timeline.
+
+        Args:
+            prompts: (B,) prompts of the step.
+        """
         super().run_step(prompts)
         if self.global_step in (self.config.trainer.profile_steps or ()):
             self.write_timeline()
@@ -242,7 +269,14 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase()
     def step(self, prompts: DataProto) -> DataProto:
-        """Make one step of training: the six phases in their order."""
+        """Run the six phases of one step in their order.
+
+        Args:
+            prompts: (B,) prompts from the loader.
+
+        Returns:
+            The batch of responses that was learned from.
+        """
         batch = self.collect(prompts)
         batch = self.evaluate_policies(batch)
         batch = self.timed("adv", self.estimate_advantages, batch)
@@ -254,7 +288,12 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(writes=GENERATED + " token_level_scores rm_scores")
     def collect(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """Make trajectories with scores: `generate`, then `score`."""
+        """Make trajectories with scores: `generate`, then `score`.
+
+        Args:
+            prompts: (B,) prompts.
+            first_row: number of the first prompt within its step, see `generate`.
+        """
         n = self.config.actor_rollout_ref.rollout.n
         with self.scoring_ahead(self.reward_fn, prompts, n, first_row) as on_told:
             if on_told is None:
@@ -280,11 +319,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(writes=GENERATED)
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
-        """(B,) prompts to (B * n,) trajectories; the n samples of a prompt stand together and share
-        its `uid`.
+        """Turn (B,) prompts into (B * n,) trajectories.
 
-        A step that generates several times numbers its prompts on from `first_row`: the noise
-        depends on the number. `on_told` hears of every response when it is finished.
+        The n samples of a prompt are adjacent rows and share its `uid`.
+
+        Args:
+            prompts: (B,) prompts.
+            first_row: number of the first prompt. A step that generates several times numbers all
+                its prompts, because the noise depends on the number.
+            on_told: called with every response when it is finished.
         """
         rollout = self.config.actor_rollout_ref.rollout
         draw = setup.sampling_params(rollout)
@@ -318,7 +361,11 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")
     def score(self, batch: DataProto) -> DataProto:
-        """Adds `token_level_scores` and whatever else the reward tells of a sample."""
+        """Add `token_level_scores`, and the further columns that the reward returns.
+
+        Args:
+            batch: (B * n,) trajectories of `generate`.
+        """
         result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
         setup.record_scores(batch, result)
         self.metrics.update(setup.reward_metrics(result))
@@ -326,8 +373,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(reads="prompts responses attention_mask", writes="rm_scores")
     def add_rm_scores(self, batch: DataProto) -> DataProto:
-        """Adds `rm_scores`, which reward managers take for the scores, where there is a reward
-        model."""
+        """Add `rm_scores` if a reward model is configured; reward managers use them as scores."""
         if self.rm_wg is not None:
             batch.batch["rm_scores"] = self.timed("rm", self.rm_wg.compute_rm_score, batch).batch[
                 "rm_scores"
@@ -336,8 +382,13 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(reads=GENERATED, writes="old_log_probs entropys ref_log_prob values")
     def evaluate_policies(self, batch: DataProto) -> DataProto:
-        """Adds old and reference log-probs and values, where something reads them; at once where
-        their workers have devices of their own."""
+        """Add old and reference log-probs and values, if something reads them.
+
+        Passes run at the same time where their workers have devices of their own.
+
+        Args:
+            batch: scored trajectories.
+        """
         if self.config.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         begun_for, passes = self.begun
@@ -351,8 +402,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return batch
 
     def begin_passes(self, batch: DataProto) -> None:
-        """Start what `evaluate_policies` waits for, to run beside the reward, where no answer can
-        depend on that."""
+        """Start the passes of `evaluate_policies` early, to run while the reward is computed.
+
+        Does nothing if a phase is replaced by an undeclared one or the reward may change the batch.
+        """
         phases = declared_phases(type(self), "collect", "score", "evaluate_policies")
         if phases is None:
             return
@@ -378,9 +431,11 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return {name: start(batch, blocking=False) for name, start in passes.items()}
 
     def needs_old_log_probs(self) -> bool:
-        """False when the whole batch is one update: the old policy is then the current one, whose
-        log-probs the update computes anyway. True wherever a user's own code stands between the
-        rollout and that update and may read them.
+        """Return whether a pass for the old log-probs is needed.
+
+        If the whole batch is one update, the old policy is the current one, and the update computes
+        its log-probs anyway. The pass still runs if a user's own code between rollout and update
+        may read them.
         """
         actor = self.config.actor_rollout_ref.actor
         data = self.config.data
@@ -409,7 +464,11 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         writes="token_level_rewards advantages returns",
     )
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
+        """Add `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`.
+
+        Args:
+            batch: scored trajectories with the log-probs and values of `evaluate_policies`.
+        """
         columns = batch.batch
         columns["token_level_rewards"], metrics = penalised_scores(
             batch, self.config, self.kl_controller
@@ -423,8 +482,13 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
     @phase(reads=GENERATED + " advantages returns ref_log_prob values")
     def update(self, batch: DataProto) -> None:
-        """Critic first, then, after the `trainer.critic_warmup` steps that are its alone, the
-        actor."""
+        """Update the critic, then the actor.
+
+        The first `trainer.critic_warmup` steps update the critic alone.
+
+        Args:
+            batch: trajectories with `advantages` and `returns`.
+        """
         samples = self.config.actor_rollout_ref.rollout.n
         batch = chosen_samples(batch, self.config, self.global_step)
         if self.critic_wg is not None:
@@ -439,20 +503,22 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
-        """What the actor learns from, where `algorithm.rollout_correction` weighs or rejects."""
+        """Weigh or reject rows as `algorithm.rollout_correction` says, before the actor's update."""
         batch, metrics = corrected_rollout(batch, self.config)
         self.metrics.update(metrics)
         return batch
 
     def sync_weights(self) -> None:
-        """Training layout to rollout layout."""
+        """Hand the updated weights over to the rollout engine."""
         self.weights.sync()
 
     # ---------------------------------------------------------------- around the phases
 
     def validate(self) -> dict[str, float]:
-        """Scores of the whole validation set, per data source; samples go to `validation_data_dir`
-        and the trackers."""
+        """Return scores of the whole validation set, per data source.
+
+        Samples go to `trainer.validation_data_dir` and to the trackers.
+        """
         assert self.val_loader is not None
         self.val_loader.load_state_dict(self.first_val_batch)
         rollout = self.config.actor_rollout_ref.rollout
@@ -490,7 +556,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
 
     def write_rollouts(self, batch: DataProto) -> None:
-        """The batch as readable JSON lines, where `rollout_data_dir` asks for them."""
+        """Write the batch as JSON lines if `trainer.rollout_data_dir` is set."""
         if self.config.trainer.rollout_data_dir:
             extra = {
                 name: batch.non_tensor_batch[name]
@@ -500,7 +566,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             write_samples(Path(self.config.trainer.rollout_data_dir), self.global_step, rows)
 
     def write_timeline(self) -> None:
-        """The step as a Chrome trace in the folder of checkpoints."""
+        """Write the step as a Chrome trace into the folder of checkpoints."""
         folder = Path(self.config.trainer.default_local_dir) / "timeline"
         write_timeline(
             folder / f"global_step_{self.global_step}.json",
@@ -519,7 +585,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.sync_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's own part of a checkpoint."""
+        """Return the driver's own part of a checkpoint."""
         return super().state_dict() | {
             "kl_controller": self.kl_controller.state_dict(),
             "entropy_controller": self.entropy_controller.state_dict(),
