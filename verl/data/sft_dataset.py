@@ -169,9 +169,9 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 def encode(
     tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[Conversation]
 ) -> list[Example]:
-    """Tokenize whole conversations like transformers' `apply_chat_template`, and mark learnt tokens.
+    """Tokenize whole conversations, and mark the learnt tokens.
 
-    A token with characters on both sides of a turn's beginning is learnt, one on both sides of its
+    The ids are those of transformers' `apply_chat_template`. A token with characters on both sides of a turn's beginning is learnt, one on both sides of its
     end is not. Without a chat template a row is the prompt's tokens (see `encode_conversations`),
     the answer's, and the end of a sequence.
     """
@@ -234,8 +234,8 @@ class SFTDataset(Dataset):
 
     An item has `raw_prompt_ids` (all tokens before the first learnt one), `response_ids` (the
     rest), `learnt` (for each token of the rest, whether it is learnt) and `uid` (the name of the
-    row). A row is `data.prompt_key` (a text or messages) with its answer `data.response_key`, or, with
-    `data.multiturn.enable`, a list of messages.
+    row). A row is `data.prompt_key` (a text or messages) with its answer `data.response_key`, or,
+    with `data.multiturn.enable`, a list of messages.
 
     All rows are tokenized when the dataset is made, 4 bytes a token, so a bad row cannot stop a run
     halfway. Raises DataError with file and row (counted from 0) for a missing column, a row that is
