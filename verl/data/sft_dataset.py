@@ -171,8 +171,9 @@ def encode(
 ) -> list[Example]:
     """Tokenize whole conversations, and mark the learnt tokens.
 
-    The ids are those of transformers' `apply_chat_template`. A token with characters on both sides of a turn's beginning is learnt, one on both sides of its
-    end is not. Without a chat template a row is the prompt's tokens (see `encode_conversations`),
+    The ids are those of transformers' `apply_chat_template`. A token with characters on both sides
+    of a turn's beginning is learnt, one on both sides of its end is not. Without a chat template a
+    row is the prompt's tokens (see `encode_conversations`),
     the answer's, and the end of a sequence.
     """
     if tokenizer.chat_template is None:
