@@ -1,9 +1,9 @@
-"""DataProto: a batch that crosses process borders. Tensors and object columns side by side, with a
-little meta.
+"""DataProto: a batch of tensors, object columns and meta entries that crosses process borders.
 
-Letters as in `verl/columns.py`: B rows. Every method either returns a new DataProto that shares
-memory with this one where a view allows it, or says that it works in place. A wrong argument
-raises BatchError (a ValueError, and an AssertionError as in verl 0.5), which names the columns.
+B is the number of rows, as in `verl/columns.py`. A method works in place if its docstring says so.
+Any other method returns a new DataProto, which shares memory with this one where views allow it.
+A wrong argument raises BatchError (a ValueError, and an AssertionError as in verl 0.5), which names
+the columns.
 """
 
 import copy
@@ -34,6 +34,7 @@ from verl.utils.column_dicts import (
 )
 from verl.utils.errors import BatchError
 from verl.utils.pickling import pack_tensor_dict, unpack_tensor_dict
+from verl.utils.units import MIB
 
 # int, or bool of length B
 Indices: TypeAlias = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
@@ -49,8 +50,10 @@ class DataProtoConfig:
 
 @dataclass(eq=False)
 class DataProtoItem:
-    """One row: tensors without the batch dimension (None without tensor columns), and the objects
-    themselves."""
+    """One row: tensors without the batch dimension, and objects.
+
+    `batch` is None if there are no tensor columns.
+    """
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -59,8 +62,10 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto:
-    """B rows of tensor columns (`batch`, None where there are none) and of numpy columns
-    (`non_tensor_batch`)."""
+    """B rows of tensor columns (`batch`) and of numpy columns (`non_tensor_batch`).
+
+    `batch` is None if there are no tensor columns.
+    """
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
@@ -79,29 +84,23 @@ class DataProto:
         return next((len(column) for column in self.non_tensor_batch.values()), 0)
 
     def __getitem__(self, item: Any) -> Any:
-        """An int gives a DataProtoItem; a slice, a list, an array or a tensor of indices gives a
-        DataProto."""
+        """Return a DataProtoItem for an int, or a DataProto for a slice, indices or a mask."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
-        if isinstance(item, list | tuple) or getattr(item, "ndim", 0) == 1:
+        if isinstance(item, list | tuple | range) or getattr(item, "ndim", 0) == 1:
             return self.select_idxs(item)
         row = range(len(self))[item]  # IndexError ends `for item in data`
         tensors: Any = None if self.batch is None else self.batch[row]
-        return DataProtoItem(
-            tensors,
-            {key: column[row] for key, column in self.non_tensor_batch.items()},
-            self.meta_info,
-        )
+        objects = {key: column[row] for key, column in self.non_tensor_batch.items()}
+        return DataProtoItem(tensors, objects, self.meta_info)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Plain pickle: only the bytes of these rows, as numpy arrays, which protocol 5 hands over
-        without a copy."""
-        return _rebuild, (
-            type(self),
-            pack_tensor_dict(self.batch),
-            self.non_tensor_batch,
-            self.meta_info,
-        )
+        """Pickle only the bytes of these rows.
+
+        Tensors travel as numpy arrays, which protocol 5 hands over without a copy.
+        """
+        packed = pack_tensor_dict(self.batch)
+        return _rebuild, (type(self), packed, self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
         """Raise BatchError unless all columns have the same number of rows."""
@@ -111,11 +110,11 @@ class DataProto:
                 f"A batch has one row dimension, or several without object columns; got {dims} and "
                 f"object columns {list(self.non_tensor_batch)}. unfold_batch_dim flattens a batch."
             )
+
         for key, column in self.non_tensor_batch.items():
-            if not isinstance(column, np.ndarray) or column.ndim == 0 or len(column) != len(self):
-                fact = (
-                    f"{len(column)} rows" if getattr(column, "ndim", 0) else type(column).__name__
-                )
+            is_array = isinstance(column, np.ndarray) and column.ndim > 0
+            if not is_array or len(column) != len(self):
+                fact = f"{len(column)} rows" if is_array else type(column).__name__
                 raise BatchError(
                     f"Object column '{key}' must be a numpy array of {len(self)} rows like the "
                     f"others, got {fact}. from_dict(non_tensors=...) makes an array of a list."
@@ -125,17 +124,23 @@ class DataProto:
     def from_single_dict(
         cls, data: dict[str, Any], meta_info: dict | None = None, auto_padding: bool = False
     ):
-        """Tensors go to `batch`, numpy arrays to `non_tensor_batch`; anything else is a
-        BatchError."""
-        strange = {
-            k: type(v).__name__
-            for k, v in data.items()
-            if not isinstance(v, torch.Tensor | np.ndarray)
-        }
+        """Put tensors into `batch` and numpy arrays into `non_tensor_batch`.
+
+        Raises BatchError for a column that is neither.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, np.ndarray] = {}
+        strange: dict[str, str] = {}
+        for key, column in data.items():
+            if isinstance(column, torch.Tensor):
+                tensors[key] = column
+            elif isinstance(column, np.ndarray):
+                objects[key] = column
+            else:
+                strange[key] = type(column).__name__
+
         if strange:
             raise BatchError(f"Columns must be tensors or numpy arrays, got {strange}.")
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
-        objects = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -147,23 +152,28 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """Columns by name. Lists become 1-D object arrays; the first `num_batch_dims` sizes of
-        tensors must agree."""
+        """Make a batch of columns by name. Lists become 1-D object arrays.
+
+        Args:
+            num_batch_dims: how many leading sizes are the same in all tensors.
+            auto_padding: whether the batch may be cut into uneven chunks.
+        """
         columns: Any = dict(tensors or {})
-        batch: Any = (
-            TensorDict(columns, leading_sizes(columns, num_batch_dims)) if columns else None
-        )
-        objects = {
-            k: v if isinstance(v, np.ndarray) else object_column(v)
-            for k, v in (non_tensors or {}).items()
-        }
-        meta = dict(meta_info or {}) | (
-            {DataProtoConfig.auto_padding_key: True} if auto_padding else {}
-        )
+        batch: Any = None
+        if columns:
+            batch = TensorDict(columns, leading_sizes(columns, num_batch_dims))
+
+        objects: dict[str, np.ndarray] = {}
+        for key, column in (non_tensors or {}).items():
+            objects[key] = column if isinstance(column, np.ndarray) else object_column(column)
+
+        meta = dict(meta_info or {})
+        if auto_padding:
+            meta[DataProtoConfig.auto_padding_key] = True
         return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)
 
     def to(self, device: Any) -> "DataProto":
-        """Move the tensors to `device`, in place; returns self."""
+        """Move the tensors to `device`, in place, and return self."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
@@ -175,27 +185,34 @@ class DataProto:
         meta_info_keys: Keys = None,
         deepcopy=False,
     ) -> "DataProto":
-        """The named columns and meta entries, None meaning all. Tensors are shared unless
-        `deepcopy`."""
+        """Return the named columns and meta entries; None selects all.
+
+        Tensors are shared unless `deepcopy`.
+        """
         self._require(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        batch: Any = (
-            None if self.batch is None else self.batch.select(*_pick(self._tensors(), batch_keys))
-        )
+
+        batch: Any = None
+        if self.batch is not None:
+            batch = self.batch.select(*_pick(self._tensors(), batch_keys))
         objects = _pick(self.non_tensor_batch, non_tensor_batch_keys)
-        selected = type(self)(
-            batch=batch, non_tensor_batch=objects, meta_info=_pick(self.meta_info, meta_info_keys)
-        )
+        meta = _pick(self.meta_info, meta_info_keys)
+
+        selected = type(self)(batch=batch, non_tensor_batch=objects, meta_info=meta)
         return copy.deepcopy(selected) if deepcopy else selected
 
     def select_idxs(self, idxs: Indices) -> "DataProto":
-        """The rows at integer `idxs`, in that order, repeats allowed; or the rows where a bool mask
-        of B is true."""
-        index = torch.as_tensor(idxs if isinstance(idxs, torch.Tensor) else np.asarray(idxs)).cpu()
+        """Return the rows at integer `idxs`, in that order, or the rows where a mask is true.
+
+        A row may be chosen several times.
+        """
+        values = idxs if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
+        index = torch.as_tensor(values).cpu()
         if index.ndim != 1 or (index.numel() and index.is_floating_point()):
             raise BatchError(
                 f"Rows are chosen by a 1-D list of int or bool, got {index.dtype} of "
                 f"{list(index.shape)}."
             )
+
         if index.dtype == torch.bool:
             if len(index) != len(self):
                 raise BatchError(
@@ -203,11 +220,14 @@ class DataProto:
                     f"{len(index)}."
                 )
             index = index.nonzero().flatten()
+
         index = index.long()
-        if index.numel() and not -len(self) <= int(index.min()) <= int(index.max()) < len(self):
-            raise IndexError(
-                f"Rows {int(index.min())} to {int(index.max())} are not all among {len(self)} rows."
-            )
+        if index.numel():
+            lowest = int(index.min())
+            highest = int(index.max())
+            if lowest < -len(self) or highest >= len(self):
+                raise IndexError(f"Rows {lowest} to {highest} are not all among {len(self)} rows.")
+
         array = index.numpy()
         return self._map(
             lambda column: column[index if isinstance(column, torch.Tensor) else array], len(index)
@@ -216,8 +236,9 @@ class DataProto:
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> "DataProto":
-        """Rows `start:end:step`, as views of this batch where the step is positive."""
-        rows, numbers = slice(start, end, step), range(len(self))[start:end:step]
+        """Return the rows `start:end:step`, as views of this batch if the step is positive."""
+        rows = slice(start, end, step)
+        numbers = range(len(self))[rows]
         if step is not None and step < 0:  # torch has no negative strides
             return self.select_idxs(numbers)
         return self._map(lambda column: column[rows], len(numbers))
@@ -228,33 +249,34 @@ class DataProto:
         non_tensor_batch_keys: Keys = None,
         meta_info_keys: Keys = None,
     ) -> "DataProto":
-        """Take the named columns and meta entries out of this batch (in place) and return them;
-        None means none."""
-        wanted = [
-            list(dict.fromkeys(keys or ()))
-            for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)
-        ]
-        self._require(*wanted)  # before anything is taken: all or nothing
-        homes: Any = (self.batch, self.non_tensor_batch, self.meta_info)
-        tensors, objects, meta = (
-            {key: home.pop(key) for key in keys} for home, keys in zip(homes, wanted)
-        )
+        """Remove the named columns and meta entries, in place, and return them; None names none."""
+        tensor_keys = dict.fromkeys(batch_keys or ())
+        object_keys = dict.fromkeys(non_tensor_batch_keys or ())
+        meta_keys = dict.fromkeys(meta_info_keys or ())
+        # Check all names before the first column leaves the batch.
+        self._require(list(tensor_keys), list(object_keys), list(meta_keys))
+
+        batch: Any = self.batch
+        tensors = {key: batch.pop(key) for key in tensor_keys}
+        objects = {key: self.non_tensor_batch.pop(key) for key in object_keys}
+        meta = {key: self.meta_info.pop(key) for key in meta_keys}
         return type(self).from_dict(tensors, objects, meta)
 
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> "DataProto":
-        """Rename columns in place (a name or a list of names each); returns self."""
+        """Rename columns, in place, and return self. Each argument is a name or a list of names."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys or ())
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or ())
-        known, names = self._columns(), dict(zip(old, new))
-        if (
-            not set(old) <= set(known)
-            or len(old) != len(new)
-            or len({names.get(k, k) for k in known}) < len(known)
-        ):
+        known = self._columns()
+        names = dict(zip(old, new))
+
+        renamed_keys = {names.get(key, key) for key in known}
+        one_each = len(old) == len(new)
+        if not one_each or not set(old) <= set(known) or len(renamed_keys) < len(known):
             raise BatchError(
                 f"Cannot rename {old} to {new}: columns are {list(known)}, and names must stay "
                 "different."
             )
+
         if self.batch is not None:
             renamed: Any = {names.get(key, key): column for key, column in self._tensors().items()}
             self.batch = TensorDict(
@@ -266,18 +288,18 @@ class DataProto:
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Add the columns and meta of `other`, in place; returns self. A key that both have must
-        have equal values."""
+        """Add the columns and meta entries of `other`, in place, and return self.
+
+        A key of both batches must have equal values.
+        """
         both = type(self)(  # checked as a whole before this batch changes
             batch=union_tensor_dict(self.batch, other.batch),
             non_tensor_batch=union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
             meta_info=union_dict(self.meta_info, other.meta_info, "meta_info"),
         )
-        self.batch, self.non_tensor_batch, self.meta_info = (
-            both.batch,
-            both.non_tensor_batch,
-            both.meta_info,
-        )
+        self.batch = both.batch
+        self.non_tensor_batch = both.non_tensor_batch
+        self.meta_info = both.meta_info
         return self
 
     def make_iterator(
@@ -287,10 +309,13 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict | None = None,
     ) -> Iterator["DataProto"]:
-        """Mini-batches of `mini_batch_size` rows, which must divide B, `epochs` times over.
+        """Iterate over mini-batches, `epochs` times over the batch.
 
-        `dataloader_kwargs` go to torch's DataLoader: {"shuffle": True} draws a new order each
-        epoch, the same ones for the same `seed`.
+        Args:
+            mini_batch_size: rows of a mini-batch; must divide B.
+            seed: of the orders that a shuffle draws.
+            dataloader_kwargs: arguments of torch's DataLoader. {"shuffle": True} draws a new order
+                for each epoch.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError(
@@ -299,17 +324,17 @@ class DataProto:
             )
         if not len(self):  # a shuffling DataLoader refuses an empty data set
             return iter(())
-        # The loader draws row numbers alone, so that a mini-batch is one gather and not a stack of
-        # rows.
+
+        # The loader draws only row numbers, so a mini-batch is one gather, not a stack of rows.
         settings: dict[str, Any] = {"collate_fn": self.select_idxs, **(dataloader_kwargs or {})}
-        # else the global generator, which in order is left alone
+        # A loader without a generator draws from the global one, also if it does not shuffle.
         if seed is not None or not settings.get("shuffle"):
             settings["generator"] = torch.Generator().manual_seed(seed or 0)
         loader: Any = DataLoader(range(len(self)), batch_size=mini_batch_size, **settings)  # pyright: ignore
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def is_padding_enabled(self) -> bool:
-        """Whether this batch, or every batch of the process, may be cut unevenly."""
+        """Return whether this batch, or every batch of the process, may be cut unevenly."""
         return bool(
             self.meta_info.get(DataProtoConfig.auto_padding_key, False)
             or DataProtoConfig.auto_padding
@@ -329,31 +354,39 @@ class DataProto:
         self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list["DataProto"]:
-        """`chunks` pieces in order. Equal ones, or with padding enabled of sizes that differ by at
-        most one."""
+        """Cut the batch into `chunks` pieces of equal size, in order.
+
+        If padding is enabled, sizes may differ by one.
+        """
         if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
             raise BatchError(
                 f"chunk needs a number of rows divisible by chunks, got {len(self)} rows and "
                 f"{chunks} chunks. Pad with pad_dataproto_to_divisor, or build the batch with "
                 "auto_padding=True."
             )
+
         size, longer = divmod(len(self), chunks)
         starts = (i * size + min(i, longer) for i in range(chunks + 1))
         return [self.slice(start, end) for start, end in itertools.pairwise(starts)]
 
     def split(self, split_size: int) -> list["DataProto"]:
-        """Pieces of `split_size` rows in order; the last one has what is left."""
+        """Cut the batch into pieces of `split_size` rows, in order; the last one may be smaller."""
         if split_size < 1:
             raise BatchError(f"split_size must be at least 1, got {split_size}.")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: list["DataProto"]) -> "DataProto":
-        """All rows, one batch after the other. Columns must be the same in all; meta_info is the
-        first one's."""
+        """Join batches with the same columns, one after the other.
+
+        The result has the meta_info of the first batch.
+        """
         if not data:
             raise BatchError("concat needs at least one DataProto, got an empty list.")
-        first, tensors, columns = data[0], data[0]._tensors(), data[0]._columns()
+
+        first = data[0]
+        tensors = first._tensors()
+        columns = first._columns()
         for position, other in enumerate(data):
             differing = (
                 columns.items() ^ other._columns().items()
@@ -364,11 +397,13 @@ class DataProto:
                     f"concat needs the same columns in all batches; {position} differs from 0 in "
                     f"{sorted(differing)}."
                 )
+
         batch: Any = None
         if all(piece.batch is not None for piece in data):
             joined: Any = {key: torch.cat([piece.batch[key] for piece in data]) for key in tensors}
             sizes = [sum(len(piece) for piece in data), *first.batch.batch_size[1:]]
             batch = TensorDict(joined, batch_size=sizes, device=first.batch.device)
+
         objects = {
             key: np.concatenate([piece.non_tensor_batch[key] for piece in data])
             for key in first.non_tensor_batch
@@ -378,19 +413,19 @@ class DataProto:
     def reorder(self, indices: Indices) -> None:
         """Put the rows into the order of `indices`, in place."""
         other = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+        self.batch = other.batch
+        self.non_tensor_batch = other.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Each row `repeat_times` times: a,a,b,b when interleaved, else a,b,a,b."""
+        """Repeat each row: a,a,b,b when interleaved, else a,b,a,b."""
         if repeat_times < 0:
             raise BatchError(f"repeat_times must not be negative, got {repeat_times}.")
         rows = np.arange(len(self))
-        return self.select_idxs(
-            np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
-        )
+        spread = np.repeat if interleave else np.tile
+        return self.select_idxs(spread(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Indices) -> "DataProto":
-        """Row i `repeat_times[i]` times, copies side by side."""
+        """Repeat row i `repeat_times[i]` times; copies of a row are neighbors."""
         times = np.asarray(repeat_times, dtype=np.int64)
         if times.shape != (len(self),) or (times < 0).any():
             raise BatchError(
@@ -402,10 +437,11 @@ class DataProto:
     def unfold_column_chunks(
         self, n_split: int, split_keys: list[str] | None = None
     ) -> "DataProto":
-        """Cut dimension 1 of `split_keys` into `n_split` rows each: (B, n_split * k, ...) -> (B *
-        n_split, k, ...). An object column of lists of one length L counts as (B, L).
+        """Cut dimension 1 of the columns `split_keys` into `n_split` rows each.
 
-        All other columns are repeated to match, rows of one origin side by side.
+        A column (B, n_split * k, ...) becomes (B * n_split, k, ...). An object column of lists of
+        one length L counts as (B, L). All other columns are repeated to match; rows of one origin
+        are neighbors.
         """
         columns = {**self._tensors(), **self.non_tensor_batch}
         rows = len(self) * n_split
@@ -413,11 +449,10 @@ class DataProto:
         for key in split_keys or ():
             column = lists_as_matrix(columns[key]) if key in columns else None
             if column is None or column.ndim < 2 or n_split < 1 or column.shape[1] % n_split:
-                fact = (
-                    f"there are {list(columns)}"
-                    if column is None
-                    else f"it has {tuple(column.shape[1:])} after the rows"
-                )
+                if column is None:
+                    fact = f"there are {list(columns)}"
+                else:
+                    fact = f"it has {tuple(column.shape[1:])} after the rows"
                 raise BatchError(
                     f"Column '{key}' needs a dimension 1 divisible by n_split={n_split}; {fact}."
                 )
@@ -425,14 +460,14 @@ class DataProto:
 
         unfolded = self.repeat(n_split)
         for key, column in cut.items():
-            home: Any = (
-                unfolded.non_tensor_batch if key in self.non_tensor_batch else unfolded.batch
-            )
-            home[key] = column
+            if key in self.non_tensor_batch:
+                unfolded.non_tensor_batch[key] = column
+            else:
+                unfolded.batch[key] = column
         return unfolded
 
     def save_to_disk(self, filepath: str | os.PathLike) -> None:
-        """Write one file; a reader never sees half of it."""
+        """Write one file, atomically: a reader never sees half of it."""
         partial = Path(f"{os.fspath(filepath)}.partial")
         with partial.open("wb") as file:
             pickle.dump(self, file, protocol=5)
@@ -448,47 +483,45 @@ class DataProto:
         return data
 
     def print_size(self, prefix: str = "") -> None:
-        """Print rows and MiB; of objects only their own size, not what they point to."""
-        tensor_mib = (
-            sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
-            / 2**20
-        )
-        object_mib = (
-            sum(sys.getsizeof(x) for column in self.non_tensor_batch.values() for x in column.flat)
-            / 2**20
-        )
-        print(
-            (
-                f"{prefix}{len(self)} rows, {tensor_mib:.3f} MiB of tensors, {object_mib:.3f} MiB "
-                "of objects"
-            ),
-            flush=True,
-        )
+        """Print the number of rows and MiB. Objects count without those that they refer to."""
+        tensor_bytes = sum(tensor.nbytes for tensor in self._tensors().values())
+        object_bytes = 0
+        for column in self.non_tensor_batch.values():
+            object_bytes += sum(sys.getsizeof(value) for value in column.flat)
+
+        tensor_mib = tensor_bytes / MIB
+        object_mib = object_bytes / MIB
+        sizes = f"{tensor_mib:.3f} MiB of tensors, {object_mib:.3f} MiB of objects"
+        print(f"{prefix}{len(self)} rows, {sizes}", flush=True)
 
     def _tensors(self) -> dict[str, Any]:
         return {} if self.batch is None else dict(self.batch.items())  # pyright: ignore[reportReturnType]
 
     def _columns(self) -> dict[str, tuple[int, ...]]:
-        """Every column's sizes beside the rows."""
-        return {
-            key: tuple(column.shape[1:])
-            for key, column in {**self._tensors(), **self.non_tensor_batch}.items()
-        }
+        """Return the sizes of every column after the row dimension."""
+        columns = {**self._tensors(), **self.non_tensor_batch}
+        return {key: tuple(column.shape[1:]) for key, column in columns.items()}
 
     def _require(self, *wanted: Sequence[str]) -> None:
+        """Raise BatchError unless the tensor columns, object columns and meta entries exist."""
+        kinds = ("tensor column", "object column", "meta_info")
         homes = (self._tensors(), self.non_tensor_batch, self.meta_info)
-        for kind, keys, home in zip(("tensor column", "object column", "meta_info"), wanted, homes):
-            if missing := [key for key in keys if key not in home]:
+        for kind, keys, home in zip(kinds, wanted, homes):
+            missing = [key for key in keys if key not in home]
+            if missing:
                 raise BatchError(
                     f"No {kind} {missing} in this DataProto; there are {sorted(home)}."
                 )
 
     def _map(self, function: Callable[[Any], Any], rows: int, inner: Any = None) -> "DataProto":
-        """Every column through a function; `rows` and `inner` (None: as here) are the batch sizes
-        after it."""
+        """Apply a function to every column.
+
+        `rows` and `inner` are the batch sizes of the result; None keeps the inner ones.
+        """
         batch: Any = self.batch
         if batch is not None:
-            sizes = [rows, *(batch.batch_size[1:] if inner is None else inner)]
+            inner_sizes = batch.batch_size[1:] if inner is None else inner
+            sizes = [rows, *inner_sizes]
             columns = {key: function(column) for key, column in batch.items()}
             batch = TensorDict(columns, batch_size=sizes, device=batch.device)
         objects = {key: function(column) for key, column in self.non_tensor_batch.items()}
@@ -496,14 +529,17 @@ class DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows, again from the first on, until `size_divisor` divides B; returns (padded, number
-    appended)."""
+    """Append rows until `size_divisor` divides B; return the padded batch and their number.
+
+    The appended rows are copies, from the first row on.
+    """
     if size_divisor < 1:
         raise BatchError(f"size_divisor must be at least 1, got {size_divisor}.")
     pad_size = -len(data) % size_divisor
-    return (
-        data.select_idxs(np.arange(len(data) + pad_size) % len(data)) if pad_size else data
-    ), pad_size
+    if not pad_size:
+        return data, 0
+    rows = np.arange(len(data) + pad_size) % len(data)
+    return data.select_idxs(rows), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
@@ -516,7 +552,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Every column from (B, ...) to (new_batch_size, B / new_batch_size, ...)."""
+    """Reshape every column from (B, ...) to (new_batch_size, B / new_batch_size, ...)."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise BatchError(
             f"new_batch_size must divide the {len(data)} rows of the batch, got {new_batch_size}."
@@ -528,19 +564,24 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Every column from (b_1, ..., b_k, ...) to (b_1 * ... * b_k, ...), k = `batch_dims`; undoes
-    `fold_batch_dim`."""
-    rows = math.prod(leading_sizes({**data._tensors(), **data.non_tensor_batch}, batch_dims))
+    """Reshape every column from (b_1, ..., b_k, ...) to (b_1 * ... * b_k, ...), k = `batch_dims`.
+
+    This undoes `fold_batch_dim`.
+    """
+    columns = {**data._tensors(), **data.non_tensor_batch}
+    rows = math.prod(leading_sizes(columns, batch_dims))
     return data._map(
         lambda column: column.reshape(rows, *column.shape[batch_dims:]), rows, inner=()
     )
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
-    """Rows back to a batch (for a DataLoader over a DataProto); without meta_info."""
+    """Join rows to a batch without meta_info, for a DataLoader over a DataProto."""
     if not x:
         raise BatchError("collate_fn needs at least one row, got an empty list.")
-    batch: Any = None if x[0].batch is None else torch.stack([item.batch for item in x])  # pyright: ignore
+    batch: Any = None
+    if x[0].batch is not None:
+        batch = torch.stack([item.batch for item in x])  # pyright: ignore
     objects = {
         key: object_column(item.non_tensor_batch[key] for item in x)
         for key in x[0].non_tensor_batch

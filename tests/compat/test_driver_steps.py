@@ -143,7 +143,11 @@ def test_the_reward_manager_of_a_configuration(tmp_path):
     assert isinstance(manager, DAPORewardManager)
     assert manager.max_resp_len == 3
     assert config.reward_model.reward_kwargs == {}, "the caller's configuration stays"
-    assert reward.get_custom_reward_fn(config)("a", "b", "c")["kind"] == "own"
+    function = reward.get_custom_reward_fn(config)
+    assert function("a", "b", "c")["kind"] == "own"
+    assert function("a", "b", ground_truth="c", extra_info=None)["score"] == 0.5
+    with pytest.raises(TypeError, match="up to 4 positional"):
+        function("a", "b", "c", None, "d")
 
     data = batch()
     data.batch["prompts"] = torch.zeros(4, 2, dtype=torch.long)

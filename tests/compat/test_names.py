@@ -2,6 +2,8 @@
 names."""
 
 import dataclasses
+import importlib
+import json
 import logging
 import warnings
 from dataclasses import dataclass
@@ -98,6 +100,40 @@ def test_tracking_writes_what_is_logged(tmp_path: Path, monkeypatch):
     lines = written.read_text().splitlines()
     assert len(lines) == 1
     assert '"loss": 0.5' in lines[0]
+
+
+def test_samples_go_to_the_tracker_of_the_run(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = tracking.Tracking("project", "run", ["file"])
+    generations = tracking.ValidationGenerationsLogger()
+    generations.log(["file"], [["1+1?", "2", 1.0], ["2+2?", "5", 0.0]], step=7)
+    tracker.finish()
+    written = tmp_path / "checkpoints/project/run/generations/7.jsonl"
+    assert [json.loads(line) for line in written.read_text().splitlines()] == [
+        {"step": 7, "input": "1+1?", "output": "2", "score": 1.0},
+        {"step": 7, "input": "2+2?", "output": "5", "score": 0.0},
+    ]
+    with pytest.raises(ValueError, match="zip"):
+        generations.log(["file"], [["only a prompt"]], step=8)
+
+
+def test_samples_open_a_tracker_where_none_is(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    generations = tracking.ValidationGenerationsLogger("project", "other")
+    generations.log("file", [("in", "out", 0.5)], 1)
+    generations.log("file", [("in", "out", 0.5)], 2)
+    generations.finish()
+    folder = tmp_path / "checkpoints/project/other/generations"
+    assert sorted(path.name for path in folder.iterdir()) == ["1.jsonl", "2.jsonl"]
+
+
+def test_checkpoint_managers_name_the_way():
+    with pytest.raises(ModuleNotFoundError, match="trainer.save_checkpoint"):
+        importlib.import_module("verl.utils.checkpoint.fsdp_checkpoint_manager")
+    with pytest.raises(ImportError, match="BaseCheckpointManager.*trainer.save_checkpoint"):
+        from verl.utils.checkpoint.checkpoint_manager import (  # noqa: F401
+            BaseCheckpointManager,  # pyright: ignore
+        )
 
 
 def test_a_tokenizer_pads_on_the_left():

@@ -70,6 +70,11 @@ PUBLISHED = {
         Worker()
         Worker.rank
         Worker.world_size
+        Worker.get_master_addr_port(self)
+        Worker.get_availale_master_addr_port(self)
+        Worker.get_cuda_visible_devices(self)
+        Worker.execute_with_func_generator(self, func, *args, **kwargs)
+        Worker.execute_func_rank_zero(self, func, *args, **kwargs)
     """,
     "verl.single_controller.base.decorator": """
         Dispatch.RANK_ZERO
@@ -85,12 +90,19 @@ PUBLISHED = {
         register_dispatch_mode(dispatch_mode_name, dispatch_fn, collect_fn)
         update_dispatch_mode(dispatch_mode, dispatch_fn, collect_fn)
         get_predefined_dispatch_fn(dispatch_mode)
+        MAGIC_ATTR
+        _check_dispatch_mode(dispatch_mode)
+        _check_execute_mode(execute_mode)
+        _split_args_kwargs_data_proto(chunks, *args, **kwargs)
+        _split_args_kwargs_data_proto_with_auto_padding(chunks, *args, **kwargs)
+        _materialize_futures(*args, **kwargs)
     """,
     "verl.single_controller.ray": """
         RayResourcePool(process_on_nodes=None, use_gpu=True, name_prefix=None, max_colocate_count=10, detached=False)
         RayClassWithInitArgs(cls, *args, **kwargs)
         RayWorkerGroup(resource_pool, ray_cls_with_init)
         RayWorkerGroup.spawn(self, prefix_set)
+        RayWorkerGroup.spawn_fused(self, prefix_set)
         create_colocated_worker_cls(class_dict)
     """,
     "verl.trainer.ppo.core_algos": f"""

@@ -16,6 +16,7 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.ray import connect
+from verl.utils.errors import ConfigError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -139,3 +140,18 @@ def test_fused_classes_of_their_own(pool):
     fused = RayWorkerGroup(pool, create_colocated_worker_cls_fused(CLASSES))
     fused.fuse(["actor"])
     assert fused.actor.add(1) == [1, 2]
+
+    groups = fused.spawn_fused(["actor", "critic"])
+    assert list(groups) == ["actor", "critic"]
+    assert groups["actor"].world_size == 2
+    assert groups["actor"].add(5) == [5, 6]
+    assert groups["critic"].sub([11, 12]) == [1, 2]
+    with pytest.raises(ConfigError, match="no fused role 'judge'"):
+        fused.spawn_fused(["judge"])
+
+
+def test_functions_run_on_the_ranks(actors):
+    data = DataProto.from_dict({"a": torch.zeros(4)})
+    output = actors.execute_with_func_generator(lambda worker, data: worker.add_rank(data), data)
+    assert output.batch["a"].tolist() == [0, 0, 1, 1]
+    assert actors.execute_func_rank_zero(lambda x: (x, os.environ["RANK"]), 7) == (7, "0")

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
 MASK = random_mask(5, 6, 7)
 OLD, DRIFT, ADVANTAGES_OF = random_columns(5, 6, 7, 3)
 OLD = -OLD.abs()
-NEW = OLD + 0.4 * DRIFT
+NEW = (OLD + 0.4 * DRIFT).clamp(max=-0.01)  # log probabilities are negative
 GAINS = ADVANTAGES_OF[:, :1].expand(6, 7).contiguous()
 UIDS = np.array(["x", "y", "x", "y", "y", "x"], dtype=object)
 

@@ -55,7 +55,7 @@ def test_a_hub_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, scrip
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
     with pytest.raises(
-        DataError, match="cannot be had from the hub: Couldn't reach .* --local_dataset_path"
+        DataError, match="cannot be loaded from the hub: Couldn't reach .* --local_dataset_path"
     ):
         load_script(f"data_preprocess/{script}.py").main(
             [*arguments, "--local_save_dir", str(tmp_path)]

@@ -78,6 +78,13 @@ def test_a_batch_comes_back_with_its_objects(lengths, max_tokens):
     ]
 
 
+def test_there_are_no_more_parts_than_the_tokens_need():
+    """Dealing longest first, or to the first part with room, makes three parts of these."""
+    lengths = [28, 23, 13, 17, 26, 5]
+    parts, _ = rearrange_micro_batches(batch_of(lengths).batch, 57)
+    assert len(parts) == ceildiv(sum(lengths), 57) == 2
+
+
 def test_even_parts_are_more_even_than_parts_in_order():
     lengths, fullest = [10, 1, 1, 1, 1, 1, 1, 10, 10, 10], {}
     for even in (True, False):

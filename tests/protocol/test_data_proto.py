@@ -124,6 +124,15 @@ def test_items_are_rows_and_collate_puts_them_back(data):
         data[len(data)]
 
 
+def test_a_range_and_numbers_of_numpy_and_torch_are_indices():
+    data = make_batch(4)
+    rows = as_rows(data)
+    assert as_rows(data[range(1, 3)]) == rows[1:3]
+    for number in (np.int64(2), torch.tensor(2)):
+        assert data[number].non_tensor_batch["text"] == "row 2"
+        assert data[number].batch["ids"].tolist() == rows[2]["ids"]
+
+
 def test_bad_indices_are_refused():
     data = make_batch(3)
     with pytest.raises(IndexError, match="3 rows"):

@@ -28,6 +28,30 @@ def test_pickle_round_trip(data, protocol):
             again.batch["scores"] += 1  # what was read may be written to
 
 
+@pytest.mark.parametrize("kind", ["both", "tensors", "objects"])
+def test_torch_save_round_trip(kind, tmp_path):
+    data = make_batch(5, kind)
+    for part in (data, data[1:3], data[:0]):
+        torch.save(part, tmp_path / "batch.pt")
+        again = torch.load(tmp_path / "batch.pt", weights_only=False)
+        assert as_rows(again) == as_rows(part)
+        assert dtypes(again) == dtypes(part)
+        assert again.meta_info == {"step": 3}
+
+
+def test_a_batch_without_columns_is_pickled():
+    again = pickle.loads(pickle.dumps(DataProto()))
+    assert again.batch is None
+    assert len(again) == 0
+
+
+def test_a_row_is_pickled():
+    item = make_batch(3)[1]
+    again = pickle.loads(pickle.dumps(item))
+    assert again.non_tensor_batch == item.non_tensor_batch
+    assert again.batch["ids"].tolist() == item.batch["ids"].tolist()
+
+
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("share", [False, True])
 def test_a_slice_carries_its_own_bytes_alone(protocol, share):

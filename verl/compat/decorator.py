@@ -1,8 +1,11 @@
-"""verl 0.5's table of dispatch modes, and the checks of `register` (`base.decorator`)."""
+"""verl 0.5's table of dispatch modes, the checks of `register`, and the ways to split arguments
+(`base.decorator`)."""
 
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+from verl.protocol import DataProto, pad_dataproto_to_divisor
+from verl.single_controller.data_future import DataProtoFuture
 from verl.single_controller.dispatch import (
     CALL_PLAN,
     MODES,
@@ -11,9 +14,12 @@ from verl.single_controller.dispatch import (
     functions_of,
     mode_of_functions,
 )
-from verl.utils.errors import ConfigError
+from verl.utils.errors import BatchError, ConfigError
 
-MAGIC_ATTR = CALL_PLAN  # where `register` notes its arguments on a method
+# The attribute of a method with the arguments of `register`: a dictionary with the keys
+# dispatch_mode, execute_mode and blocking.
+MAGIC_ATTR = CALL_PLAN
+_padding_size_key = "_verl_padding_size"  # in the arguments of every chunk: rows that were added
 _KEYS = ("dispatch_fn", "collect_fn")
 
 Functions = dict[str, Callable[..., Any]]
@@ -78,3 +84,70 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
     """The method of a worker group that runs a call: {"execute_fn_name": ...}."""
     _check_execute_mode(execute_mode)
     return {"execute_fn_name": f"execute_{execute_mode.value}"}
+
+
+def _split_args_kwargs_data_proto(
+    chunks: int, *args: Any, **kwargs: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments with every batch cut into a list of `chunks` batches.
+
+    Raises BatchError for an argument that is neither a DataProto nor a DataProtoFuture, and for a
+    number of rows that `chunks` does not divide.
+    """
+    for value in (*args, *kwargs.values()):
+        _require_batch(value)
+    columns = [value.chunk(chunks) for value in args]
+    named = {name: value.chunk(chunks) for name, value in kwargs.items()}
+    return columns, named
+
+
+def _split_args_kwargs_data_proto_with_auto_padding(
+    chunks: int, *args: Any, **kwargs: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Pad the batches that allow it, then cut every batch into a list of `chunks` batches.
+
+    If a batch has padding enabled, the keywords get `_padding_size_key`: the number of rows that
+    were added to it. All such batches must have the same number of rows.
+    """
+    added: int | None = None
+    num_rows = 0
+
+    def pad(value: Any) -> Any:
+        nonlocal added, num_rows
+        if not isinstance(value, DataProto) or not value.is_padding_enabled():
+            return value
+        if added is not None and len(value) != num_rows:
+            raise BatchError(
+                f"Batches that are padded together need equally many rows, got {num_rows} and "
+                f"{len(value)}. Split them in separate calls."
+            )
+        num_rows = len(value)
+        padded, added = pad_dataproto_to_divisor(value, chunks)
+        return padded
+
+    padded_args = [pad(value) for value in args]
+    padded_kwargs = {name: pad(value) for name, value in kwargs.items()}
+    columns, named = _split_args_kwargs_data_proto(chunks, *padded_args, **padded_kwargs)
+
+    if added is not None:
+        named[_padding_size_key] = added
+    return columns, named
+
+
+def _require_batch(value: Any) -> None:
+    if not isinstance(value, DataProto | DataProtoFuture):
+        raise BatchError(
+            f"Only a DataProto or a DataProtoFuture can be split, got {type(value).__name__}. "
+            "Register the method with Dispatch.ONE_TO_ALL to pass other values."
+        )
+
+
+def _materialize_futures(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with every DataProtoFuture replaced by its batch."""
+    columns = tuple(_batch_of(value) for value in args)
+    named = {name: _batch_of(value) for name, value in kwargs.items()}
+    return columns, named
+
+
+def _batch_of(value: Any) -> Any:
+    return value.get() if isinstance(value, DataProtoFuture) else value

@@ -176,7 +176,7 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "masked_whiten pad_2d_list_to_length pad_sequence_to_length postprocess_data "
         "remove_pad_token split_dict_tensor_into_batches tokenize_and_postprocess_data",
     ),
-    "verl.utils.tracking": _same("verl.compat.tracking", "Tracking"),
+    "verl.utils.tracking": _same("verl.compat.tracking", "Tracking ValidationGenerationsLogger"),
     "verl.workers.fsdp_workers": {
         "ActorRolloutRefWorker": ("verl.workers", "ActorWorker"),
         "CriticWorker": "verl.workers",
@@ -211,7 +211,8 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         **_same(
             _DECORATOR,
             "DISPATCH_MODE_FN_REGISTRY MAGIC_ATTR _check_dispatch_mode _check_execute_mode "
-            "get_predefined_execute_fn",
+            "_materialize_futures _padding_size_key _split_args_kwargs_data_proto "
+            "_split_args_kwargs_data_proto_with_auto_padding get_predefined_execute_fn",
         ),
     },
     "verl.single_controller.ray.base": {
@@ -225,6 +226,16 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
     },
 }
 
+
+_OWN_CHECKPOINTS = (
+    "checkpoint managers are not in this version. Call trainer.save_checkpoint() and "
+    "trainer.load_checkpoint(), or read the files with verl.checkpoint"
+)
+
+# Names of old modules that this version does not have, with the way to the same end.
+ABSENT_NAMES = {
+    "verl.utils.checkpoint.checkpoint_manager": {"BaseCheckpointManager": _OWN_CHECKPOINTS},
+}
 
 # Modules that this version does not have, with the way to the same end.
 ABSENT = {
@@ -244,6 +255,8 @@ ABSENT = {
         "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
         "actor_rollout_ref.rollout.tensor_model_parallel_size"
     ),
+    "verl.utils.checkpoint.fsdp_checkpoint_manager": _OWN_CHECKPOINTS,
+    "verl.utils.checkpoint.megatron_checkpoint_manager": _OWN_CHECKPOINTS,
     "verl.workers.sharding_manager": (
         "weights go to the rollout by themselves (verl.weight_sync). Call trainer.sync_weights()"
     ),
@@ -275,6 +288,9 @@ class _OldModule(ModuleType):
         names = OLD_PATHS[self.__name__]
         if name in names:
             return find_old_name(self.__name__, name)
+        way = ABSENT_NAMES.get(self.__name__, {}).get(name)
+        if way is not None:  # "from module import name" hides the message of an AttributeError
+            raise ImportError(f"No '{name}' in '{self.__name__}': {way}.", name=self.__name__)
         known = ", ".join(sorted(names)) or "only submodules"
         raise AttributeError(
             f"'{self.__name__}' is an old path of verl 0.5; of its names this version has: {known}."
@@ -371,4 +387,7 @@ def page() -> str:
     lines += ["", "Not in this version:", "", "| old | way |", "|---|---|"]
     for name, way in ABSENT.items():
         lines.append(f"| `{name}` | {way} |")
+    for module, names in ABSENT_NAMES.items():
+        for name, way in names.items():
+            lines.append(f"| `{module}.{name}` | {way} |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""`Tracking` of verl 0.5 over the trackers here."""
+"""`Tracking` and `ValidationGenerationsLogger` of verl 0.5 over the trackers here."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,9 +7,14 @@ from typing import Any
 from verl.tracking.backends import TrackerSettings
 from verl.tracking.tracker import Tracker
 
+_SAMPLE_COLUMNS: Sequence[str] = ("input", "output", "score")
+
+# Trackers of the Tracking that is open in this process, by name.
+_of_run: dict[str, Tracker] = {}
+
 
 class Tracking:
-    """Sends metrics to trackers.
+    """Send metrics to trackers.
 
     Args:
         project_name, experiment_name: how trackers call the run.
@@ -25,16 +30,12 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         backends = [default_backend] if isinstance(default_backend, str) else default_backend
-        settings = TrackerSettings(
-            project_name=project_name,
-            experiment_name=experiment_name,
-            folder=Path("checkpoints") / project_name / experiment_name,
-            config=config or {},
-        )
+        settings = _settings_of(project_name, experiment_name, config or {})
         self._trackers = {name: Tracker([name], settings) for name in backends}
+        _of_run.update(self._trackers)
 
     def log(self, data: Mapping[str, Any], step: int, backend: Sequence[str] | None = None) -> None:
-        """Record the metrics of a step; `backend`: with some of the trackers alone."""
+        """Record the metrics of a step, with all trackers or only those that `backend` names."""
         for name, tracker in self._trackers.items():
             if backend is None or name in backend:
                 tracker.log(data, step)
@@ -43,3 +44,56 @@ class Tracking:
         """Write everything and close."""
         for tracker in self._trackers.values():
             tracker.finish()
+        for name in self._trackers:
+            _of_run.pop(name, None)
+
+
+class ValidationGenerationsLogger:
+    """Send samples of a validation to trackers.
+
+    Args:
+        project_name, experiment_name: names for a tracker that is not open yet.
+    """
+
+    def __init__(self, project_name: str = "verl", experiment_name: str = "validation") -> None:
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self._opened: dict[str, Tracker] = {}
+
+    def log(
+        self, loggers: str | Sequence[str], samples: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Record samples, each (input, output, score), with the trackers of these names.
+
+        They go to the trackers of the `Tracking` that is open. A name that it does not have opens
+        a tracker at its first use.
+        """
+        rows = [dict(zip(_SAMPLE_COLUMNS, sample, strict=True)) for sample in samples]
+        names = [loggers] if isinstance(loggers, str) else loggers
+        for name in names:
+            self._tracker(name).log_generations(rows, step)
+
+    def finish(self) -> None:
+        """Write everything and close the trackers that `log` opened."""
+        for tracker in self._opened.values():
+            tracker.finish()
+        self._opened = {}
+
+    def _tracker(self, name: str) -> Tracker:
+        if name in _of_run:
+            return _of_run[name]
+        if name not in self._opened:
+            settings = _settings_of(self.project_name, self.experiment_name, {})
+            self._opened[name] = Tracker([name], settings)
+        return self._opened[name]
+
+
+def _settings_of(
+    project_name: str, experiment_name: str, config: Mapping[str, Any]
+) -> TrackerSettings:
+    return TrackerSettings(
+        project_name=project_name,
+        experiment_name=experiment_name,
+        folder=Path("checkpoints") / project_name / experiment_name,
+        config=config,
+    )

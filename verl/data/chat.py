@@ -162,7 +162,7 @@ def _render(
         )
         return text
 
-    with refusals_told(messages, "data.custom_chat_template"):
+    with template_errors(messages, "data.custom_chat_template"):
         check_roles(messages, by_template)
         return by_template(messages)
 
@@ -187,7 +187,7 @@ def check_roles(messages: Messages, render: Callable[[Messages], str]) -> None:
 
 
 @contextmanager
-def refusals_told(messages: Messages, key: str) -> Iterator[None]:
+def template_errors(messages: Messages, key: str) -> Iterator[None]:
     """DataError where the chat template refuses the messages; `key` sets another one."""
     try:
         yield

@@ -25,7 +25,7 @@ FORMATS = (
 # found wins.
 SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
 _MARKERS = ("dataset_dict.json", "state.json")  # one of them lies in every `save_to_disk` folder
-_GZIP = b"\x1f\x8b"  # what a file packed by gzip begins with
+_GZIP = b"\x1f\x8b"  # the first bytes of a file packed by gzip
 
 # Raised by `datasets` where JSON of a `save_to_disk` folder has other types than were saved.
 _DAMAGED_FOLDER = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -82,7 +82,7 @@ class ListRows:
 
 
 def as_file_list(files: Any) -> list[str]:
-    """One path or a sequence of paths as a list, or DataError."""
+    """Return one path or a sequence of paths as a list, or raise DataError."""
     listed = [files] if isinstance(files, (str, Path)) else list(files or ())
     if not listed or not all(isinstance(file, (str, Path)) and str(file) for file in listed):
         raise DataError(f"Data files must be a path or a list of paths, got {files!r}.")
@@ -90,8 +90,10 @@ def as_file_list(files: Any) -> list[str]:
 
 
 def open_rows(file: str | Path, split: str = "train") -> Rows:
-    """The rows of a file or folder (`split` picks among several in a folder). DataError if it is
-    missing, of an unknown format, unreadable or empty."""
+    """Return the rows of a file or folder; `split` selects among several in a folder.
+
+    Raises DataError if it is missing, unreadable or empty, or its format is unknown.
+    """
     path = Path(file).expanduser()
     if path.is_dir():
         rows: Rows = _open_folder(path, split)
@@ -107,6 +109,7 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
         rows = ListRows(read_json_rows(path))
     else:
         raise DataError(f"Data file '{file}' must be {FORMATS}, got the suffix '{path.suffix}'.")
+
     if len(rows) == 0:
         raise DataError(
             f"Data file '{file}' holds no rows. Write it again, or take it off the list."
@@ -115,17 +118,17 @@ def open_rows(file: str | Path, split: str = "train") -> Rows:
 
 
 def has_split(file: str | Path, split: str) -> bool:
-    """Whether `file` is a `save_to_disk` folder of several splits with one for `split`."""
+    """Return whether `file` is a `save_to_disk` folder of several splits with one for `split`."""
     marker = Path(file).expanduser() / "dataset_dict.json"
     if not marker.is_file():
         return False
-    with _told_as_damaged(marker.parent):
+    with _damage_errors(marker.parent):
         splits = parse_json(marker.read_text(encoding="utf-8"))["splits"]
         return any(name in SPLITS[split] for name in splits)
 
 
 def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
-    """DataError where the rows lack the column that the configuration names in `key`."""
+    """Raise DataError if the rows lack the column that the configuration names in `key`."""
     if column not in rows.columns:
         raise DataError(
             f"{file}: the column '{column}' is missing; columns found: "
@@ -134,8 +137,7 @@ def require_column(file: str | Path, rows: Rows, column: str, key: str) -> None:
 
 
 def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
-    """DataError for the first row with pictures or videos, without which its text makes no
-    sense."""
+    """Raise DataError for the first row with pictures or videos, which its text depends on."""
     if column not in rows.columns:
         return
     for number, value in enumerate(rows.column(column)):
@@ -149,8 +151,8 @@ def refuse_media(file: str | Path, rows: Rows, column: str) -> None:
 
 
 @contextmanager
-def told_of(place: str) -> Iterator[None]:
-    """Errors within say where."""
+def errors_at(place: str) -> Iterator[None]:
+    """Put the place in front of the message of every DataError in the block."""
     try:
         yield
     except DataError as error:
@@ -164,15 +166,18 @@ def encoded_in_chunks(
     *,
     chunk: int,
 ) -> Iterator[Encoded]:
-    """What `encode` makes of each row of a file, `chunk` rows a call. DataError names the first
-    that it refuses."""
-    rest, start = iter(rows), 0
+    """Encode the rows of a file, `chunk` rows a call.
+
+    Raises DataError with the number of the first row that `encode` refuses.
+    """
+    rest = iter(rows)
+    start = 0
     while many := list(islice(rest, chunk)):
         try:
             encoded = encode(many)
         except DataError:
             for number, row in enumerate(many, start):
-                with told_of(f"{file}, row {number}"):  # it fails alone too
+                with errors_at(f"{file}, row {number}"):  # it fails alone too
                     encode([row])
             raise
         yield from encoded
@@ -180,10 +185,14 @@ def encoded_in_chunks(
 
 
 def content_fingerprint(file: str | Path) -> str:
-    """Hex digest of the bytes of a file, or of all files of a folder with their names."""
+    """Return the hex digest of a file's bytes, or of all files of a folder with their names."""
     path = Path(file).expanduser()
+    parts = [path]
+    if path.is_dir():
+        parts = sorted(part for part in path.rglob("*") if part.is_file())
+
     digest = hashlib.blake2b(digest_size=16)
-    for part in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+    for part in parts:
         digest.update(part.relative_to(path).as_posix().encode() + b"\0")
         with part.open("rb") as stream:
             while block := stream.read(1 << 20):
@@ -197,12 +206,13 @@ def _missing(file: str | Path, path: Path) -> str:
         return (
             f"Data file '{file}' does not exist, nor does the folder '{folder}'. Correct the path."
         )
-    beside = sorted(p.name for p in folder.iterdir() if p.suffix in (".parquet", ".json", ".jsonl"))
-    found = (
-        f"data files in that folder: {', '.join(beside[:8])}"
-        if beside
-        else "no data file is in that folder"
-    )
+
+    suffixes = (".parquet", ".json", ".jsonl")
+    others = sorted(part.name for part in folder.iterdir() if part.suffix in suffixes)
+    if others:
+        found = f"data files in that folder: {', '.join(others[:8])}"
+    else:
+        found = "no data file is in that folder"
     return (
         f"Data file '{file}' does not exist; {found}. Correct the path, or make the file with a "
         "script of examples/data_preprocess."
@@ -219,8 +229,10 @@ def _open_parquet(path: Path) -> Rows:
 
 
 def read_json_rows(path: Path) -> list[dict[str, Any]]:
-    """Objects one a line, or one array of objects; those of a file named .gz unpacked. DataError
-    names what is not."""
+    """Read JSON lines, or one JSON array, of objects; a file named .gz is unpacked.
+
+    Raises DataError with the line or element that is not an object.
+    """
     text = _read_text(path)
     if text.lstrip().startswith("["):
         try:
@@ -228,19 +240,21 @@ def read_json_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DataError(f"Data file '{path}' is not a JSON array: {error}.") from error
         return [_json_object(path, f"element {number}", row) for number, row in rows]
-    # Lines end at "\n" alone: str.splitlines would also cut at separators that JSON allows inside
-    # strings.
-    lines = [
-        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
-    ]
-    return [_parse_line(path, number, line) for number, line in lines]
+
+    # Only "\n" ends a line: str.splitlines also cuts at separators that JSON allows in strings.
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            rows.append(_parse_line(path, number, line))
+    return rows
 
 
 def _read_text(path: Path) -> str:
     try:
-        return (
-            gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        ).decode("utf-8")
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        return content.decode("utf-8")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"Data file '{path}' cannot be unpacked ({error}). Get it again, or name it without "
@@ -285,11 +299,13 @@ def _open_folder(path: Path, split: str) -> Rows:
             f"Folder '{path}' was not written by datasets' save_to_disk (it holds {inside}). Name "
             "such a folder, or the data files themselves."
         )
-    # with pandas it takes 0.6 s, which other files need not wait for
+
+    # Imported here: with pandas it takes 0.6 s, and other formats do not need it.
     from datasets import DatasetDict, load_from_disk
 
-    with _told_as_damaged(path):
+    with _damage_errors(path):
         loaded = load_from_disk(str(path))
+
     if not isinstance(loaded, DatasetDict):
         return ArrowRows(loaded.data.table)
     splits = {str(name): part for name, part in loaded.items()}
@@ -303,7 +319,7 @@ def _open_folder(path: Path, split: str) -> Rows:
 
 
 @contextmanager
-def _told_as_damaged(folder: Path) -> Iterator[None]:
+def _damage_errors(folder: Path) -> Iterator[None]:
     """Raise DataError for any error of reading a `save_to_disk` folder with a damaged file."""
     try:
         yield
@@ -315,14 +331,14 @@ def _told_as_damaged(folder: Path) -> Iterator[None]:
 
 
 def load_from_hub(name: str, *arguments: Any, **keywords: Any) -> Any:
-    """`datasets.load_dataset`; DataError where the hub does not answer."""
+    """Call `datasets.load_dataset`. Raises DataError if the hub does not answer."""
     from datasets import load_dataset
 
     try:
         return load_dataset(name, *arguments, **keywords)
     except (ConnectionError, TimeoutError) as error:
         raise DataError(
-            f"The set '{name}' cannot be had from the hub: {error}. Mend the network (HF_ENDPOINT "
-            "names a mirror, HF_HUB_OFFLINE=1 forbids it), or give files that are here with "
-            "--local_dataset_path."
+            f"The data set '{name}' cannot be loaded from the hub: {error}. Fix the network "
+            "(HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 forbids access), or pass local files "
+            "with --local_dataset_path."
         ) from error

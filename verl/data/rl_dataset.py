@@ -16,10 +16,10 @@ from verl.data.files import (
     Rows,
     as_file_list,
     content_fingerprint,
+    errors_at,
     open_rows,
     refuse_media,
     require_column,
-    told_of,
 )
 from verl.data.lengths import prompt_lengths, tokenizer_fingerprint
 from verl.utils.errors import DataError
@@ -86,7 +86,7 @@ class RLDataset(Dataset):
         source, number = map(int, self._kept[item])
         row = self._sources[source].row(number)
         messages = as_messages(row[self.config.prompt_key])
-        with told_of(f"{self.files[source]}, row {number}"):
+        with errors_at(f"{self.files[source]}, row {number}"):
             ids = apply_chat_template(self.tokenizer, messages)
         limit = self.config.max_prompt_length
         if len(ids) > limit:
@@ -213,7 +213,7 @@ def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
     refuse_media(file, rows, config.image_key)
     refuse_media(file, rows, config.video_key)
     for number, value in enumerate(rows.column(key)):
-        with told_of(f"{file}, row {number}, column '{key}'"):
+        with errors_at(f"{file}, row {number}, column '{key}'"):
             last = as_messages(value)[-1]
             if last["role"] != "tool" and not _has_content(last):
                 raise DataError(

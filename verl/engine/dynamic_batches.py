@@ -54,7 +54,9 @@ def rearrange_micro_batches(
     """
     lengths: list[int] = batch["attention_mask"].sum(-1).tolist()
     plan = plan_micro_batches(lengths, TokenBudget(max_tokens=max_token_len, key="max_token_len"))
-    if not use_dynamic_bsz_balance:
+    if use_dynamic_bsz_balance:
+        plan = _differenced(lengths, max_token_len, below=len(plan)) or plan
+    else:
         plan = _in_order(lengths, max_token_len)
     count = max(len(plan), min_num_micro_batch or 0)
     if dp_group is not None and same_micro_num_in_dp:
@@ -77,6 +79,21 @@ def restore_dynamic_batch(
 ) -> Shaped[Tensor, "B ..."]:
     """What the micro-batches gave, one after the other, in the order of the rows before."""
     return data[get_reverse_idx(list(itertools.chain(*batch_idx_list)))]
+
+
+def _differenced(lengths: Sequence[int], max_tokens: int, below: int) -> Plan | None:
+    """Return the fewest parts by largest differencing that hold at most `max_tokens` each.
+
+    The search starts at ceil(total / max_tokens), which no plan can undercut. None if no number of
+    parts smaller than `below` fits.
+    """
+    weights = [max(length, 1) for length in lengths]
+    fewest = max(ceildiv(sum(lengths), max_tokens), 1)
+    for count in range(fewest, below):
+        parts = largest_differencing(weights, count)
+        if all(sum(lengths[row] for row in rows) <= max_tokens for rows in parts):
+            return [rows for rows in parts if rows]
+    return None
 
 
 def _in_order(lengths: Sequence[int], max_tokens: int) -> Plan:

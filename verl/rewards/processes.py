@@ -100,8 +100,18 @@ class ProcessFunction:
         self._pool = pool
         self._numbers = itertools.count()
 
-    def __call__(self, **sample: Any) -> Any:
-        """What the function returns or raises, with the traceback of the process as the cause."""
+    def __call__(self, *given: Any, **sample: Any) -> Any:
+        """Call the function in a process.
+
+        Positional arguments are those of a reward function. An error of the function is raised
+        with the traceback of the process as the cause.
+        """
+        if len(given) > len(_PARAMETERS):
+            raise TypeError(
+                f"{self.name} takes up to {len(_PARAMETERS)} positional arguments "
+                f"({', '.join(_PARAMETERS)}), got {len(given)}. Pass the others by name."
+            )
+        sample = {**dict(zip(_PARAMETERS, given)), **sample}
         try:
             number = next(self._numbers)
             _, kind, answer = self._pool.ask([number, pack(sample)], self.timeout_s, number)
@@ -119,6 +129,8 @@ class ProcessFunction:
             raise RewardError(cannot_be_sent(error)) from error
 
 
+# Parameters of a reward function, in verl's order.
+_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _pools: weakref.WeakValueDictionary[str, HelperPool] = weakref.WeakValueDictionary()
 
 

@@ -27,15 +27,19 @@ from verl.single_controller.dealing import (
     token_counts,
     with_masked_rows,
 )
-from verl.single_controller.worker import DATA, ROLLOUT
 from verl.utils.errors import ConfigError
 
+# The attribute of a method that holds the arguments of `register`, as a dictionary.
 CALL_PLAN = "_verl_call_plan"
+# Purposes that shares of a batch are numbered for; see `Worker.shares`.
+DATA = "data"
+ROLLOUT = "rollout"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Split = Callable[[int, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments], Any]]
 Collect = Callable[[list[Any], Any], Any]
+DispatchFunctions = Mapping[str, Callable[..., Any]]  # {"dispatch_fn": ..., "collect_fn": ...}
 
 
 class Dispatch:
@@ -67,9 +71,9 @@ class Execute(str, Enum):
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What `@register` notes on a method. A call that is not `blocking` gives a future."""
+    """The arguments of `@register` for one method. A call that is not `blocking` gives a future."""
 
-    dispatch_mode: str
+    dispatch_mode: str | DispatchFunctions
     execute_mode: Execute = Execute.ALL
     blocking: bool = True
     materialize_futures: bool = True
@@ -353,15 +357,23 @@ def mode_of_functions(
     return DispatchMode(split, collect, shares, functions=(dispatch_fn, collect_fn))
 
 
-def find_dispatch_mode(name: str) -> DispatchMode:
-    """The pair registered under `name`."""
-    if name not in MODES:
-        raise ConfigError(f"Unknown dispatch mode '{name}'. Known: {', '.join(MODES)}.")
-    return MODES[name]
+def find_dispatch_mode(mode: str | DispatchFunctions) -> DispatchMode:
+    """Return the pair registered under a name, or the pair made of verl's two functions."""
+    if isinstance(mode, Mapping):
+        missing = [key for key in ("dispatch_fn", "collect_fn") if key not in mode]
+        if missing:
+            raise ConfigError(
+                f"A dispatch mode needs the functions 'dispatch_fn' and 'collect_fn', got "
+                f"{list(mode)}. Add {missing}."
+            )
+        return mode_of_functions(mode["dispatch_fn"], mode["collect_fn"])
+    if mode not in MODES:
+        raise ConfigError(f"Unknown dispatch mode '{mode}'. Known: {', '.join(MODES)}.")
+    return MODES[mode]
 
 
 def register(
-    dispatch_mode: str = Dispatch.ALL_TO_ALL,
+    dispatch_mode: str | DispatchFunctions = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -369,15 +381,23 @@ def register(
     """Mark a worker's method as callable on a whole group.
 
     Args:
-        dispatch_mode: how arguments are split and answers collected.
+        dispatch_mode: how arguments are split and answers collected: a mode's name, or a pair
+            {"dispatch_fn": ..., "collect_fn": ...} in the form of `register_dispatch_mode`.
         execute_mode: on which ranks it runs.
         blocking: whether a call on the group waits; if not, it gives a future with `result()`.
         materialize_futures: whether futures among the arguments are waited for before the call.
     """
-    plan = CallPlan(dispatch_mode, execute_mode, blocking, materialize_futures)
+    # A plain dictionary with verl's keys: recipes read it, and copy it to their own wrappers.
+    given: dict[str, Any] = {
+        "dispatch_mode": dispatch_mode,
+        "execute_mode": execute_mode,
+        "blocking": blocking,
+    }
+    if not materialize_futures:
+        given["materialize_futures"] = False
 
     def mark(method: Function) -> Function:
-        setattr(method, CALL_PLAN, plan)
+        setattr(method, CALL_PLAN, given)
         return method
 
     return mark
@@ -385,7 +405,12 @@ def register(
 
 @functools.cache
 def registered_methods(worker_class: type) -> dict[str, CallPlan]:
-    """The methods of a class that a group offers, with their plans."""
-    names = [name for name in dir(worker_class) if not name.startswith("__")]
-    plans = {name: getattr(getattr(worker_class, name), CALL_PLAN, None) for name in names}
-    return {name: plan for name, plan in plans.items() if plan is not None}
+    """Return the methods of a class that a group offers, with their plans."""
+    plans = {}
+    for name in dir(worker_class):
+        if name.startswith("__"):
+            continue
+        given = getattr(getattr(worker_class, name), CALL_PLAN, None)
+        if given is not None:
+            plans[name] = CallPlan(**given)
+    return plans

@@ -340,15 +340,28 @@ class RayWorkerGroup(WorkerGroup):
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Give the group an attribute for each role of its fused worker, with that role's
         methods."""
+        for role, methods in self.spawn_fused(prefix_set).items():
+            setattr(self, role, methods)
+
+    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, SimpleNamespace]:
+        """Return an object for each role of the fused worker, with that role's methods and
+        `world_size`."""
+        offered = registered_methods(self.worker_class)
+        groups = {}
         for role in prefix_set:
-            names = registered_methods(self.worker_class)
             prefix = fused_name(role, "")
             methods = {
                 name.removeprefix(prefix): getattr(self, name)
-                for name in names
+                for name in offered
                 if name.startswith(prefix)
             }
-            setattr(self, role, SimpleNamespace(**methods))
+            if not methods:
+                raise ConfigError(
+                    f"{self.worker_class.__name__} has no fused role '{role}' with registered "
+                    "methods. Give the role to create_colocated_worker_cls_fused."
+                )
+            groups[role] = SimpleNamespace(world_size=self.world_size, **methods)
+        return groups
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> GroupFuture:
         """Start any method of the worker on every rank.

@@ -1,13 +1,16 @@
-"""What every SPMD worker knows: its rank and how many there are."""
+"""The base of every SPMD worker: its rank, how many ranks there are, and helpers of verl 0.5."""
 
 import os
+import socket
+from collections.abc import Callable
+from typing import Any
 
-# What shares of a batch are numbered for; see `Worker.shares`.
-DATA, ROLLOUT = "data", "rollout"
+from verl.single_controller.dispatch import DATA, ROLLOUT, Dispatch, register
+from verl.utils.rendezvous import LOOPBACK, free_port
 
 
 class Worker:
-    """Base of all roles. A worker never knows whether Ray, torchrun or one process carries it.
+    """Base of all roles. A worker does not depend on its carrier: Ray, torchrun or one process.
 
     It may add columns to the batches it is given, but not write into their tensors: rank 0 may
     share them with the driver.
@@ -39,5 +42,42 @@ class Worker:
         return self.data_rank
 
     def shares(self) -> dict[str, int]:
-        """By the names that dispatch modes have for them, the numbers of this rank's shares."""
+        """Return the numbers of this rank's shares, by the names that dispatch modes use."""
         return {DATA: self.data_rank, ROLLOUT: self.rollout_rank}
+
+    def get_master_addr_port(self) -> tuple[str, str]:
+        """Return MASTER_ADDR and MASTER_PORT. Raises KeyError in a process without a launcher."""
+        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+    def get_availale_master_addr_port(self) -> tuple[str, str]:  # spelled as in verl 0.5
+        """Return the address of this machine, and a port that nothing uses now."""
+        return self._get_node_ip(), str(self._get_free_port())
+
+    def get_cuda_visible_devices(self) -> str:
+        """Return CUDA_VISIBLE_DEVICES, or "not set"."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+    def _get_node_ip(self) -> str:
+        """Return the address that other machines reach this one at; loopback without a network."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # selects an interface; UDP sends no packet here
+            except OSError:
+                return LOOPBACK
+            return probe.getsockname()[0]
+
+    def _get_free_port(self) -> int:
+        """Return a port that nothing uses now."""
+        return free_port("")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(
+        self, func: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `func(worker, ...)` on every rank, with its share of the batches."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `func(...)` on rank 0."""
+        return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Columns by name: dictionaries of tensors, of arrays, and what one needs to merge them."""
+"""Merge and compare dictionaries of columns, which are tensors or arrays."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from verl.utils.errors import BatchError
 
 
 def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The first `count` sizes, which all columns must share (0 of each without columns); else
-    BatchError."""
+    """Return the first `count` sizes, zeros if there are no columns.
+
+    Raises BatchError unless all columns have and share them.
+    """
     sizes = {key: tuple(column.shape[:count]) for key, column in columns.items()}
-    if (
-        count < 1
-        or len(set(sizes.values())) > 1
-        or any(len(size) < count for size in sizes.values())
-    ):
+    differ = len(set(sizes.values())) > 1
+    too_few = any(len(size) < count for size in sizes.values())
+    if count < 1 or differ or too_few:
         raise BatchError(
             f"All columns must have and share {count} (at least 1) leading sizes, got {sizes}."
         )
@@ -26,7 +26,7 @@ def leading_sizes(columns: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 
 def object_column(values: Iterable[Any]) -> np.ndarray:
-    """A 1-D object array, also of lists of equal length, of which numpy would make a matrix."""
+    """Make a 1-D object array, also of lists of equal length, which numpy would make a matrix."""
     rows = list(values)
     array = np.empty(len(rows), dtype=object)
     for row, value in enumerate(rows):
@@ -35,8 +35,10 @@ def object_column(values: Iterable[Any]) -> np.ndarray:
 
 
 def lists_as_matrix(column: Any) -> Any:
-    """A 1-D object array of lists of one length as an object array with a second dimension; any
-    other column as it is."""
+    """Turn a 1-D object array of lists of one length into a 2-D object array.
+
+    Any other column is returned as it is.
+    """
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != object:
         return column
     lengths = {len(row) if isinstance(row, list | tuple) else -1 for row in column}
@@ -49,55 +51,70 @@ def lists_as_matrix(column: Any) -> Any:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """All columns of both; BatchError where batch sizes differ or one key holds unequal values (NaN
-    equals NaN)."""
-    if tensor_dict1 is None or tensor_dict2 is None:
-        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
-    size, other_size = tensor_dict1.batch_size, tensor_dict2.batch_size
+    """Return all columns of both.
+
+    Raises BatchError if batch sizes differ, or a key of both has unequal values; NaN equals NaN.
+    """
+    if tensor_dict1 is None:
+        return tensor_dict2
+    if tensor_dict2 is None:
+        return tensor_dict1
+
+    size = tensor_dict1.batch_size
+    other_size = tensor_dict2.batch_size
     if size != other_size:
         raise BatchError(
             f"A union needs equal batch sizes, got {list(size)} and {list(other_size)}."
         )
-    columns: Any = union_dict(
-        dict(tensor_dict1.items()), dict(tensor_dict2.items()), "tensor columns"
-    )
+    own: Any = dict(tensor_dict1.items())
+    others: Any = dict(tensor_dict2.items())
+    columns: Any = union_dict(own, others, "tensor columns")
     return TensorDict(columns, batch_size=size, device=tensor_dict1.device)
 
 
 def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: dict[str, Any]) -> dict[str, Any]:
-    """All columns of both; BatchError where one key holds unequal values (NaN equals NaN, also deep
-    inside)."""
+    """Return all columns of both.
+
+    Raises BatchError if a key of both has unequal values; NaN equals NaN at any depth.
+    """
     return union_dict(tensor_dict1, tensor_dict2, "object columns")
 
 
 def union_dict(one: dict[str, Any], other: dict[str, Any], kind: str) -> dict[str, Any]:
-    """All entries of both; `kind` is what the BatchError calls them where one key holds unequal
-    values."""
-    if clash := [key for key in one if key in other and not same_value(one[key], other[key])]:
+    """Return all entries of both.
+
+    Raises BatchError, which calls the entries `kind`, if a key of both has unequal values.
+    """
+    clash = [key for key in one if key in other and not same_value(one[key], other[key])]
+    if clash:
         raise BatchError(
             f"union refuses unequal values under one key: {kind} {clash}. Rename or drop one "
             "side's."
         )
-    return {**one, **{key: other[key] for key in other if key not in one}}
+    added = {key: value for key, value in other.items() if key not in one}
+    return {**one, **added}
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values are equal where NaN equals NaN; tensors and arrays must also share shape
-    and dtype."""
+    """Return whether two values are equal; NaN equals NaN.
+
+    Tensors and arrays must also share shape and dtype.
+    """
     if one is other:
         return True
+
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and _all_equal(one, other.to(one.device))
-        )
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return _all_equal(one, other.to(one.device))
+
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         if one.shape != other.shape or (one.dtype == object) != (other.dtype == object):
             return False
         if one.dtype == object:
             return all(same_value(x, y) for x, y in zip(one.flat, other.flat))
         return one.dtype.kind == other.dtype.kind and _all_equal(one, other)
+
     if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
         return False
     if isinstance(one, Mapping) and isinstance(other, Mapping):
