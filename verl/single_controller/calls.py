@@ -18,6 +18,8 @@ GRACE_S = 5.0
 # A healthy process answers from a thread of its own in milliseconds; one that starts up or swaps
 # may take longer.
 ANSWER_S = 3.0
+# Before the deadline: for ending all processes, so that the error is out by then.
+REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,17 @@ class GroupFuture:
         self.ranks, self.label, self._dealt = ranks, label, dealt
         self._replies, self._answering, self._collect = replies, answering, collect
         self._started_ns = time.monotonic_ns()
-        self._deadline_s, self._ends_at = deadline_s, time.monotonic() + deadline_s
+        self._deadline_s = deadline_s
+        # A short deadline keeps most of its time for the call.
+        self._ends_at = time.monotonic() + deadline_s - min(REPORT_S, deadline_s / 10)
+        self._asks_at = self._ends_at - min(ANSWER_S, deadline_s / 4)
         self._value: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether `result()` would return or raise at once."""
         ended = self.ranks.wait(self._replies, 0.0) if self._replies else {}
-        return len(ended) == len(self._replies) or any(end is not None for end in ended.values())
+        return len(ended) == len(self._replies) or _any_failed(ended)
 
     def result(self) -> Any:
         """The collected answer.
@@ -156,12 +161,21 @@ class GroupFuture:
         )
 
     def _wait(self) -> None:
-        ended = self.ranks.wait(self._replies, max(self._ends_at - time.monotonic(), 0.001))
+        ended = self._wait_until(self._asks_at, self._replies)
+        stacks: dict[int, str] | None = None
+        if len(ended) < len(self._replies) and not _any_failed(ended):
+            # Asked before the deadline, because a stuck rank takes ANSWER_S not to answer. The call
+            # may still end well meanwhile.
+            stacks = self.ranks.stacks(ANSWER_S)
+            left = {rank: reply for rank, reply in self._replies.items() if rank not in ended}
+            ended |= self._wait_until(self._ends_at, left)
+
         if any(isinstance(end, Raised) for end in ended.values()):
             ended = self._wait_for_the_others()
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
         raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
         late = [rank for rank in self._replies if rank not in ended]
+
         if lost:
             # First, also where others raised: a broken collective is the consequence of a death.
             self._fail(WorkerLostError, self._describe_deaths(lost, raised), lost)
@@ -169,15 +183,20 @@ class GroupFuture:
             cause = next(iter(raised.values())).error
             self._fail(WorkerError, self._describe_errors(raised), late, cause)
         if late:
-            stacks = self.ranks.stacks(ANSWER_S)
+            assert stacks is not None
             self._fail(DeadlineError, self._describe_late(late, stacks), late, stacks=stacks)
+
+    def _wait_until(
+        self, ends_at: float, replies: Mapping[int, Any]
+    ) -> dict[int, Raised | Lost | None]:
+        return self.ranks.wait(replies, max(ends_at - time.monotonic(), 0.001))
 
     def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
         """Most often they raise as well, or are done; if not, they never will be."""
         ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
         waiting, ended = dict(self._replies), {}
         while waiting:
-            ended |= self.ranks.wait(waiting, max(ends_at - time.monotonic(), 0.0))
+            ended |= self._wait_until(ends_at, waiting)
             waiting = {rank: reply for rank, reply in waiting.items() if rank not in ended}
             if time.monotonic() >= ends_at:
                 break
@@ -230,6 +249,10 @@ class GroupFuture:
             headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
             self.ranks.abort(headline.split("\n")[0])
         raise kind(headline) from cause
+
+
+def _any_failed(ended: Mapping[int, Raised | Lost | None]) -> bool:
+    return any(end is not None for end in ended.values())
 
 
 def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:

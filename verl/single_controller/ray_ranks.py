@@ -305,6 +305,7 @@ class RayRanks:
         asked = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.actors)}
         answers = _answered(asked, timeout_s)
         self._silent = asked.keys() - answers.keys()
+        self._notes = {}
         for _, notes in answers.values():
             self._notes |= notes  # of all ranks of that machine, also of those that do not answer
         return {rank: stacks for rank, (stacks, _) in answers.items()}

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -236,9 +237,15 @@ class SpmdRanks:
     def wait(
         self, replies: Mapping[int, Future], timeout_s: float
     ) -> dict[int, Raised | Lost | None]:
+        with self._error_to_come():
+            return self.links.wait(replies, timeout_s)
+
+    @contextmanager
+    def _error_to_come(self) -> Iterator[None]:
+        """Leave it to the call that the driver waits for to report a rank that dies meanwhile."""
         self.waiting = True
         try:
-            return self.links.wait(replies, timeout_s)
+            yield
         finally:
             self.waiting = False
 
@@ -263,11 +270,15 @@ class SpmdRanks:
         )
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        self.failing.set()
+        if self.lost:
+            self.failing.set()
+        self._notes = {}
         asked = {
             rank: self.links.send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers
         }
-        wait(asked.values(), timeout_s)
+        with self._error_to_come():
+            wait(asked.values(), timeout_s)
+
         stacks = {0: format_stacks()}
         for rank, future in asked.items():
             if future.done() and not isinstance(future.result(), Lost):
