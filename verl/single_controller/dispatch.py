@@ -27,7 +27,6 @@ from verl.single_controller.dealing import (
     token_counts,
     with_masked_rows,
 )
-from verl.single_controller.worker import DATA, ROLLOUT
 from verl.utils.errors import ConfigError
 
 CALL_PLAN = "_verl_call_plan"
@@ -47,7 +46,6 @@ class Dispatch:
     ALL_TO_ALL = "all_to_all"
     DP_COMPUTE = "dp_compute"
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    ROLLOUT_COMPUTE_PROTO = "rollout_compute_proto"
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     DP_COMPUTE_METRIC = "dp_compute_metric"
 
@@ -80,15 +78,15 @@ class DispatchMode:
     """A split/collect pair. `split` gives one (args, kwargs) per share, and what `collect` needs to
     undo it.
 
-    `shares`: the ranks that have the same number of them (`Worker.shares`) get the same share, and
-    the first of them answers for all. None: every rank is a share of its own.
+    `by_data_rank`: ranks of the same `Worker.data_rank` get the same share, and the first of them
+    answers for all. Otherwise every rank has a share of its own.
     `takes_any_deal`: whether batches may be dealt in any way, also as the answers of an earlier
         call already are.
     """
 
     split: Split
     collect: Collect
-    shares: str | None = None
+    by_data_rank: bool = False
     takes_any_deal: bool = False
     functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # of verl's form
 
@@ -260,17 +258,16 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
     Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
     Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
-    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, shares=DATA),
-    Dispatch.DP_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, DATA, takes_any_deal=True),
-    Dispatch.ROLLOUT_COMPUTE_PROTO: DispatchMode(
-        _split_protos, _join_protos, ROLLOUT, takes_any_deal=True
+    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_data_rank=True),
+    Dispatch.DP_COMPUTE_PROTO: DispatchMode(
+        _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
     # The function is the first argument and no batch, so that it goes to all.
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
-        _split_protos, _join_protos, DATA, takes_any_deal=True
+        _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
     # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
-    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, shares=DATA),
+    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_data_rank=True),
 }
 
 
@@ -302,7 +299,7 @@ def update_dispatch_mode(
 ) -> None:
     """Replace the pair of a known mode, in groups that are made from now on."""
     known = find_dispatch_mode(dispatch_mode)
-    MODES[dispatch_mode] = mode_of_functions(dispatch_fn, collect_fn, known.shares)
+    MODES[dispatch_mode] = mode_of_functions(dispatch_fn, collect_fn, known.by_data_rank)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., Any]]:
@@ -336,7 +333,7 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
 
 
 def mode_of_functions(
-    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], shares: str | None = None
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], by_data_rank: bool = False
 ) -> DispatchMode:
     def split(
         num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -350,7 +347,7 @@ def mode_of_functions(
     def collect(outputs: list[Any], group: Any) -> Any:
         return collect_fn(group, outputs)
 
-    return DispatchMode(split, collect, shares, functions=(dispatch_fn, collect_fn))
+    return DispatchMode(split, collect, by_data_rank, functions=(dispatch_fn, collect_fn))
 
 
 def find_dispatch_mode(name: str) -> DispatchMode:

@@ -2,9 +2,6 @@
 
 import os
 
-# What shares of a batch are numbered for; see `Worker.shares`.
-DATA, ROLLOUT = "data", "rollout"
-
 
 class Worker:
     """Base of all roles. A worker never knows whether Ray, torchrun or one process carries it.
@@ -31,13 +28,3 @@ class Worker:
     def data_size(self) -> int:
         """How many shares there are."""
         return self.world_size
-
-    @property
-    def rollout_rank(self) -> int:
-        """`data_rank` where responses are generated: ranks that share an engine (tensor parallel)
-        have the same."""
-        return self.data_rank
-
-    def shares(self) -> dict[str, int]:
-        """By the names that dispatch modes have for them, the numbers of this rank's shares."""
-        return {DATA: self.data_rank, ROLLOUT: self.rollout_rank}

@@ -25,7 +25,7 @@ from verl.single_controller.dispatch import (
     shares_of_each,
 )
 from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold, Raised, call_method
-from verl.single_controller.worker import DATA, ROLLOUT, Worker
+from verl.single_controller.worker import Worker
 from verl.utils.errors import ConfigError
 from verl.utils.timeline import Recorded
 
@@ -149,9 +149,7 @@ class WorkerGroup:
     ) -> None:
         self.worker = worker
         ranks = InProcess([worker], background)
-        self._bind(
-            type(worker), ranks, role or type(worker).__name__, {DATA: [0], ROLLOUT: [0]}, [0]
-        )
+        self._bind(type(worker), ranks, role or type(worker).__name__, [0], [0])
 
     @classmethod
     def over(
@@ -159,15 +157,18 @@ class WorkerGroup:
         ranks: Ranks,
         role: str,
         worker_class: type[Worker],
-        shares: Mapping[str, Sequence[int]],
+        data_ranks: Sequence[int],
         members: Sequence[int] | None = None,
     ) -> Any:
-        """The group of the workers of `role`, which live on the ranks `members` (None: all);
-        `shares` are those of each (`Worker.shares`)."""
+        """Return the group of the workers of `role`.
+
+        Args:
+            data_ranks: `Worker.data_rank` of each worker.
+            members: the ranks where they live; None stands for all.
+        """
         group = cls.__new__(cls)
-        group._bind(
-            worker_class, ranks, role, shares, range(ranks.size) if members is None else members
-        )
+        members = range(ranks.size) if members is None else members
+        group._bind(worker_class, ranks, role, data_ranks, members)
         return group
 
     def _bind(
@@ -175,12 +176,15 @@ class WorkerGroup:
         worker_class: type[Worker],
         ranks: Ranks,
         role: str,
-        shares: Mapping[str, Sequence[int]],
+        data_ranks: Sequence[int],
         members: Sequence[int],
     ) -> None:
-        self.worker_class, self.role = worker_class, role
+        self.worker_class = worker_class
+        self.role = role
         self.world_size = len(members)
-        self._ranks, self.shares, self._members = ranks, shares, members
+        self._ranks = ranks
+        self._members = members
+        self._data_ranks = data_ranks
         self.deadline_s = DEADLINE_S
         for name, plan in registered_methods(worker_class).items():
             setattr(
@@ -191,8 +195,8 @@ class WorkerGroup:
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares the rows of a batch are dealt."""
-        return max(self.shares[DATA]) + 1
+        """Number of shares that the rows of a batch are dealt to."""
+        return max(self._data_ranks) + 1
 
     def _call(
         self,
@@ -208,10 +212,9 @@ class WorkerGroup:
         mode = find_dispatch_mode(plan.dispatch_mode)
         if plan.execute_mode is Execute.RANK_ZERO or plan.dispatch_mode == Dispatch.RANK_ZERO:
             share_of, answering = {0: 0}, [0]
-        elif mode.shares is not None:
-            shares = self.shares[mode.shares]
-            share_of = dict(enumerate(shares))
-            answering = [shares.index(share) for share in range(max(shares) + 1)]
+        elif mode.by_data_rank:
+            share_of = dict(enumerate(self._data_ranks))
+            answering = [self._data_ranks.index(share) for share in range(self.num_shares)]
         else:
             share_of = {rank: rank for rank in range(self.world_size)}
             answering = list(share_of)
@@ -333,9 +336,11 @@ def start_role(
     replies = ranks.submit(role, BUILD, dict.fromkeys(members, building))
     label = f"{role}: {worker_class.__name__}()"
     layout = GroupFuture(ranks, label, replies, members, list, deadline_s).result()
-    shares = {name: [numbers[name] for numbers, _ in layout] for name in (DATA, ROLLOUT)}
+    data_ranks = [data_rank for data_rank, _ in layout]
     sizes = {size for _, size in layout}
-    assert sizes == {len(set(shares[DATA]))}, f"{worker_class.__name__}: shares {shares} of {sizes}"
-    group = WorkerGroup.over(ranks, role, worker_class, shares, members)
+    shares = len(set(data_ranks))
+    assert sizes == {shares}, f"{worker_class.__name__}: data ranks {data_ranks} of {sizes}"
+
+    group = WorkerGroup.over(ranks, role, worker_class, data_ranks, members)
     group.deadline_s = deadline_s
     return group
