@@ -128,7 +128,7 @@ class RankProcess:
         return [self.told.popleft() for _ in range(len(self.told))]
 
     @ray.method(concurrency_group="watch")
-    def kill_neighbour(self, pid: int) -> None:
+    def kill_neighbor(self, pid: int) -> None:
         kill_rank(pid)
 
 
