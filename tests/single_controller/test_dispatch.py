@@ -84,7 +84,7 @@ def test_two_batches_of_one_call_stay_in_step(size, lengths):
 
 
 def test_what_cannot_be_dealt_is_told():
-    with pytest.raises(ValueError, match=r"as many rows, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"same number of rows, got \[2, 3\]"):
         several(2).add(rows(2), rows(3))
     with pytest.raises(ValueError, match="without rows"):
         several(2).double(rows(0))

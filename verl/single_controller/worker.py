@@ -1,13 +1,13 @@
-"""What every SPMD worker knows: its rank and how many there are."""
+"""Base class of SPMD workers: rank and world size."""
 
 import os
 
 
 class Worker:
-    """Base of all roles. A worker never knows whether Ray, torchrun or one process carries it.
+    """Base class of all roles. A worker does not know whether Ray, torchrun or one process runs it.
 
-    It may add columns to the batches it is given, but not write into their tensors: rank 0 may
-    share them with the driver.
+    It may add columns to the batches it gets, but not write into their tensors: rank 0 may share
+    them with the driver.
     """
 
     @property
@@ -20,11 +20,13 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch this rank works on; asked once, after `__init__`. Ranks that split
-        the tokens of the same rows (sequence parallel) have the same."""
+        """Return the share of a batch that this rank works on; read once, after `__init__`.
+
+        Ranks that split the tokens of the same rows (sequence parallel) have the same.
+        """
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """How many shares there are."""
+        """Return the number of shares."""
         return self.world_size
