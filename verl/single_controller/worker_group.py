@@ -253,11 +253,13 @@ class WorkerGroup:
             return mode.split(num_shares, args, kwargs)
 
         values = (*args, *kwargs.values())
+        futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
+        # A GroupFuture is an instance of DataProtoFuture too.
+        others = [value for value in values if id(value) not in futures]
         has_batches = any(
-            isinstance(value, DataProto | Dealt | DataProtoFuture) for value in values
+            isinstance(value, DataProto | Dealt | DataProtoFuture) for value in others
         )
-        if mode.takes_any_deal and not has_batches:
-            futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
+        if futures and mode.takes_any_deal and not has_batches:
             handed_on = self._handed_on(futures, num_shares)
             if handed_on is not None:
                 shares, order = handed_on
