@@ -29,11 +29,13 @@ from verl.single_controller.worker_group import InProcess
 from verl.utils.errors import ConfigError
 
 
-def several(size: int, worker_class: type[Worker] = Counter, **shares: list[int]) -> WorkerGroup:
+def several(
+    size: int, worker_class: type[Worker] = Counter, data_ranks: list[int] | None = None
+) -> WorkerGroup:
     """A group of workers in this process, behind the same front as those of other processes."""
     workers = [worker_class(number) for number in range(size)]  # pyright: ignore[reportCallIssue]
-    everyone = {"data": list(range(size)), "rollout": list(range(size))}
-    return WorkerGroup.over(InProcess(workers), "counter", worker_class, {**everyone, **shares})
+    data_ranks = data_ranks or list(range(size))
+    return WorkerGroup.over(InProcess(workers), "counter", worker_class, data_ranks)
 
 
 def workers_of(group: WorkerGroup) -> list[Counter]:
@@ -82,7 +84,7 @@ def test_two_batches_of_one_call_stay_in_step(size, lengths):
 
 
 def test_what_cannot_be_dealt_is_told():
-    with pytest.raises(ValueError, match=r"as many rows, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"same number of rows, got \[2, 3\]"):
         several(2).add(rows(2), rows(3))
     with pytest.raises(ValueError, match="without rows"):
         several(2).double(rows(0))
@@ -156,14 +158,12 @@ def test_the_modes_without_batches(size):
 
 
 def test_ranks_that_work_on_the_same_rows_answer_once():
-    group = several(4, data=[0, 0, 1, 1])
+    group = several(4, data_ranks=[0, 0, 1, 1])
     assert group.double(rows(5)).batch["y"].tolist() == [0, 2, 4, 6, 8]
     assert [worker.seen for worker in workers_of(group)] == [[3], [3], [2], [2]]
-    assert group.generate(rows(5)).batch["number"].tolist() == [0, 0, 1, 2, 3], "an engine each"
+    assert group.generate(rows(5)).batch["number"].tolist() == [0, 0, 0, 2, 2], "first of its share"
     assert group.share([1, 2]) == [1, 2]
     assert len(group.tell("hello")) == 4
-    shared = several(4, rollout=[0, 0, 1, 1])
-    assert shared.generate(rows(5)).batch["number"].tolist() == [0, 0, 0, 2, 2], "an engine for two"
 
 
 def test_the_batch_of_the_caller_is_left_alone():

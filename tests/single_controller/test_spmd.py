@@ -174,7 +174,7 @@ def test_an_error_that_is_noticed_before_the_death_that_caused_it_comes_second()
 
 
 def test_a_stopped_driver_is_ended_by_the_other_ranks():
-    run = launch(workers.driver_stops, silence_s=2.0)
+    run = launch(workers.driver_stops, silence_s=4.0)
     assert run.error == ("no answer", "")
     assert run.exit_codes == [-9, 1]
 

@@ -62,7 +62,7 @@ class Counter(Worker):
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    @register(dispatch_mode=Dispatch.ROLLOUT_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict(tensors={"number": torch.full((len(batch),), self.number)})
 

@@ -1,4 +1,4 @@
-"""What a rank was at, for the error message when it does not answer any more."""
+"""Notes of each rank on its current work, for the error message when it no longer answers."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ _PROGRESS = struct.Struct("<QQ24s")  # done, total, unit; follows the note
 
 
 class Progress(NamedTuple):
-    """How far a method is; nothing where `total` is 0."""
+    """Progress of a method; none where `total` is 0."""
 
     done: int
     total: int
@@ -26,23 +26,21 @@ class Progress(NamedTuple):
         return f"{self.done} of {self.total} {self.unit}"
 
     def __add__(self, other: "Progress") -> "Progress":  # pyright: ignore
-        """Of two ranks together. Ranks that are at something else do not count."""
+        """Add the progress of another rank. A rank with another unit does not count."""
         if other.unit != self.unit:
             return self
         return Progress(self.done + other.done, self.total + other.total, self.unit)
 
 
 class _Notes:
-    """The file that this process writes its notes to: mapped, so that they outlive it and cost no
-    system call."""
+    """The file of this process's notes, mapped: notes outlive it and cost no system call."""
 
     file: mmap.mmap | None = None
     progress = Progress(0, 0, "")  # of a process alone
 
 
 def breadcrumb(text: str) -> None:
-    """Note what this rank is about to do. Only the last note is kept; the driver shows it if the
-    rank dies or hangs.
+    """Note the next step of this rank; the driver shows the last note if the rank dies or hangs.
 
     Costs about a microsecond. A process alone keeps none.
     """
@@ -52,8 +50,10 @@ def breadcrumb(text: str) -> None:
 
 
 def note_progress(done: int, total: int, unit: str) -> None:
-    """Note how far this rank is with its method, for the driver's reports on long phases. Costs
-    about a microsecond."""
+    """Note the progress of this rank's method, for the driver's reports on long phases.
+
+    Costs about a microsecond.
+    """
     if _Notes.file is None:
         _Notes.progress = Progress(done, total, unit)
     else:
@@ -61,12 +61,12 @@ def note_progress(done: int, total: int, unit: str) -> None:
 
 
 def own_progress() -> Progress:
-    """The last note of `note_progress` in a process that keeps no file."""
+    """Return the last note of `note_progress` in a process that keeps no file."""
     return _Notes.progress
 
 
 def read_progress(folder: Path) -> list[Progress]:
-    """How far the ranks are that keep their notes in `folder` of this machine."""
+    """Return the progress of the ranks that keep their notes in `folder` of this machine."""
     found = []
     for path in folder.glob("rank-*"):
         try:
@@ -89,34 +89,35 @@ def keep_breadcrumbs(folder: Path, rank: int) -> None:
 
 
 def read_breadcrumbs(folder: Path) -> dict[int, str]:
-    """The last note of every rank that keeps its notes in `folder` of this machine, dead or
-    alive."""
-    notes = {
-        int(path.name.removeprefix("rank-")): path.read_bytes()[:_SIZE]
-        for path in folder.glob("rank-*")
-    }
-    return {rank: note.rstrip(b"\0").decode(errors="ignore") for rank, note in notes.items()}
+    """Return the last note of every rank, dead or alive, that keeps notes in `folder` here."""
+    notes = {}
+    for path in folder.glob("rank-*"):
+        rank = int(path.name.removeprefix("rank-"))
+        note = path.read_bytes()[:_SIZE]
+        notes[rank] = note.rstrip(b"\0").decode(errors="ignore")
+    return notes
 
 
 def format_stacks() -> str:
-    """Where the thread is that runs a worker's method, from there on, the innermost call last.
+    """Return the stack of the thread that runs a worker's method, the innermost call last.
 
-    If there is none, where every thread is, except those that only watch for messages.
+    If no method runs, return the stacks of all threads, except those that only watch for messages.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    in_methods, elsewhere = [], []
+    in_methods = []
+    elsewhere = []
     for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident() and not names.get(ident, "").startswith("verl-watch"):
-            calls, place = traceback.extract_stack(frame), elsewhere
-            ours = [
-                number
-                for number, call in enumerate(calls)
-                if call.filename == _WHERE_METHODS_ARE_CALLED
-            ]
-            if ours:
-                calls, place = calls[ours[-1] + 1 :], in_methods
-            place.append(
-                "thread "
-                f"{names.get(ident, ident)}:\n{''.join(traceback.format_list(calls)).rstrip()}"
-            )
+        name = names.get(ident, str(ident))
+        if ident == threading.get_ident() or name.startswith("verl-watch"):
+            continue
+
+        calls = traceback.extract_stack(frame)
+        place = elsewhere
+        method_starts = 0
+        for number, call in enumerate(calls):
+            if call.filename == _WHERE_METHODS_ARE_CALLED:
+                method_starts = number + 1
+                place = in_methods
+        lines = "".join(traceback.format_list(calls[method_starts:])).rstrip()
+        place.append(f"thread {name}:\n{lines}")
     return "\n".join([f"pid {os.getpid()}", *(in_methods or elsewhere)])

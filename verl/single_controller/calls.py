@@ -1,5 +1,5 @@
-"""A call that runs on several ranks: waiting for it, and what is told when a rank raises, dies or
-is late."""
+"""A call that runs on several ranks: the wait, and the errors when a rank raises, dies or is
+late."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,24 +12,25 @@ from verl.single_controller.host import OnTold, Raised
 from verl.utils.errors import DeadlineError, WorkerError, WorkerLostError
 from verl.utils.timeline import note_span
 
-# After one rank has raised: how long the others have to end too. What still runs then waits for a
+# Time for the other ranks to end after one has raised. A rank that still runs then waits in a
 # collective that the first one will never reach.
 GRACE_S = 5.0
 # A healthy process answers from a thread of its own in milliseconds; one that starts up or swaps
 # may take longer.
 ANSWER_S = 3.0
+# Before the deadline: for ending all processes, so that the error is out by then.
+REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank whose process is gone."""
+    """End of a call on a rank that lost its process."""
 
     reason: str
 
 
 class Ranks(Protocol):
-    """The processes of a backend that carry the workers of one or several roles, numbered from
-    0."""
+    """The processes of a backend, numbered from 0, which run the workers of one or more roles."""
 
     size: int
     hands_on_unfinished: bool  # whether `hand_on` takes replies to calls that are still running
@@ -42,44 +43,49 @@ class Ranks(Protocol):
         blocking: bool = True,
         on_told: OnTold = None,
     ) -> dict[int, Any]:
-        """Start a method on some ranks; gives what `wait` and `values` take. Calls on a rank run in
-        their order.
+        """Start a method on some ranks; return replies for `wait` and `values`.
 
-        `blocking`: the caller waits at once, so that what is in its own process may run before this
-            returns.
-        `on_told`: takes what methods `tell`, in threads that nothing may hold up.
+        Calls on a rank run in their order.
+
+        Args:
+            blocking: whether the caller waits at once, so that a worker in its own process may run
+                before this returns.
+            on_told: receives the values of `tell`, in threads that must not be blocked.
         """
         ...
 
     def hand_on(self, replies: Sequence[Any], receiver: "Ranks") -> list[Any] | None:
-        """What stands for the values of replies among the arguments of calls on `receiver`, so that
-        they need not be read by the driver; None where they must be."""
+        """Return stand-ins for the values of replies, as arguments of calls on `receiver`.
+
+        The driver then need not read the values. Returns None where it must.
+        """
         ...
 
     def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Raised | Lost | None]:
-        """How calls ended that have ended, None meaning well. Returns when all have, or one badly,
-        or in time."""
+        """Return how the calls ended that have ended; None stands for success.
+
+        Returns when all have ended, when one has failed, or when the time is over.
+        """
         ...
 
     def values(self, replies: Sequence[Any]) -> list[Any]:
-        """What calls that ended well returned. Only here does it come to the driver."""
+        """Return the answers of successful calls. Only this brings them to the driver."""
         ...
 
     def describe(self, rank: int) -> str:
-        """Where a rank runs: machine and process."""
+        """Return the machine and process of a rank."""
         ...
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Where the threads are, of all ranks that answer in time, whatever their main thread is
-        at."""
+        """Return the stacks of all ranks that answer in time, also while a method runs there."""
         ...
 
     def breadcrumbs(self) -> dict[int, str]:
-        """The last note of every rank; to be asked after `stacks`."""
+        """Return the last note of every rank. Call `stacks` before."""
         ...
 
     def progress(self) -> list[Progress]:
-        """How far the ranks are whose notes can be read on the driver's machine."""
+        """Return the progress of ranks that keep their notes on the driver's machine."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -88,8 +94,7 @@ class Ranks(Protocol):
 
 
 class GroupFuture:
-    """The answer of a group, some time. `result()` waits for it, at most until the deadline of the
-    call."""
+    """Future answer of a group. `result()` waits for it, at most until the call's deadline."""
 
     def __init__(
         self,
@@ -101,24 +106,31 @@ class GroupFuture:
         deadline_s: float,
         dealt: tuple[Any] | None = None,
     ) -> None:
-        self.ranks, self.label, self._dealt = ranks, label, dealt
-        self._replies, self._answering, self._collect = replies, answering, collect
+        self.ranks = ranks
+        self.label = label
+        self._replies = replies
+        self._answering = answering
+        self._collect = collect
+        self._dealt = dealt
         self._started_ns = time.monotonic_ns()
-        self._deadline_s, self._ends_at = deadline_s, time.monotonic() + deadline_s
+        self._deadline_s = deadline_s
+        # A short deadline keeps most of its time for the call.
+        self._ends_at = time.monotonic() + deadline_s - min(REPORT_S, deadline_s / 10)
+        self._asks_at = self._ends_at - min(ANSWER_S, deadline_s / 4)
         self._value: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether `result()` would return or raise at once."""
         ended = self.ranks.wait(self._replies, 0.0) if self._replies else {}
-        return len(ended) == len(self._replies) or any(end is not None for end in ended.values())
+        return len(ended) == len(self._replies) or _any_failed(ended)
 
     def result(self) -> Any:
-        """The collected answer.
+        """Wait for the answers and return them collected.
 
         Raises WorkerError if a rank raised, WorkerLostError if one died, DeadlineError if one is
-        late. Unless every rank has come back from the call, all processes of the group are ended
-        before.
+        late. Unless every rank has returned from the call, all processes of the group are ended
+        first.
         """
         if self._replies and self._error is None:
             try:
@@ -156,12 +168,21 @@ class GroupFuture:
         )
 
     def _wait(self) -> None:
-        ended = self.ranks.wait(self._replies, max(self._ends_at - time.monotonic(), 0.001))
+        ended = self._wait_until(self._asks_at, self._replies)
+        stacks: dict[int, str] | None = None
+        if len(ended) < len(self._replies) and not _any_failed(ended):
+            # Asked before the deadline, because a stuck rank takes ANSWER_S not to answer. The call
+            # may still end well meanwhile.
+            stacks = self.ranks.stacks(ANSWER_S)
+            left = {rank: reply for rank, reply in self._replies.items() if rank not in ended}
+            ended |= self._wait_until(self._ends_at, left)
+
         if any(isinstance(end, Raised) for end in ended.values()):
             ended = self._wait_for_the_others()
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
         raised = {rank: end for rank, end in ended.items() if isinstance(end, Raised)}
         late = [rank for rank in self._replies if rank not in ended]
+
         if lost:
             # First, also where others raised: a broken collective is the consequence of a death.
             self._fail(WorkerLostError, self._describe_deaths(lost, raised), lost)
@@ -169,15 +190,20 @@ class GroupFuture:
             cause = next(iter(raised.values())).error
             self._fail(WorkerError, self._describe_errors(raised), late, cause)
         if late:
-            stacks = self.ranks.stacks(ANSWER_S)
+            assert stacks is not None
             self._fail(DeadlineError, self._describe_late(late, stacks), late, stacks=stacks)
 
+    def _wait_until(
+        self, ends_at: float, replies: Mapping[int, Any]
+    ) -> dict[int, Raised | Lost | None]:
+        return self.ranks.wait(replies, max(ends_at - time.monotonic(), 0.001))
+
     def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
-        """Most often they raise as well, or are done; if not, they never will be."""
+        """Give the other ranks GRACE_S to end: most raise as well, or are done."""
         ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
         waiting, ended = dict(self._replies), {}
         while waiting:
-            ended |= self.ranks.wait(waiting, max(ends_at - time.monotonic(), 0.0))
+            ended |= self._wait_until(ends_at, waiting)
             waiting = {rank: reply for rank, reply in waiting.items() if rank not in ended}
             if time.monotonic() >= ends_at:
                 break
@@ -193,7 +219,7 @@ class GroupFuture:
         return f"{headline}\nAlso: {self._describe_errors(raised)}"
 
     def _describe_late(self, late: list[int], stacks: dict[int, str]) -> str:
-        """The ranks that do not answer first: the others wait for them."""
+        """Name the ranks that do not answer first: the others wait for them."""
         parts = []
         silent = [rank for rank in late if rank not in stacks]
         waiting = [rank for rank in late if rank in stacks]
@@ -223,13 +249,16 @@ class GroupFuture:
         cause: BaseException | None = None,
         stacks: dict[int, str] | None = None,
     ) -> None:
-        """Raise `kind`; where ranks are `broken` (dead or stuck), with all that can be known, and
-        after ending all."""
+        """Raise `kind`. Where ranks are `broken` (dead or stuck), add stacks and end all first."""
         if broken:
             stacks = self.ranks.stacks(ANSWER_S) if stacks is None else stacks
             headline = "\n".join([headline, *_whereabouts(self.ranks, stacks)])
             self.ranks.abort(headline.split("\n")[0])
         raise kind(headline) from cause
+
+
+def _any_failed(ended: Mapping[int, Raised | Lost | None]) -> bool:
+    return any(end is not None for end in ended.values())
 
 
 def _whereabouts(ranks: Ranks, stacks: dict[int, str]) -> list[str]:

@@ -1,8 +1,8 @@
 """How one call on a group becomes one call on each rank, and how the answers come together.
 
 A dispatch mode is a pair of pure functions: `split(num_shares, args, kwargs)` gives each share its
-arguments, `collect(outputs, undo)` joins what they returned. The table is open:
-`register_dispatch_mode` adds a pair.
+arguments, `collect(outputs, undo)` joins the answers. The table is open: `register_dispatch_mode`
+adds a pair.
 """
 
 import functools
@@ -43,7 +43,7 @@ DispatchFunctions = Mapping[str, Callable[..., Any]]  # {"dispatch_fn": ..., "co
 
 
 class Dispatch:
-    """The modes known from the start; `register_dispatch_mode("my_mode", ...)` adds
+    """Names of the built-in modes; `register_dispatch_mode("my_mode", ...)` adds
     `Dispatch.MY_MODE`."""
 
     RANK_ZERO = "rank_zero"
@@ -51,7 +51,6 @@ class Dispatch:
     ALL_TO_ALL = "all_to_all"
     DP_COMPUTE = "dp_compute"
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    ROLLOUT_COMPUTE_PROTO = "rollout_compute_proto"
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     DP_COMPUTE_METRIC = "dp_compute_metric"
 
@@ -81,18 +80,19 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """A split/collect pair. `split` gives one (args, kwargs) per share, and what `collect` needs to
-    undo it.
+    """A split/collect pair.
 
-    `shares`: the ranks that have the same number of them (`Worker.shares`) get the same share, and
-    the first of them answers for all. None: every rank is a share of its own.
+    `split` returns one (args, kwargs) per share, and the data that `collect` needs to undo it.
+
+    `by_data_rank`: ranks of the same `Worker.data_rank` get the same share, and the first of them
+    answers for all. Otherwise every rank has a share of its own.
     `takes_any_deal`: whether batches may be dealt in any way, also as the answers of an earlier
         call already are.
     """
 
     split: Split
     collect: Collect
-    shares: str | None = None
+    by_data_rank: bool = False
     takes_any_deal: bool = False
     functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # of verl's form
 
@@ -100,7 +100,7 @@ class DispatchMode:
 def each_argument(
     change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
-    """What `change` makes of every argument."""
+    """Apply `change` to every argument."""
     return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
 
@@ -113,27 +113,34 @@ def same_for_all(
 def one_entry_each(
     num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Arguments], None]:
-    """Every argument is a list with one entry per rank."""
+    """Split arguments that are lists with one entry per rank."""
     for value in (*args, *kwargs.values()):
-        if not isinstance(value, Sequence) or len(value) != num_shares:
-            fact = len(value) if isinstance(value, Sequence) else type(value).__name__
-            raise ValueError(f"Expected one entry per rank ({num_shares}), got {fact}.")
-    return [
-        each_argument(operator.itemgetter(rank), args, kwargs) for rank in range(num_shares)
-    ], None
+        if not isinstance(value, Sequence):
+            raise ValueError(
+                f"Expected one entry per rank ({num_shares}), got {type(value).__name__}."
+            )
+        if len(value) != num_shares:
+            raise ValueError(f"Expected one entry per rank ({num_shares}), got {len(value)}.")
+
+    per_rank = []
+    for rank in range(num_shares):
+        per_rank.append(each_argument(operator.itemgetter(rank), args, kwargs))
+    return per_rank, None
 
 
 @dataclass(frozen=True)
 class Order:
-    """Where the rows of a batch went. Rows from `rows_of_caller` on were added so that every share
-    has some."""
+    """The share of every row of a batch.
+
+    Rows from `rows_of_caller` on were added so that every share has some.
+    """
 
     shares: Rows
     rows_of_caller: int
 
 
 def _deal(batch: DataProto, num_shares: int) -> Rows:
-    """As many tokens to each share, where a mask tells them; the rows of a prompt together."""
+    """Deal equally many tokens to each share, where a mask counts them; keep prompts together."""
     lengths = token_counts(batch)
     if lengths is None:
         return contiguous(len(batch), num_shares)
@@ -142,7 +149,7 @@ def _deal(batch: DataProto, num_shares: int) -> Rows:
 
 
 def _deal_windows(batch: DataProto, num_shares: int) -> Rows:
-    """As many rows to each share, and mini-batches of the same rows as in one process."""
+    """Deal equally many rows to each share, so that mini-batches are those of one process."""
     return in_windows(token_counts(batch) or [1] * len(batch), num_shares)
 
 
@@ -157,36 +164,48 @@ def _split_batches(
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto | Dealt)]
     if num_shares == 1 or not given:
         return [each_argument(_undealt, args, kwargs)] * num_shares, None
-    if len(sizes := {len(_undealt(value)) for value in given}) > 1:
-        raise ValueError(f"All batches of one call must have as many rows, got {sorted(sizes)}.")
+
+    sizes = {len(_undealt(value)) for value in given}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"All batches of one call must have the same number of rows, got {sorted(sizes)}."
+        )
     orders = [value.rows for value in given if isinstance(value, Dealt)]
-    batches = {
-        id(value): _undealt(value) if orders else pad(_undealt(value), num_shares)
-        for value in given
-    }
     if orders and (len(orders[0]) != num_shares or any(order != orders[0] for order in orders)):
         raise ValueError(
             f"Rows must be dealt alike in all batches, to {num_shares} shares; got {orders}."
         )
-    rows = orders[0] if orders else deal(batches[id(given[0])], num_shares)
-    chunks = {key: [_rows(batch, share) for share in rows] for key, batch in batches.items()}
+
+    batches = {id(value): _undealt(value) for value in given}
+    if orders:
+        rows = orders[0]
+    else:
+        batches = {key: pad(batch, num_shares) for key, batch in batches.items()}
+        rows = deal(batches[id(given[0])], num_shares)
+
+    chunks = {}
+    for key, batch in batches.items():
+        chunks[key] = [_rows(batch, share) for share in rows]
     return shares_of_each(args, kwargs, chunks), Order(rows, sizes.pop())
 
 
 def shares_of_each(
     args: tuple[Any, ...], kwargs: dict[str, Any], split: Mapping[int, Sequence[Any]]
 ) -> list[Arguments]:
-    """The arguments of every share; `split` has the shares of some values by their `id`, the others
-    go to all."""
+    """Return the arguments of every share.
+
+    Args:
+        split: the shares of some values, by the `id` of the value; other values go to all.
+    """
     num_shares = len(next(iter(split.values())))
 
-    def of_share(share: int, value: Any) -> Any:
+    def value_of(share: int, value: Any) -> Any:
         return split[id(value)][share] if id(value) in split else value
 
-    return [
-        each_argument(functools.partial(of_share, share), args, kwargs)
-        for share in range(num_shares)
-    ]
+    arguments = []
+    for share in range(num_shares):
+        arguments.append(each_argument(functools.partial(value_of, share), args, kwargs))
+    return arguments
 
 
 def _undealt(value: Any) -> Any:
@@ -194,24 +213,27 @@ def _undealt(value: Any) -> Any:
 
 
 def _rows(batch: DataProto, rows: list[int]) -> DataProto:
-    """A view where the rows are neighbours, else a copy of them."""
-    if rows and rows == list(range(rows[0], rows[0] + len(rows))):
-        return batch.slice(rows[0], rows[0] + len(rows))
+    """Return a view where the rows are contiguous, else a copy of them."""
+    if rows:
+        start = rows[0]
+        end = start + len(rows)
+        if rows == list(range(start, end)):
+            return batch.slice(start, end)
     return batch.select_idxs(np.asarray(rows, dtype=np.int64))
 
 
 def _repeated(batch: DataProto, num_shares: int) -> DataProto:
-    """At least one row for each share: a rank without any would miss in the others' collectives."""
-    return (
-        batch
-        if len(batch) >= num_shares
-        else batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
-    )
+    """Repeat rows until each share has one: every rank must join the collectives."""
+    if len(batch) >= num_shares:
+        return batch
+    return batch.select_idxs(np.arange(num_shares) % _at_least_one(batch))
 
 
 def _masked(batch: DataProto, num_shares: int) -> DataProto:
-    """As many rows for each share. What is added must not count, so a batch without a mask is dealt
-    unevenly."""
+    """Add masked rows until each share has equally many.
+
+    Added rows must not count, so a batch without a mask is dealt unevenly.
+    """
     missing = -_at_least_one(batch) % num_shares
     if batch.batch is not None and MASK in batch.batch.keys():
         return with_masked_rows(batch, missing) if missing else batch
@@ -230,20 +252,25 @@ def _at_least_one(batch: DataProto) -> int:
 
 
 def _join_protos(outputs: list[Any], order: Order | None) -> Any:
-    """One batch of all answers in the caller's order; a row may have several answers (n samples of
-    a prompt)."""
+    """Join all answers in the caller's order.
+
+    A row may have several answers (n samples of a prompt).
+    """
     if order is None:
         return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
+
     joined = DataProto.concat(outputs)
     rows = list(itertools.chain(*order.shares))
     if rows == list(range(order.rows_of_caller)):
         return joined
+
     answers = len(joined) // len(rows)
-    if [len(output) for output in outputs] != [len(share) * answers for share in order.shares]:
+    answers_of_shares = [len(output) for output in outputs]
+    rows_of_shares = [len(share) for share in order.shares]
+    if answers_of_shares != [count * answers for count in rows_of_shares]:
         raise ValueError(
             "Answers come back in the order of the rows, so there must be equally many to each; "
-            f"got {[len(output) for output in outputs]} to "
-            f"{[len(share) for share in order.shares]} rows."
+            f"got {answers_of_shares} to {rows_of_shares} rows."
         )
     place = np.argsort(rows)[: order.rows_of_caller]
     return joined.select_idxs((place[:, None] * answers + np.arange(answers)).reshape(-1))
@@ -264,17 +291,16 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.RANK_ZERO: DispatchMode(same_for_all, _first),
     Dispatch.ONE_TO_ALL: DispatchMode(same_for_all, _all),
     Dispatch.ALL_TO_ALL: DispatchMode(one_entry_each, _all),
-    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, shares=DATA),
-    Dispatch.DP_COMPUTE_PROTO: DispatchMode(_split_protos, _join_protos, DATA, takes_any_deal=True),
-    Dispatch.ROLLOUT_COMPUTE_PROTO: DispatchMode(
-        _split_protos, _join_protos, ROLLOUT, takes_any_deal=True
+    Dispatch.DP_COMPUTE: DispatchMode(one_entry_each, _all, by_data_rank=True),
+    Dispatch.DP_COMPUTE_PROTO: DispatchMode(
+        _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
     # The function is the first argument and no batch, so that it goes to all.
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
-        _split_protos, _join_protos, DATA, takes_any_deal=True
+        _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
     # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
-    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, shares=DATA),
+    Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_data_rank=True),
 }
 
 
@@ -292,10 +318,10 @@ def add_dispatch_mode(name: str, mode: DispatchMode) -> None:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Add a pair written as verl's are, under a new name; also as `Dispatch.NAME`.
+    """Add a pair in verl's form under a new name; also as `Dispatch.NAME`.
 
-    `dispatch_fn(worker_group, *args, **kwargs)` gives (args, kwargs), each value a list of one
-    entry a rank; `collect_fn(worker_group, outputs)` gives the answer. Of the group they see
+    `dispatch_fn(worker_group, *args, **kwargs)` returns (args, kwargs), each value a list of one
+    entry per rank; `collect_fn(worker_group, outputs)` returns the answer. `worker_group` has only
     `world_size`.
     """
     add_dispatch_mode(dispatch_mode_name, mode_of_functions(dispatch_fn, collect_fn))
@@ -304,17 +330,15 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the pair of a known mode, in groups that are made from now on."""
+    """Replace the pair of a known mode, for groups that are made from now on."""
     known = find_dispatch_mode(dispatch_mode)
-    MODES[dispatch_mode] = mode_of_functions(dispatch_fn, collect_fn, known.shares)
+    MODES[dispatch_mode] = mode_of_functions(dispatch_fn, collect_fn, known.by_data_rank)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., Any]]:
-    """The pair of a mode in verl's form: {"dispatch_fn": ..., "collect_fn": ...}; see
-    `register_dispatch_mode`.
+    """Return {"dispatch_fn": ..., "collect_fn": ...} of a mode; see `register_dispatch_mode`.
 
-    Both must be given the same group: the order of the rows, which collecting undoes, is noted on
-    it.
+    Both must get the same group: it carries the order of the rows, which collecting undoes.
     """
     dispatch_fn, collect_fn = functions_of(find_dispatch_mode(dispatch_mode))
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -322,7 +346,7 @@ def get_predefined_dispatch_fn(dispatch_mode: str) -> dict[str, Callable[..., An
 
 @functools.cache
 def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A mode in verl's form: the pair that was registered, or one that does the same."""
+    """Return a mode in verl's form: the registered pair, or an equivalent one."""
     if mode.functions is not None:
         return mode.functions
 
@@ -330,8 +354,11 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
         worker_group: Any, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         per_rank, worker_group.undo_of_dispatch = mode.split(worker_group.world_size, args, kwargs)
-        columns = tuple([args[i] for args, _ in per_rank] for i in range(len(args)))
-        return columns, {name: [kwargs[name] for _, kwargs in per_rank] for name in kwargs}
+        args_per_rank = [args for args, _ in per_rank]
+        kwargs_per_rank = [kwargs for _, kwargs in per_rank]
+        columns = [list(map(operator.itemgetter(i), args_per_rank)) for i in range(len(args))]
+        named = {name: list(map(operator.itemgetter(name), kwargs_per_rank)) for name in kwargs}
+        return tuple(columns), named
 
     def collect_fn(worker_group: Any, output: list[Any]) -> Any:
         return mode.collect(output, worker_group.undo_of_dispatch)
@@ -340,7 +367,7 @@ def functions_of(mode: DispatchMode) -> tuple[Callable[..., Any], Callable[..., 
 
 
 def mode_of_functions(
-    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], shares: str | None = None
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], by_data_rank: bool = False
 ) -> DispatchMode:
     def split(
         num_shares: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -354,7 +381,7 @@ def mode_of_functions(
     def collect(outputs: list[Any], group: Any) -> Any:
         return collect_fn(group, outputs)
 
-    return DispatchMode(split, collect, shares, functions=(dispatch_fn, collect_fn))
+    return DispatchMode(split, collect, by_data_rank, functions=(dispatch_fn, collect_fn))
 
 
 def find_dispatch_mode(mode: str | DispatchFunctions) -> DispatchMode:
@@ -384,7 +411,7 @@ def register(
         dispatch_mode: how arguments are split and answers collected: a mode's name, or a pair
             {"dispatch_fn": ..., "collect_fn": ...} in the form of `register_dispatch_mode`.
         execute_mode: on which ranks it runs.
-        blocking: whether a call on the group waits; if not, it gives a future with `result()`.
+        blocking: whether a call on the group waits; if not, it returns a future with `result()`.
         materialize_futures: whether futures among the arguments are waited for before the call.
     """
     # A plain dictionary with verl's keys: recipes read it, and copy it to their own wrappers.

@@ -43,7 +43,8 @@ def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse) -> None:
     # Counted in questions, not by the clock: after a whole machine was frozen, or a container, the
     # clock says that the driver was silent, and it was not asked.
     unanswered = 0
-    pause_s = patience_s / (_QUESTIONS + 1)  # it may have stopped right after an answer
+    # It may have stopped right after an answer, and its end must be reported in time.
+    pause_s = patience_s / (_QUESTIONS + 2)
     while unanswered < _QUESTIONS:
         pulse.alive.clear()
         try:
@@ -57,7 +58,8 @@ def _ask_until_silent(link: Link, patience_s: float, pulse: Pulse) -> None:
     pid = _pid_of_driver(link)
     where = f"pid {pid}" if pid else "on another machine"
     _report(
-        f"rank 0 ({where}), which drives this run, gave no sign of life for {patience_s:g} s: its "
+        f"rank 0 ({where}), which drives this run, gave no sign of life for "
+        f"{_QUESTIONS * pause_s:.3g} s: its "
         "process is stopped or stuck. It and all other ranks are ended. Find out who stopped it "
         "(SIGSTOP, a debugger, a full disk), then start the same command again"
     )

@@ -75,14 +75,14 @@ class Host:
         kwargs: dict[str, Any],
         on_told: OnTold = None,
     ) -> Any:
-        """Call a method; or build the worker, which gives its (shares, data_size)."""
+        """Call a method; or build the worker, which gives its (data_rank, data_size)."""
         breadcrumb(f"{role}.{method} starts")
         end = "raised"
         try:
             if method == BUILD:
                 worker_class, *rest = args
                 worker = self.roles[role] = worker_class(*rest, **found_here(kwargs, self.roles))
-                answer = (worker.shares(), worker.data_size)
+                answer = (worker.data_rank, worker.data_size)
             else:
                 answer = call_method(self.roles[role], role, method, args, kwargs, on_told)
             end = "is done"

@@ -1,5 +1,4 @@
-"""Connections of a driver with its ranks: how both find each other, and the driver's wait for
-answers."""
+"""Connections between a driver and its ranks: how they find each other, and waiting for answers."""
 
 import contextlib
 import functools
@@ -28,14 +27,14 @@ from verl.utils.errors import WorkerLostError
 
 _TOKEN_BYTES = 32
 _TOKEN_FILE = "token"
-_KNOCK_S = 5  # for who comes to say who it is; strangers may stay silent
-_STALL_S = 60  # within a message: a peer that neither takes nor gives a byte for so long is gone
-_POLL_S = 0.5  # for deaths of ranks that a call does not wait for
+_KNOCK_S = 5  # for a new connection to identify itself; strangers may stay silent
+_STALL_S = 60  # within a message: a peer that moves no byte for so long is gone
+_POLL_S = 0.5  # between checks for deaths of ranks that a call does not wait for
 
 
 @dataclass
 class Peer:
-    """Another rank, as the driver knows it."""
+    """Another rank, as seen by the driver."""
 
     link: Link
     machine: str
@@ -55,7 +54,7 @@ class Peer:
 
 
 class Entrance(NamedTuple):
-    """Where ranks come in to the driver of their run."""
+    """Addresses at which ranks reach the driver of their run."""
 
     folder: str  # has a local socket; another machine has none of that name
     address: str
@@ -64,14 +63,17 @@ class Entrance(NamedTuple):
 
 
 class Door:
-    """The driver's side of an entrance: a local socket in a folder of its own and, for other
-    machines, a port."""
+    """The driver's side of an entrance.
+
+    A local socket in a folder of its own and, for other machines, a port.
+    """
 
     def __init__(self, size: int, other_machines: bool) -> None:
         self.folder = tempfile.mkdtemp(prefix="verl-")
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self.port = 0
         _write_token(Path(self.folder), self.token)
+
         listeners = [socket.socket(socket.AF_UNIX)]
         listeners[0].bind(str(Path(self.folder) / "driver"))
         if other_machines:
@@ -79,6 +81,7 @@ class Door:
             family = socket.AF_INET6 if both else socket.AF_INET
             listeners.append(socket.create_server(("", 0), family=family, dualstack_ipv6=both))
             self.port = listeners[1].getsockname()[1]
+
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             listener.listen(size)
@@ -86,10 +89,10 @@ class Door:
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def admit(self) -> dict[int, Peer]:
-        """Who comes within a moment."""
+        """Return the ranks that connect within a moment."""
         came: dict[int, Peer] = {}
         for key, _ in self._selector.select(0.05):
-            with contextlib.suppress(OSError):  # has gone again
+            with contextlib.suppress(OSError):  # it has disconnected again
                 came |= _accept(key.data.accept()[0], self.token.encode())
         return came
 
@@ -106,11 +109,15 @@ def _write_token(folder: Path, token: str) -> None:
 
 
 def read_token(folder: Path) -> str:
-    """The token of a driver on this machine. Raises WorkerLostError where the folder is not this
-    user's own: whoever writes there could make this process unpickle anything."""
+    """Return the token of a driver on this machine.
+
+    Raises WorkerLostError where the folder belongs to another user, who could make this process
+    unpickle anything.
+    """
     file = folder / _TOKEN_FILE
     try:
-        owner, token = file.stat().st_uid, file.read_text()
+        owner = file.stat().st_uid
+        token = file.read_text()
     except OSError as error:
         raise WorkerLostError(
             f"Expected the driver's token in {file}, which cannot be read ({error.strerror}). Give "
@@ -125,7 +132,7 @@ def read_token(folder: Path) -> str:
 
 
 def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
-    """Messages are pickles, so nobody is listened to who does not know the token of this run."""
+    """Accept a rank that knows the token of this run. Others are refused: messages are pickles."""
     _limit_stalls(connection, _KNOCK_S)
     try:
         given = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
@@ -134,8 +141,7 @@ def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
             return {}
         link = Link(connection)
         rank, machine, pid = link.receive().value()
-    # somebody else's knock, or a rank that has died already and will be missed
-    except (OSError, EOFError):
+    except (OSError, EOFError):  # a stranger, or a rank that has died and will be missing
         connection.close()
         return {}
     _limit_stalls(connection, _STALL_S)
@@ -143,7 +149,7 @@ def _accept(connection: socket.socket, token: bytes) -> dict[int, Peer]:
 
 
 def _limit_stalls(connection: socket.socket, seconds: int) -> None:
-    """Within a message; between messages the receiver waits in `select`."""
+    """Limit the wait within a message; between messages the receiver waits in `select`."""
     connection.setblocking(True)
     limit = struct.pack("ll", seconds, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -153,8 +159,10 @@ def _limit_stalls(connection: socket.socket, seconds: int) -> None:
 def connect(
     entrance: Entrance, rank: int, timeout_s: float, pickler: type[pickle.Pickler] = Pickler
 ) -> Link:
-    """A rank's side, by the local socket where that is here. Raises OSError where the driver cannot
-    be reached."""
+    """Connect a rank with its driver, by the local socket where that exists on this machine.
+
+    Raises OSError where the driver cannot be reached.
+    """
     try:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout_s)
@@ -173,7 +181,7 @@ def connect(
 
 
 def answer(link: Link, host: Host, message: Incoming) -> None:
-    """Run the call of a message, and send what it gives."""
+    """Run the call of a message, and send its answer."""
     try:
         role, method, is_heard, args, kwargs = message.value()
         on_told = functools.partial(link.send, Kind.TOLD, message.number) if is_heard else None
@@ -184,19 +192,20 @@ def answer(link: Link, host: Host, message: Incoming) -> None:
 
 
 class Links:
-    """The driver's ends, by rank.
+    """The driver's end of each connection, by rank.
 
-    A thread of its own receives, so that answers and deaths are noticed whatever the driver is at.
-    A reply becomes a Lost, a Raised, or a function that gives the answer.
+    A thread of its own receives, so that answers and deaths are noticed while the driver is busy.
+    A reply becomes a Lost, a Raised, or a function that returns the answer.
     """
 
     def __init__(self, peers: dict[int, Peer], pickler: type[pickle.Pickler] = Pickler) -> None:
-        self.peers, self._pickler = peers, pickler
+        self.peers = peers
+        self._pickler = pickler
         self.lost: dict[int, Lost] = {}
-        self.news = threading.Event()  # a rank is lost that was not told to leave
-        # (rank, number of the message): its answer, and who hears what is told before
+        self.news = threading.Event()  # a rank is lost that was not asked to leave
+        # (rank, number of the message): its answer, and the receiver of `tell` before it
         self.pending: dict[tuple[int, int], tuple[Future, OnTold]] = {}
-        # a signal handler may send while the thread it interrupts does
+        # A signal handler may send while the thread that it interrupts does.
         self._lock = threading.RLock()
         self._numbers = iter(range(1, sys.maxsize))
         threading.Thread(target=self._receive, name="verl-watch", daemon=True).start()
@@ -205,26 +214,28 @@ class Links:
         self, role: str, method: str, arguments: Mapping[int, Arguments], on_told: OnTold
     ) -> dict[int, Future]:
         """Start a method on some ranks."""
-        # All are pickled before one is sent: what cannot be is told before any rank starts.
-        shares = {id(share): share for share in arguments.values()}
+        # All are pickled before one is sent: a pickling error is raised before any rank starts.
         is_heard = on_told is not None
-        messages = {
-            key: Outgoing((role, method, is_heard, *share), self._pickler)
-            for key, share in shares.items()
-        }
-        return {
-            rank: self.send(rank, Kind.CALL, messages[id(share)], on_told)
-            for rank, share in arguments.items()
-        }
+        messages: dict[int, Outgoing] = {}
+        for share in arguments.values():
+            if id(share) not in messages:
+                messages[id(share)] = Outgoing((role, method, is_heard, *share), self._pickler)
+
+        replies = {}
+        for rank, share in arguments.items():
+            replies[rank] = self.send(rank, Kind.CALL, messages[id(share)], on_told)
+        return replies
 
     def send(self, rank: int, kind: Kind, message: Outgoing, on_told: OnTold = None) -> Future:
-        """A message that is answered."""
-        number, future = next(self._numbers), Future()
+        """Send a message; return the future of its answer."""
+        number = next(self._numbers)
+        future = Future()
         with self._lock:
             if rank in self.lost:
                 future.set_result(self.lost[rank])
                 return future
             self.pending[rank, number] = future, on_told
+
         try:
             self.peers[rank].link.send(kind, number, message)
         except OSError as error:
@@ -234,7 +245,7 @@ class Links:
     def wait(
         self, replies: Mapping[int, Future], timeout_s: float
     ) -> dict[int, Raised | Lost | None]:
-        """As `Ranks.wait`."""
+        """Implement `Ranks.wait`."""
         ends_at = time.monotonic() + timeout_s
         waiting = set(replies.values())
         while waiting:
@@ -242,11 +253,14 @@ class Links:
             done, waiting = wait(waiting, min(max(left, 0.0), _POLL_S), FIRST_COMPLETED)
             if left <= 0 or self.lost or any(not callable(future.result()) for future in done):
                 break
-        ended = {rank: future.result() for rank, future in replies.items() if future.done()}
-        # A rank that is dead is news also to a call that it has no part in: the group is not whole
-        # any more.
-        lost = self.lost if waiting else {}
-        return {rank: None if callable(end) else end for rank, end in ended.items()} | lost
+
+        ended: dict[int, Raised | Lost | None] = {}
+        for rank, future in replies.items():
+            if future.done():
+                end = future.result()
+                ended[rank] = None if callable(end) else end
+        # A death also ends a call that the dead rank has no part in: the group is not whole.
+        return ended | self.lost if waiting else ended
 
     def _receive(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -265,15 +279,18 @@ class Links:
         if message.kind is Kind.ASK_ALIVE:
             self.peers[rank].link.send(Kind.ALIVE, message.number, None)
             return
-        key = rank, message.number
-        with self._lock:
-            future, on_told = (self.pending.get if message.kind is Kind.TOLD else self.pending.pop)(
-                key, (None, None)
-            )
+
+        key = (rank, message.number)
         if message.kind is Kind.TOLD:
+            with self._lock:
+                _, on_told = self.pending.get(key, (None, None))
             if on_told is not None:
                 on_told(message.value())
-        elif future is not None:
+            return
+
+        with self._lock:
+            future, _ = self.pending.pop(key, (None, None))
+        if future is not None:
             future.set_result(message.value() if message.kind is Kind.RAISED else message.value)
 
     def _lose(self, rank: int, reason: str) -> None:

@@ -325,7 +325,7 @@ class RayWorkerGroup(WorkerGroup):
             self._ranks, self.world_size = ranks, ranks.size
         else:
             ((role, group),) = self._groups.items()
-            self._bind(group.worker_class, ranks, role, group.shares, group._members)
+            self._bind(group.worker_class, ranks, role, group._data_ranks, group._members)
             self.deadline_s = deadline_s
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:

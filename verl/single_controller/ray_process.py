@@ -1,4 +1,4 @@
-"""A rank that is an actor of Ray: its process, and its connection with the driver."""
+"""A rank as a Ray actor: its process, and its connection with the driver."""
 
 import contextlib
 import functools
@@ -30,14 +30,14 @@ from verl.utils.logging import say_once
 from verl.utils.rendezvous import free_port
 
 _REACH_S = 5.0  # for an actor to reach the driver, which it does in milliseconds or never
-_CONNECT_S = 10.0  # for all of them
+_CONNECT_S = 10.0  # for all actors
 
 # role, method, arguments, whether `tell` is heard
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any], bool]
 
 
 class Place(NamedTuple):
-    """Where an actor runs."""
+    """Machine and process of an actor."""
 
     machine: str
     address: str
@@ -47,43 +47,46 @@ class Place(NamedTuple):
 
 
 class HandedOn(NamedTuple):
-    """Among the arguments of a call: the answer of another, which travels from rank to rank."""
+    """Stands for the answer of another call in arguments; the answer goes from rank to rank."""
 
     answer: Any  # its reference
 
 
 class ByValue(Pickler, cloudpickle.CloudPickler):
-    """Functions and classes of the driver's program, or made in a function, go as code, as on Ray's
-    own ways."""
+    """Pickles functions and classes of the driver's program, or made in a function, as code.
+
+    Ray does the same.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = Pickler.reducer_override(self, obj)
-        return (
-            cloudpickle.CloudPickler.reducer_override(self, obj)
-            if reduced is NotImplemented
-            else reduced
-        )
+        if reduced is NotImplemented:
+            return cloudpickle.CloudPickler.reducer_override(self, obj)
+        return reduced
 
 
 class RankProcess:
-    """The actor. Calls run one by one; `whereabouts` has a thread of its own and answers
-    meanwhile."""
+    """The actor. Calls run one by one; methods of the group "watch" answer meanwhile."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
-        self.rank, self.folder, self.told = rank, Path(folder), deque[Any]()
+        self.rank = rank
+        self.folder = Path(folder)
+        self.told: deque[Any] = deque()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         keep_breadcrumbs(self.folder, rank)
-        self.host, self.calls = Host(), RankThread(f"rank {rank}")
+        self.host = Host()
+        self.calls = RankThread(f"rank {rank}")
 
     def place(self) -> Place:
-        address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        address = ray.util.get_node_ip_address()
+        node = ray.get_runtime_context().get_node_id()
         return Place(socket.gethostname(), address, free_port(""), os.getpid(), node)
 
     def set_environment(self, values: dict[str, str], defaults: dict[str, str]) -> None:
         os.environ.update({**defaults, **os.environ, **values})
 
     def connect(self, entrance: Entrance) -> str | None:
-        """Take calls from the driver without Ray as well; gives why that cannot be."""
+        """Take calls from the driver without Ray as well; return the reason where that fails."""
         try:
             link = connect(entrance, self.rank, _REACH_S, ByValue)
         except OSError as error:
@@ -92,20 +95,21 @@ class RankProcess:
         return None
 
     def _receive(self, link: Link) -> None:
-        # the driver has ended; Ray ends whom it did not detach
+        # An error means that the driver has ended; Ray ends actors that are not detached.
         with contextlib.suppress(OSError, EOFError):
             while True:
                 self.calls.submit(functools.partial(answer, link, self.host, link.receive()))
 
     @ray.method(num_returns=2)
     def run(self, call: Call | bytes) -> tuple[Any, None]:
-        """What a method gave, or a Raised; and nothing, which tells without the answer's memory
-        that it is there."""
+        """Run a method; return its answer or a Raised, and None.
+
+        The second value shows that the call has ended, without the memory of the answer.
+        """
         self.told.clear()
         try:
-            role, method, args, kwargs, is_heard = (
-                cloudpickle.loads(call) if isinstance(call, bytes) else call
-            )
+            opened = cloudpickle.loads(call) if isinstance(call, bytes) else call
+            role, method, args, kwargs, is_heard = opened
             args, kwargs = each_argument(_opened, args, kwargs)
             on_told = self.told.append if is_heard else None
             job = functools.partial(self.host.run, role, method, args, kwargs, on_told)
@@ -115,7 +119,7 @@ class RankProcess:
             return Raised.from_error(error), None
 
     def finish(self) -> None:
-        """What was asked, by whichever way."""
+        """Wait until all calls have ended, by Ray and by the connection."""
         self.calls.submit(lambda: None).result()
 
     @ray.method(concurrency_group="watch")
@@ -124,17 +128,16 @@ class RankProcess:
 
     @ray.method(concurrency_group="watch")
     def take_told(self) -> list[Any]:
-        """What the call that is running has told since this was last asked."""
+        """Return the values of `tell` since the last time, from the call that is running."""
         return [self.told.popleft() for _ in range(len(self.told))]
 
     @ray.method(concurrency_group="watch")
-    def kill_neighbour(self, pid: int) -> None:
+    def kill_neighbor(self, pid: int) -> None:
         kill_rank(pid)
 
 
 def _opened(value: Any) -> Any:
-    """What an argument stands for. Raises WorkerError where the call that should have given it
-    raised."""
+    """Return the value of an argument. Raises WorkerError where the call it comes from raised."""
     if not isinstance(value, HandedOn):
         return value
     given = ray.get(value.answer)
@@ -149,7 +152,7 @@ _TITLE = RankProcess.__name__.encode()  # Ray puts it into the command line of t
 
 
 def kill_rank(pid: int) -> None:
-    """End a process of this machine, if it is still the actor that it was."""
+    """End a process of this machine, if it is still an actor."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         if _TITLE in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
@@ -159,10 +162,11 @@ def kill_rank(pid: int) -> None:
 
 
 def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
-    """Connect with every actor; None where one cannot be reached, which the log says.
+    """Connect with every actor; return None and log the reason where one cannot be reached.
 
-    `nodes`: ids of the nodes that the actors run on. Only where that is not the driver's alone does
-    the driver listen on a port.
+    Args:
+        nodes: ids of the nodes that the actors run on. The driver listens on a port only where an
+            actor runs on another node.
     """
     if ray_client.is_connected():
         return _no_links("the driver is a Ray Client, which only Ray reaches")
@@ -171,6 +175,7 @@ def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
         door = Door(len(actors), other_machines=nodes != {here})
     except OSError as error:
         return _no_links(str(error))
+
     entrance = Entrance(door.folder, ray.util.get_node_ip_address(), door.port, door.token)
     asked = [actor.connect.remote(entrance) for actor in actors]
     peers: dict[int, Peer] = {}
@@ -182,6 +187,7 @@ def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
             break  # all have tried
     door.close()
     shutil.rmtree(door.folder, ignore_errors=True)
+
     if len(peers) == len(actors):
         return Links(peers, ByValue)
     for peer in peers.values():
@@ -193,15 +199,10 @@ def open_links(actors: Sequence[Any], nodes: set[str]) -> Links | None:
 def _reason(asked: Any) -> str:
     try:
         return str(ray.get(asked, timeout=0))
-    except RayError as error:  # it is late, or dead, of which the next call will tell more
+    except RayError as error:  # it is late, or dead, which the next call will report
         return f"{type(error).__name__} after {_CONNECT_S:g} s at most"
 
 
 def _no_links(reason: str) -> None:
-    say_once(
-        (
-            "Calls without rows go through Ray as well, some milliseconds each instead of one: "
-            f"{reason}."
-        ),
-        logging.WARNING,
-    )
+    text = "Calls without rows go through Ray as well, some milliseconds each instead of one"
+    say_once(f"{text}: {reason}.", logging.WARNING)

@@ -1,5 +1,4 @@
-"""Ranks that are Ray actors: one process each, in which the workers of all roles of the rank
-live."""
+"""Ranks as Ray actors: one process each, which holds the workers of all roles of the rank."""
 
 import os
 import shutil
@@ -43,48 +42,52 @@ from verl.utils.errors import WorkerLostError
 from verl.utils.logging import logger
 from verl.utils.rendezvous import LOOPBACK, loopback_settings
 
-# Beginnings of variables that workers on every node get from the driver.
+# Prefixes of the driver's environment variables that workers on every node get.
 FORWARDED = ("NCCL_", "TORCH_NCCL_", "PYTORCH_")
-_POLL_S = 0.2  # in which a rank that raised or died is noticed while others still work
-_CHECK_S = 2.0  # between looks at Ray's own processes while a call goes on
-_LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
+_POLL_S = 0.2  # until a rank that raised or died is noticed while others still work
+_CHECK_S = 2.0  # between checks of Ray's own processes while a call runs
+_LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
 _START_S = 300.0  # for Ray to start all processes, and for them to import this package
-_READ_S = 10.0  # for a task on a node none of whose ranks answers: Ray starts a process for it
-
+_READ_S = 10.0  # for a task on a node without an answering rank: Ray starts a process for it
 
 Key = TypeVar("Key", int, str)
 
 
 class Reply:
-    """To a call of an actor, which may still be running."""
+    """Reply to a call of an actor, which may still be running."""
 
     def __init__(self, actor: Any, call: Any, on_told: OnTold) -> None:
-        self.actor, self.on_told, self.value = actor, on_told, None
+        self.actor = actor
+        self.on_told = on_told
+        self.value: Any = None
         self.reference, self.ended = actor.run.remote(call)
         self._asked: Any = None
 
     def take(self, answer: Any) -> Raised | Lost | None:
-        """Keep what the call gave; gives how it ended."""
+        """Keep the answer of the call; return how the call ended."""
         if isinstance(answer, Raised | Lost):
             return answer
         self.value = answer
         return None
 
     def hear(self) -> None:
-        """Take what has been told since the last time, if that has come, and ask for more."""
-        if self.on_told is None or (
-            self._asked is not None and not ray.wait([self._asked], timeout=0)[0]
-        ):
+        """Pass on the values of `tell` that have arrived, and ask for more."""
+        if self.on_told is None:
             return
-        answer = [] if self._asked is None else _answer(self._asked)
-        # else it is lost, which `wait` will tell
-        for value in answer if isinstance(answer, list) else ():
-            self.on_told(value)
+
+        if self._asked is not None:
+            arrived, _ = ray.wait([self._asked], timeout=0)
+            if not arrived:
+                return
+            answer = _answer(self._asked)
+            if isinstance(answer, list):  # otherwise the rank is lost, which `wait` reports
+                for value in answer:
+                    self.on_told(value)
         self._asked = self.actor.take_told.remote()
 
 
 def forwarded() -> dict[str, str]:
-    """The driver's variables that its workers get on every node."""
+    """Return the driver's environment variables that its workers get on every node."""
     return {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
 
 
@@ -104,58 +107,50 @@ class RayRanks:
     ) -> None:
         self.folder = Path(tempfile.gettempdir()) / f"verl-{uuid.uuid4().hex}"
         if not detached:
-            # also of a run that ends by itself
+            # Also for a run that ends without `end`.
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         bundles = [(group, number) for group in groups for number in range(group.bundle_count)]
         self.size = len(bundles)
         self._ended: str | None = None
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
-        # rank: arrives at the end of its latest call through Ray
-        self._unfinished: dict[int, Any] = {}
-        self._reasons: dict[int, Lost] = {}  # of deaths that a connection has told
-        make: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"watch": 1})  # pyright: ignore
+        self._unfinished: dict[int, Any] = {}  # rank: ready when its latest call through Ray ends
+        self._reasons: dict[int, Lost] = {}  # of deaths that were seen on a connection
+
+        actor_class: Any = ray.remote(  # pyright: ignore
+            num_cpus=cpus, num_gpus=gpus, concurrency_groups={"watch": 1}
+        )(RankProcess)
         lifetime = {"lifetime": "detached"} if detached else {}
-        self.actors: list[Any] = [
-            make(RankProcess)
-            .options(
+        self.actors: list[Any] = []
+        for rank, (group, number) in enumerate(bundles):
+            options = actor_class.options(
                 name=f"{name_prefix}{self.folder.name}-{rank}",
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=number
                 ),
                 **lifetime,
             )
-            .remote(rank, self.size, str(self.folder))
-            for rank, (group, number) in enumerate(bundles)
-        ]
+            self.actors.append(options.remote(rank, self.size, str(self.folder)))
+
         self.control = None if ray_client.is_connected() else ControlWatch()
         self.places: list[Place] = self._all_started("place", [()] * self.size)
-        on_node: dict[str, int] = {}
-        environments = []
-        for place in self.places:
-            local_rank = on_node.setdefault(place.node_id, 0)
-            on_node[place.node_id] += 1
-            number = str(local_rank)
-            environments.append({"LOCAL_RANK": number, "RAY_LOCAL_RANK": number})
-        for environment, place in zip(environments, self.places):
-            environment["LOCAL_WORLD_SIZE"] = str(on_node[place.node_id])
-            environment["RAY_LOCAL_WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"]
-            environment["MASTER_ADDR"] = self.places[0].address if len(on_node) > 1 else LOOPBACK
-            environment["MASTER_PORT"] = str(self.places[0].free_port)
-        self.links = open_links(self.actors, nodes=set(on_node))
+        nodes = {place.node_id for place in self.places}
+        self.links = open_links(self.actors, nodes)
+
         defaults = forwarded()
-        if len(on_node) == 1:
+        if len(nodes) == 1:
             defaults = {**loopback_settings(), **defaults}
-        # Also for a Ray that somebody else has initialised; what a node or a runtime_env sets is
-        # not touched.
+        # Also for a Ray that was initialized elsewhere; variables that a node or a runtime_env
+        # sets are kept.
+        environments = _environments(self.places)
         self._all_started(
             "set_environment", [(environment, defaults) for environment in environments]
         )
 
     def _all_started(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        references = [
-            getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments)
-        ]
+        references = []
+        for actor, args in zip(self.actors, arguments):
+            references.append(getattr(actor, method).remote(*args))
         try:
             return ray.get(references, timeout=_START_S)
         except RayError as error:
@@ -181,24 +176,27 @@ class RayRanks:
         links = self._links_for(arguments) if blocking else None
         if links is not None:
             return links.call(role, method, arguments, on_told)
-        calls: dict[int, Any] = {
-            id(share): (role, method, *share, on_told is not None) for share in arguments.values()
-        }
+
+        is_heard = on_told is not None
+        calls: dict[int, Any] = {}
+        for share in arguments.values():
+            calls[id(share)] = (role, method, *share, is_heard)
         if len(calls) < len(arguments):
             calls = {key: _shared(call) for key, call in calls.items()}
-        replies = {
-            rank: Reply(self.actors[rank], calls[id(share)], on_told)
-            for rank, share in arguments.items()
-        }
-        self._unfinished |= {rank: reply.ended for rank, reply in replies.items()}
+
+        replies: dict[int, Any] = {}
+        for rank, share in arguments.items():
+            reply = Reply(self.actors[rank], calls[id(share)], on_told)
+            replies[rank] = reply
+            self._unfinished[rank] = reply.ended
         return replies
 
     def _links_for(self, arguments: Mapping[int, Arguments]) -> Links | None:
-        """The ranks' own connections, where a call may go by them, which takes a third of Ray's
-        time.
+        """Return the ranks' own connections, or None where the call must go through Ray.
 
-        Rows are stored by Ray once for all who take them. A call must not overtake one that is
-        still with Ray. Where a connection is lost, Ray knows why.
+        A call over the connections takes a third of Ray's time. Ray is better for rows, which it
+        stores once for all receivers. A call must not overtake one that is still in Ray's queue.
+        Where a connection is lost, Ray knows why.
         """
         if self.links is None or self.links.lost:
             return None
@@ -216,17 +214,20 @@ class RayRanks:
         ends_at = time.monotonic() + timeout_s
         if self.links is not None and any(isinstance(reply, Future) for reply in replies.values()):
             return self._explained(self._wait_for_links(self.links, replies, ends_at))
+
         waiting = dict(replies)
         ended = self._all_at_once(waiting, timeout_s)
         while waiting and not any(end is not None for end in ended.values()):
             self._check_control()
             for reply in waiting.values():
                 reply.hear()
+
             left = ends_at - time.monotonic()
-            of = {reply.reference: rank for rank, reply in waiting.items()}
-            done, _ = ray.wait(list(of), num_returns=len(of), timeout=min(max(left, 0.0), _POLL_S))
+            timeout = min(max(left, 0.0), _POLL_S)
+            ranks = {reply.reference: rank for rank, reply in waiting.items()}
+            done, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout)
             for reference in done:
-                rank = of[reference]
+                rank = ranks[reference]
                 ended[rank] = waiting.pop(rank).take(_answer(reference))
             if left <= 0:
                 break
@@ -238,14 +239,16 @@ class RayRanks:
         while True:
             left = ends_at - time.monotonic()
             ended = links.wait(replies, min(left, _CHECK_S))
-            badly = any(end is not None for end in ended.values())
-            if badly or len(ended) == len(replies) or left <= _CHECK_S:
+            failed = any(end is not None for end in ended.values())
+            if failed or len(ended) == len(replies) or left <= _CHECK_S:
                 return ended
             self._check_control()
 
     def _check_control(self) -> None:
-        """Raise WorkerLostError where Ray's control service is gone, after ending all processes
-        that can be ended without it."""
+        """Raise WorkerLostError where Ray's control service is gone.
+
+        Ends all processes before that can be ended without it.
+        """
         if self.control is None or self.control.reason is None:
             return
         self._ended = self.control.reason
@@ -257,45 +260,52 @@ class RayRanks:
     def _all_at_once(
         self, waiting: dict[int, Reply], timeout_s: float
     ) -> dict[int, Raised | Lost | None]:
-        """How calls ended where all do soon and no actor dies: one request to Ray instead of
-        three."""
+        """Return how the calls ended, or nothing unless all end soon and no actor dies.
+
+        This takes one request to Ray instead of three.
+        """
+        references = [reply.reference for reply in waiting.values()]
         try:
-            answers = ray.get(
-                [reply.reference for reply in waiting.values()], timeout=min(timeout_s, _POLL_S)
-            )
+            answers = ray.get(references, timeout=min(timeout_s, _POLL_S))
         except (GetTimeoutError, RayError):
             return {}
-        return {
-            rank: waiting.pop(rank).take(answer) for rank, answer in zip(list(waiting), answers)
-        }
+
+        ended = {}
+        for rank, answer in zip(list(waiting), answers):
+            ended[rank] = waiting.pop(rank).take(answer)
+        return ended
 
     def _explained(self, ended: dict[int, Raised | Lost | None]) -> dict[int, Raised | Lost | None]:
-        """A connection tells that a rank is lost, and at once; Ray tells why."""
+        """Add Ray's reason to each lost rank: a connection reports the loss first, Ray knows
+        why."""
         lost = {rank: end for rank, end in ended.items() if isinstance(end, Lost)}
-        asked = {
-            rank: self.actors[rank].place.remote() for rank in lost.keys() - self._reasons.keys()
-        }
-        done = (
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)[0]
-            if asked
-            else []
-        )
+        asked = {}
+        for rank in lost.keys() - self._reasons.keys():
+            asked[rank] = self.actors[rank].place.remote()
+
+        done = []
+        if asked:
+            done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         for rank, reference in asked.items():
-            told = _answer(reference) if reference in done else None
-            alive = Lost(f"its connection with the driver broke: {lost[rank].reason}")
-            self._reasons[rank] = told if isinstance(told, Lost) else alive
+            answer = _answer(reference) if reference in done else None
+            if isinstance(answer, Lost):
+                self._reasons[rank] = answer
+            else:  # the actor is alive
+                reason = f"its connection with the driver broke: {lost[rank].reason}"
+                self._reasons[rank] = Lost(reason)
         return ended | {rank: self._reasons[rank] for rank in lost}
 
     def values(self, replies: Sequence[Any]) -> list[Any]:
-        return [reply.result()() if isinstance(reply, Future) else reply.value for reply in replies]
+        values = []
+        for reply in replies:
+            values.append(reply.result()() if isinstance(reply, Future) else reply.value)
+        return values
 
     def hand_on(self, replies: Sequence[Reply], receiver: Ranks) -> list[HandedOn] | None:
-        """References, also of answers that are not there yet: the receiving rank waits for them."""
-        return (
-            [HandedOn(reply.reference) for reply in replies]
-            if isinstance(receiver, RayRanks)
-            else None
-        )
+        """Return references, also to answers to come: the receiving rank waits for them."""
+        if not isinstance(receiver, RayRanks):
+            return None
+        return [HandedOn(reply.reference) for reply in replies]
 
     def describe(self, rank: int) -> str:
         place = self.places[rank]
@@ -305,16 +315,18 @@ class RayRanks:
         asked = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.actors)}
         answers = _answered(asked, timeout_s)
         self._silent = asked.keys() - answers.keys()
+        self._notes = {}
         for _, notes in answers.values():
-            self._notes |= notes  # of all ranks of that machine, also of those that do not answer
+            # Notes of all ranks of that machine, also of those that do not answer.
+            self._notes |= notes
         return {rank: stacks for rank, (stacks, _) in answers.items()}
 
     def breadcrumbs(self) -> dict[int, str]:
         nodes = {place.node_id for rank, place in enumerate(self.places) if rank not in self._notes}
-        for notes in _answered(
-            {node: _on_node(node, read_breadcrumbs, self.folder) for node in nodes}, _READ_S
-        ).values():
+        asked = {node: _on_node(node, read_breadcrumbs, self.folder) for node in nodes}
+        for notes in _answered(asked, _READ_S).values():
             self._notes |= notes
+
         unread = "cannot be read, its machine does not answer"
         self._notes = {rank: self._notes.get(rank, unread) for rank in range(self.size)}
         return self._notes
@@ -330,20 +342,27 @@ class RayRanks:
             ray.kill(actor)
 
     def _kill(self, stopped: set[int]) -> None:
-        """End processes that do not hear what Ray tells them: somebody on their machine must send
-        the signal. A task, for which Ray starts a process, does what a neighbour has not done in
-        time, and ends the neighbour as well."""
-        others = {rank: other for rank in stopped if (other := self._neighbour(rank)) is not None}
-        asked = {
-            rank: self.actors[other].kill_neighbour.remote(self.places[rank].pid)
-            for rank, other in others.items()
-        }
+        """End processes that do not react to Ray: a process on their machine must send the signal.
+
+        A neighbor does so. Where it does not in time, a task, for which Ray starts a process, ends
+        the rank and the neighbor as well.
+        """
+        neighbors = {}
+        asked = {}
+        for rank in stopped:
+            neighbor = self._neighbor(rank)
+            if neighbor is not None:
+                neighbors[rank] = neighbor
+                pid = self.places[rank].pid
+                asked[rank] = self.actors[neighbor].kill_neighbor.remote(pid)
         killed = _answered(asked, ANSWER_S).keys()
-        left = stopped - killed | {others[rank] for rank in asked.keys() - killed}
-        asked = {
-            rank: _on_node(self.places[rank].node_id, kill_rank, self.places[rank].pid)
-            for rank in left
-        }
+
+        left = stopped - killed
+        left |= {neighbors[rank] for rank in neighbors.keys() - killed}
+        asked = {}
+        for rank in left:
+            place = self.places[rank]
+            asked[rank] = _on_node(place.node_id, kill_rank, place.pid)
         for rank in sorted(left - _answered(asked, _READ_S).keys()):
             logger.warning(
                 "Rank %d (%s) could not be ended: nothing on its machine did so within %g s. If it "
@@ -355,16 +374,16 @@ class RayRanks:
         if self.control is not None:
             self.control.close()
 
-    def _neighbour(self, rank: int) -> int | None:
-        """Another rank of its machine, which answered a moment ago."""
+    def _neighbor(self, rank: int) -> int | None:
+        """Return another rank of its machine that answered a moment ago."""
         node = self.places[rank].node_id
-        others = (other for other, place in enumerate(self.places) if place.node_id == node)
-        return next(
-            (other for other in others if other != rank and other not in self._silent), None
-        )
+        for other, place in enumerate(self.places):
+            if place.node_id == node and other != rank and other not in self._silent:
+                return other
+        return None
 
     def end(self) -> None:
-        """Let every rank finish what it was asked, then end; those that do not are killed."""
+        """Let every rank finish its calls, then end; kill those that do not end."""
         if self._ended is None:
             self._ended = "the pool was shut down."
             self._stop_watching()
@@ -380,8 +399,26 @@ class RayRanks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _environments(places: Sequence[Place]) -> list[dict[str, str]]:
+    """Return the variables of each rank that torchrun would set."""
+    ranks_on_node: dict[str, int] = {}
+    environments = []
+    for place in places:
+        local_rank = ranks_on_node.get(place.node_id, 0)
+        ranks_on_node[place.node_id] = local_rank + 1
+        number = str(local_rank)
+        environments.append({"LOCAL_RANK": number, "RAY_LOCAL_RANK": number})
+
+    for environment, place in zip(environments, places):
+        environment["LOCAL_WORLD_SIZE"] = str(ranks_on_node[place.node_id])
+        environment["RAY_LOCAL_WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"]
+        environment["MASTER_ADDR"] = places[0].address if len(ranks_on_node) > 1 else LOOPBACK
+        environment["MASTER_PORT"] = str(places[0].free_port)
+    return environments
+
+
 def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
-    """The reference of what a function gives on a node."""
+    """Run a function on a node; return the reference of its answer."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     # As code: a process that looked the function up by name would import torch first, which takes
     # seconds.
@@ -392,15 +429,22 @@ def _on_node(node: str, function: types.FunctionType, *args: Any) -> Any:
 
 
 def _answered(asked: Mapping[Key, Any], timeout_s: float) -> dict[Key, Any]:
-    """What came in time, and came well."""
-    of = {reference: key for key, reference in asked.items()}
-    done = ray.wait(list(of), num_returns=len(of), timeout=timeout_s)[0] if of else []
-    answers = {of[reference]: _answer(reference) for reference in done}
-    return {key: answer for key, answer in answers.items() if not isinstance(answer, Raised | Lost)}
+    """Return the answers that come in time and are no errors."""
+    if not asked:
+        return {}
+    keys = {reference: key for key, reference in asked.items()}
+    done, _ = ray.wait(list(keys), num_returns=len(keys), timeout=timeout_s)
+
+    answers = {}
+    for reference in done:
+        answer = _answer(reference)
+        if not isinstance(answer, Raised | Lost):
+            answers[keys[reference]] = answer
+    return answers
 
 
 def _answer(reference: Any) -> Any:
-    """What a reference holds that is there, or why it holds nothing."""
+    """Return the value of a reference that has arrived, or why it holds none."""
     try:
         return ray.get(reference)
     except RayTaskError as error:  # an argument or the answer could not be pickled
@@ -411,13 +455,17 @@ def _answer(reference: Any) -> Any:
 
 
 def _shared(call: Call) -> Any:
-    """A call that several ranks get. Its rows are stored once; without any it is pickled once, for
-    Ray would do so for every rank, an eighth of the time of a small call. References must be
-    pickled by Ray, which counts them."""
+    """Prepare a call that several ranks get, so that it is pickled once.
+
+    A call with rows goes to Ray's store. Ray would pickle any other call for every rank, an eighth
+    of the time of a small call. Only references must be pickled by Ray, which counts them.
+    """
     _, _, args, kwargs, _ = call
     if _holds(_ROWS, args, kwargs):
         return ray.put(call)
-    return call if _holds(_REFERENCES, args, kwargs) else cloudpickle.dumps(call)
+    if _holds(_REFERENCES, args, kwargs):
+        return call
+    return cloudpickle.dumps(call)
 
 
 _ROWS = (DataProto,)

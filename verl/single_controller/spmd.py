@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,13 +42,12 @@ from verl.utils.launcher import end_with_launcher
 from verl.utils.logging import logger
 from verl.utils.sigterm import TERMINATED, handle_sigterm
 
-_LEAVE_S = 20.0  # for a rank to finish what it is at, once the driver is done
-_NEWS_S = 2.0  # after torchrun said to end: in which a death that made it do so is known here too
+_LEAVE_S = 20.0  # for a rank to finish its current call, once the driver is done
+_NEWS_S = 2.0  # after torchrun's SIGTERM: until the death that caused it is known here too
 
 
 class ResourcePool(Protocol):
-    """Processes that workers can be started in. Roles that are started in one pool share its
-    processes."""
+    """Processes that run workers. Roles that are started in one pool share its processes."""
 
     world_size: int
 
@@ -59,11 +59,11 @@ class ResourcePool(Protocol):
         deadline_s: float = DEADLINE_S,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
+        """Build `worker_class(*args, **kwargs)` on every rank at once; return their group."""
         ...
 
     def shutdown(self) -> None:
-        """End the processes, once they are done with what they were asked."""
+        """End the processes, once they are done with their calls."""
         ...
 
 
@@ -89,21 +89,24 @@ class LocalPool:
         return WorkerGroup(worker, role, self._background)
 
     def split(self, parts: Sequence[Sequence[int]]) -> "list[LocalPool]":
-        """Itself: there is one part at most."""
+        """Return this pool, which has one part at most."""
         assert [*map(list, parts)] == [[0]], parts
         return [self]
 
     def shutdown(self) -> None:
-        """There is nobody to end."""
+        """Do nothing: this process goes on."""
 
 
 def join(connect_timeout_s: float = 300.0, silence_s: float = 300.0) -> "LocalPool | SpmdPool":
-    """The pool of all processes that were launched together, on the one that drives (RANK 0).
+    """Return the pool of all processes that were launched together, on the driver (RANK 0).
 
     On every other rank this call serves until the driver has finished, and then ends the process
     (SystemExit). Raises ConfigError where torchrun's variables are incomplete, WorkerLostError
-    where ranks do not come. The other ranks end a driver that gives no sign of life for
-    `silence_s`, because its process is stopped, say.
+    where ranks do not connect.
+
+    Args:
+        silence_s: the other ranks end a driver without a sign of life for this long, such as a
+            stopped process.
     """
     rank, world_size = launched_rank()
     if world_size == 1:
@@ -134,7 +137,7 @@ class SpmdPool:
         deadline_s: float = DEADLINE_S,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """Build `worker_class(*args, **kwargs)` on every rank at once; gives the group of them."""
+        """Build `worker_class(*args, **kwargs)` on every rank at once; return their group."""
         return self.start_on(range(self.world_size), role, worker_class, args, kwargs, deadline_s)
 
     def start_on(
@@ -146,28 +149,30 @@ class SpmdPool:
         kwargs: dict[str, Any],
         deadline_s: float,
     ) -> WorkerGroup:
-        """`start` on some ranks."""
+        """Do the same as `start`, on some ranks."""
         group = start_role(self.ranks, role, worker_class, args, kwargs, deadline_s, members)
         self._end_first()
         return group
 
     def split(self, parts: Sequence[Sequence[int]]) -> "list[SpmdPool] | list[SpmdPart]":
-        """Pools of disjoint parts of the ranks, each a world of its own; before anything is started
-        here."""
-        return (
-            [self]
-            if [*map(list, parts)] == [[*range(self.world_size)]]
-            else split_launch(self, parts)
-        )
+        """Return pools of disjoint parts of the ranks, each a world of its own.
+
+        Call this before anything is started here.
+        """
+        everyone = list(range(self.world_size))
+        if len(parts) == 1 and list(parts[0]) == everyone:
+            return [self]
+        return split_launch(self, parts)
 
     def shutdown(self) -> None:
-        """End the other ranks, once they are done with what they were asked; those that do not end
-        are killed."""
+        """End the other ranks, once they are done with their calls; kill those that do not end."""
         self.ranks.end()
 
     def _end_first(self) -> None:
-        """Among the exit handlers: process groups that workers made end together, so the others
-        must be told before."""
+        """Move `_at_exit` to the front of the exit handlers.
+
+        Process groups that workers made end together, so the other ranks must leave before.
+        """
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
 
@@ -175,21 +180,20 @@ class SpmdPool:
         if os.getpid() != self._pid:  # a child that was forked and inherited the handler
             return
         self.ranks.end()
-        # A thread that is in a collective which nobody else will reach would keep the other exit
-        # handlers waiting.
+        # A thread in a collective that no other rank will reach would block the other exit
+        # handlers.
         if not self.ranks.local.idle.wait(ANSWER_S if self.ranks.is_whole() else 0.0):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def _told_to_end(self, signum: int, frame: types.FrameType | None) -> None:
-        """torchrun ends all ranks as soon as it sees one dead: often before the driver has said
-        which, and why."""
+        """Report the lost rank first: torchrun ends all ranks as soon as it sees one dead."""
         if self.ranks.failing.is_set():
             return
         if self.ranks.links.news.wait(_NEWS_S):
             if self.ranks.waiting:
-                return  # for a call, whose error will tell more
+                return  # the error of the call will say more
             self.ranks.raise_lost()
         raise SystemExit(TERMINATED)
 
@@ -208,9 +212,11 @@ class SpmdRanks:
         self._notes: dict[int, str] = {}
         self._silent: set[int] = set()
         keep_breadcrumbs(folder, 0)
-        self.host, self.local = Host(), RankThread("rank 0")
+        self.host = Host()
+        self.local = RankThread("rank 0")
         self.links = Links(peers)
-        self.peers, self.lost = peers, self.links.lost
+        self.peers = peers
+        self.lost = self.links.lost
 
     # ---------------------------------------------------------------- the calls of `Ranks`
 
@@ -236,9 +242,15 @@ class SpmdRanks:
     def wait(
         self, replies: Mapping[int, Future], timeout_s: float
     ) -> dict[int, Raised | Lost | None]:
+        with self._error_to_come():
+            return self.links.wait(replies, timeout_s)
+
+    @contextmanager
+    def _error_to_come(self) -> Iterator[None]:
+        """Leave it to the call that the driver waits for to report a rank that dies meanwhile."""
         self.waiting = True
         try:
-            return self.links.wait(replies, timeout_s)
+            yield
         finally:
             self.waiting = False
 
@@ -246,7 +258,7 @@ class SpmdRanks:
         return [reply.result()() for reply in replies]
 
     def hand_on(self, replies: Sequence[Future], receiver: Ranks) -> list[Any] | None:
-        """The messages of other ranks, whose memory is sent on as it is, and what rank 0 gave."""
+        """Return the messages of other ranks, to be sent on as they are, and rank 0's value."""
         if receiver is not self:
             return None
         answers = [reply.result() for reply in replies]
@@ -256,23 +268,25 @@ class SpmdRanks:
         ]
 
     def describe(self, rank: int) -> str:
-        return (
-            self.peers[rank].place
-            if rank in self.peers
-            else f"{socket.gethostname()}, pid {os.getpid()}, driver"
-        )
+        if rank in self.peers:
+            return self.peers[rank].place
+        return f"{socket.gethostname()}, pid {os.getpid()}, driver"
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        self.failing.set()
+        if self.lost:
+            self.failing.set()
+        self._notes = {}
         asked = {
             rank: self.links.send(rank, Kind.ASK_STACKS, Outgoing(None)) for rank in self.peers
         }
-        wait(asked.values(), timeout_s)
+        with self._error_to_come():
+            wait(asked.values(), timeout_s)
+
         stacks = {0: format_stacks()}
         for rank, future in asked.items():
             if future.done() and not isinstance(future.result(), Lost):
                 ((stacks[rank], notes),) = self.values([future])
-                # of all ranks of that machine, also of those that do not answer
+                # Notes of all ranks of that machine, also of those that do not answer.
                 self._notes |= notes
         self._silent = set(self.peers) - set(stacks)
         return stacks
@@ -290,14 +304,13 @@ class SpmdRanks:
             if rank not in self.lost:
                 self.links.send(rank, Kind.ABORT, Outgoing(None))
                 peer.leaving = True
-        # Who did not answer would not read this either.
+        # A rank that did not answer would not read this either.
         self._wait_until_gone(ANSWER_S, self._silent)
 
     # ---------------------------------------------------------------- the end
 
     def end(self) -> None:
-        """Tell every rank to leave, wait until they have, kill those of this machine that do
-        not."""
+        """Ask every rank to leave, and kill those of this machine that do not in time."""
         if self._ended is None:
             self._ended = "the pool was shut down."
             leaving = [
@@ -312,20 +325,21 @@ class SpmdRanks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def is_whole(self) -> bool:
-        """Whether no rank was lost or given up."""
+        """Return whether no rank was lost or given up."""
         return not self.failing.is_set() and not self.links.news.is_set()
 
     def raise_lost(self) -> None:
-        """The error of ranks that died while the driver was not waiting for them."""
-        told = [
-            f"rank {rank} ({self.describe(rank)}) died: {lost.reason}"
-            for rank, lost in self.lost.items()
-        ]
+        """Raise the error of ranks that died while the driver was not waiting for them."""
+        lines = []
+        for rank, lost in self.lost.items():
+            lines.append(f"rank {rank} ({self.describe(rank)}) died: {lost.reason}")
         self.stacks(ANSWER_S)
         notes = self.breadcrumbs()
-        told += [f"Last breadcrumb of rank {rank}: {notes.get(rank, 'none')}" for rank in self.lost]
-        self.abort(told[0])
-        raise WorkerLostError("\n".join(told))
+        for rank in self.lost:
+            lines.append(f"Last breadcrumb of rank {rank}: {notes.get(rank, 'none')}")
+
+        self.abort(lines[0])
+        raise WorkerLostError("\n".join(lines))
 
     def _wait_until_gone(self, timeout_s: float, hopeless: set[int]) -> None:
         ends_at = time.monotonic() + timeout_s

@@ -1,10 +1,9 @@
-"""Messages between a driver and its ranks: what is large goes through memory that both map, never
-through the socket.
+"""Messages between a driver and its ranks; large values go through memory that both map.
 
-A value is pickled once, its tensors and arrays as buffers beside the pickle. Between processes of
-one machine they lie in an anonymous file (memfd) whose descriptor travels: nothing has a name that
-could leak, and `/dev/shm` may be small. Between machines, where the system has no memfd, and where
-they are larger than a file may be (`ulimit -f`), they follow on the socket. Whoever has received a
+A value is pickled once, with its tensors and arrays as separate buffers. Between processes of one
+machine the buffers lie in an anonymous file (memfd), and only its descriptor is sent: no name can
+leak, and `/dev/shm` may be small. The buffers follow on the socket between machines, where the
+system has no memfd, and where they are larger than a file may be (`ulimit -f`). The receiver of a
 value owns it: memory is mapped copy-on-write.
 """
 
@@ -27,13 +26,13 @@ from verl.utils.limits import largest_file
 from verl.utils.pickling import pack_tensor, unpack_tensor
 
 _HEADER = struct.Struct("<BQIB")  # kind, number, parts, whether they lie in memory
-# less than what a socket takes at once; mapping memory costs more than copying so little
+# Fits into a socket's buffer; for so little, mapping memory costs more than copying.
 _INLINE_BYTES = 32 * 1024
 _ALIGNMENT = 64  # of every buffer, as torch's own allocator aligns
 
 
 class Kind(IntEnum):
-    """What a message is about."""
+    """Kind of a message."""
 
     HELLO = 0  # rank, machine, pid
     CALL = 1
@@ -41,54 +40,56 @@ class Kind(IntEnum):
     RAISED = 3
     ASK_STACKS = 4
     STACKS = 5
-    END = 6  # finish what was asked, then leave
+    END = 6  # finish all calls, then leave
     BYE = 7
     ABORT = 8  # leave at once
-    TOLD = 9  # by a call that is still running
+    TOLD = 9  # a value of `tell`, from a call that is still running
     ASK_ALIVE = 10  # from a rank to the driver
     ALIVE = 11
 
 
 class Pickler(pickle.Pickler):
-    """Tensors outside a DataProto as buffers too, and a received message as the value in it, which
-    is not unpickled."""
+    """Pickles tensors outside a DataProto as buffers too.
+
+    A received message is passed on as the value in it, without unpickling.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Incoming:
             return _value_in, tuple(map(pickle.PickleBuffer, obj.parts))
-        packed = pack_tensor(obj) if type(obj) is torch.Tensor and not obj.requires_grad else obj
-        return (
-            NotImplemented
-            if packed is obj or isinstance(packed, torch.Tensor)
-            else (unpack_tensor, (packed,))
-        )
+        if type(obj) is torch.Tensor and not obj.requires_grad:
+            packed = pack_tensor(obj)
+            if not isinstance(packed, torch.Tensor):
+                return unpack_tensor, (packed,)
+        return NotImplemented
 
 
 class Outgoing:
-    """A value on its way to one process or to several; its bytes are written once."""
+    """A value to send to one process or several; its bytes are written once."""
 
     def __init__(self, value: Any, pickler: type[pickle.Pickler] = Pickler) -> None:
-        head, buffers = io.BytesIO(), []
+        head = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
         pickler(head, protocol=5, buffer_callback=buffers.append).dump(value)
         self.parts: list[memoryview] = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
         self.sizes = [len(part) for part in self.parts]
         self._memory: int | None = None
 
     def in_memory(self) -> int:
-        """The descriptor of a memfd with all parts."""
+        """Return the descriptor of a memfd that holds all parts."""
         if self._memory is None:
             self._memory = os.memfd_create("verl")
             weakref.finalize(self, os.close, self._memory)
             for part, offset in zip(self.parts, _offsets(self.sizes)):
-                while part:
-                    written = os.pwrite(self._memory, part, offset)
-                    part, offset = part[written:], offset + written
+                done = 0
+                while done < len(part):
+                    done += os.pwrite(self._memory, part[done:], offset + done)
         return self._memory
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """A message as it came; `value()` unpickles it, its tensors lying in what was received."""
+    """A received message; `value()` unpickles it, with its tensors in the received memory."""
 
     kind: Kind
     number: int
@@ -102,46 +103,43 @@ class Link:
     """One end of a connection. Threads may send at the same time; one receives."""
 
     def __init__(self, connection: socket.socket, pickler: type[pickle.Pickler] = Pickler) -> None:
-        self.socket, self._pickler = connection, pickler
+        self.socket = connection
+        self._pickler = pickler
         self.same_machine = connection.family == getattr(socket, "AF_UNIX", None)
         self._shares_memory = self.same_machine and hasattr(os, "memfd_create")
-        # a signal handler may send while the thread it interrupts does
+        # A signal handler may send while the thread that it interrupts does.
         self._sending = threading.RLock()
         if not self.same_machine:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A machine that is gone closes no connection: asked after half a minute of silence,
-            # given up after one.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
-                if hasattr(socket, name):  # macOS lacks some
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        # A child that lives on with a copy of the socket would hide the death of its parent.
+            _set_tcp_options(connection)
+        # A child that outlives its parent with a copy of the socket would hide the parent's death.
         forget = weakref.WeakMethod(self.close)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
 
     def send(self, kind: Kind, number: int, value: Any) -> None:
-        """`value`: anything that pickles, or an Outgoing that goes to several."""
+        """Send a value that pickles, or an Outgoing, which may go to several links."""
         message = value if isinstance(value, Outgoing) else Outgoing(value, self._pickler)
-        in_memory = self._shares_memory and _INLINE_BYTES < _end(message.sizes) <= largest_file()
+        size = _end(message.sizes)
+        in_memory = self._shares_memory and _INLINE_BYTES < size <= largest_file()
         head = _HEADER.pack(kind, number, len(message.sizes), in_memory)
         head += struct.pack(f"<{len(message.sizes)}Q", *message.sizes)
+
         with self._sending:
             if in_memory:
                 socket.send_fds(self.socket, [head[:1]], [message.in_memory()])
                 self.socket.sendall(head[1:])
-            else:
-                padded = [
-                    piece
-                    for part in message.parts
-                    for piece in (part, bytes(-len(part) % _ALIGNMENT))
-                ]
-                pieces = [head, *padded[:-1]]
-                for piece in [b"".join(pieces)] if _end(message.sizes) <= _INLINE_BYTES else pieces:
-                    self.socket.sendall(piece)
+                return
+
+            pieces: list[Any] = [head]
+            for part in message.parts:
+                pieces += [part, bytes(-len(part) % _ALIGNMENT)]
+            pieces.pop()  # the last part needs no padding
+            if size <= _INLINE_BYTES:
+                pieces = [b"".join(pieces)]
+            for piece in pieces:
+                self.socket.sendall(piece)
 
     def receive(self) -> Incoming:
-        """The next message. Raises OSError or EOFError when there is nobody at the other end any
-        more."""
+        """Return the next message. Raises OSError or EOFError when the other end is gone."""
         descriptors: list[int] = []
         if self.same_machine:
             first, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
@@ -149,9 +147,9 @@ class Link:
             first = self.socket.recv(1)
         if not first:
             raise EOFError("the connection was closed")
-        kind, number, num_parts, in_memory = _HEADER.unpack(
-            first + bytes(self._exactly(_HEADER.size - 1))
-        )
+
+        header = first + bytes(self._exactly(_HEADER.size - 1))
+        kind, number, num_parts, in_memory = _HEADER.unpack(header)
         sizes = struct.unpack(f"<{num_parts}Q", self._exactly(8 * num_parts))
         if in_memory:
             (descriptor,) = descriptors
@@ -159,6 +157,7 @@ class Link:
             os.close(descriptor)
         else:
             data = self._exactly(_end(sizes))
+
         view = memoryview(data)
         parts = [view[start : start + size] for start, size in zip(_offsets(sizes), sizes)]
         return Incoming(Kind(kind), number, parts)
@@ -167,8 +166,8 @@ class Link:
         self.socket.close()
 
     def _exactly(self, size: int) -> memoryview:
-        # aligned, and not zeroed
-        data, received = torch.empty(size, dtype=torch.uint8).numpy().data, 0
+        data = torch.empty(size, dtype=torch.uint8).numpy().data  # aligned, and not zeroed
+        received = 0
         while received < size:
             count = self.socket.recv_into(data[received:])
             if not count:
@@ -177,12 +176,23 @@ class Link:
         return data
 
 
+def _set_tcp_options(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A machine that is gone closes no connection: probe after half a minute of silence, give up
+    # after one.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
+        if hasattr(socket, name):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _value_in(head: memoryview, *buffers: memoryview) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    offsets, position = [], 0
+    offsets = []
+    position = 0
     for size in sizes:
         offsets.append(position)
         position += -(-size // _ALIGNMENT) * _ALIGNMENT

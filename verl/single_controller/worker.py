@@ -5,15 +5,15 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from verl.single_controller.dispatch import DATA, ROLLOUT, Dispatch, register
+from verl.single_controller.dispatch import Dispatch, register
 from verl.utils.rendezvous import LOOPBACK, free_port
 
 
 class Worker:
-    """Base of all roles. A worker does not depend on its carrier: Ray, torchrun or one process.
+    """Base class of all roles. A worker does not depend on its carrier: Ray, torchrun or one process.
 
-    It may add columns to the batches it is given, but not write into their tensors: rank 0 may
-    share them with the driver.
+    It may add columns to the batches it gets, but not write into their tensors: rank 0 may share
+    them with the driver.
     """
 
     @property
@@ -26,24 +26,16 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch this rank works on; asked once, after `__init__`. Ranks that split
-        the tokens of the same rows (sequence parallel) have the same."""
+        """Return the share of a batch that this rank works on; read once, after `__init__`.
+
+        Ranks that split the tokens of the same rows (sequence parallel) have the same.
+        """
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """How many shares there are."""
+        """Return the number of shares."""
         return self.world_size
-
-    @property
-    def rollout_rank(self) -> int:
-        """`data_rank` where responses are generated: ranks that share an engine (tensor parallel)
-        have the same."""
-        return self.data_rank
-
-    def shares(self) -> dict[str, int]:
-        """Return the numbers of this rank's shares, by the names that dispatch modes use."""
-        return {DATA: self.data_rank, ROLLOUT: self.rollout_rank}
 
     def get_master_addr_port(self) -> tuple[str, str]:
         """Return MASTER_ADDR and MASTER_PORT. Raises KeyError in a process without a launcher."""

@@ -25,18 +25,17 @@ from verl.single_controller.dispatch import (
     shares_of_each,
 )
 from verl.single_controller.host import BUILD, RECENT_SPANS, OnTold, Raised, call_method
-from verl.single_controller.worker import DATA, ROLLOUT, Worker
+from verl.single_controller.worker import Worker
 from verl.utils.errors import ConfigError
 from verl.utils.timeline import Recorded
 
-# Of a call that names none. Generous: a rollout of long responses may take an hour.
+# Default of a call. Generous: a rollout of long responses may take an hour.
 DEADLINE_S = 7200.0
 _DEADLINE, _BLOCKING, _ON_TOLD = "deadline_s", "blocking", "on_told"
 
 
 class Background:
-    """A thread of this process, in which calls run one by one that the driver does not wait for at
-    once."""
+    """Thread of this process that runs, one by one, calls that the driver does not wait for."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -45,28 +44,29 @@ class Background:
     def start(self, call: Callable[..., Any], *args: Any) -> Future:
         if self._executor is None:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            self._executor = ThreadPoolExecutor(
-                1, "verl-background", functools.partial(_use_device, device)
-            )
+            initializer = functools.partial(_use_device, device)
+            self._executor = ThreadPoolExecutor(1, "verl-background", initializer)
         self._latest = self._executor.submit(call, *args)
         return self._latest
 
     def finish(self) -> None:
-        """Wait until everything that was started has ended."""
+        """Wait until all calls have ended."""
         if self._latest is not None:
             wait([self._latest])
             self._latest = None
 
 
 def _use_device(number: int | None) -> None:
-    """The current device belongs to a thread."""
+    """Set the current device, which belongs to a thread."""
     if number is not None:
         torch.cuda.set_device(number)
 
 
 class InProcess:
-    """Ranks that are workers of this process; their errors come as they are. A call that blocks
-    runs in the caller's thread, after all that did not and that share its `background`."""
+    """Ranks that are workers of this process; their errors are not wrapped.
+
+    A blocking call runs in the caller's thread, after all calls of `background`.
+    """
 
     hands_on_unfinished = True
 
@@ -101,8 +101,10 @@ class InProcess:
     def wait(
         self, replies: Mapping[int, Future], timeout_s: float
     ) -> dict[int, Raised | Lost | None]:
-        """However long it takes: nobody could end what runs in this process. Without time, what has
-        ended."""
+        """Wait without a deadline, because a call in this process cannot be ended.
+
+        With `timeout_s=0`, only report the calls that have ended.
+        """
         if timeout_s:
             wait(replies.values())
         return {rank: None for rank, reply in replies.items() if reply.done()}
@@ -111,7 +113,7 @@ class InProcess:
         return [reply.result() for reply in replies]
 
     def hand_on(self, replies: Sequence[Future], receiver: Ranks) -> None:
-        """There is nothing to save."""
+        """Return None: values are in this process already."""
 
     def describe(self, rank: int) -> str:
         return "this process"
@@ -126,22 +128,25 @@ class InProcess:
         return [own_progress()]
 
     def abort(self, reason: str) -> None:
-        raise AssertionError(f"nobody but this process could end: {reason}")
+        raise AssertionError(f"this process cannot end its own ranks: {reason}")
 
 
 class WorkerGroup:
     """One role on all ranks of a pool. Every `@register`ed method of the worker can be called on
     the group.
 
-    A call takes the method's arguments, split as its dispatch mode says, and some of its own.
-    `deadline_s`: the seconds after which it is a DeadlineError that tells where every rank is,
-    instead of a silent wait; if not given, those that the group was started with. `blocking`:
-    whether it waits for the answer, or gives a future with `result()`; if not given, as the method
-    was registered. `on_told`: called with what the method says by `tell` while it runs, in any
-    thread, also in two at once, so it must be quick and not raise. From a call that goes through
-    Ray, with rows or not blocking, it comes tenths of a second later, and what is told last may not
-    come. `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource
-    pool makes groups of several ranks.
+    `WorkerGroup(worker)` is the group of one worker in this process; `start` of a resource pool
+    makes groups of several ranks. A call takes the method's arguments, which its dispatch mode
+    splits, and three more:
+
+    - `deadline_s`: seconds until the call raises DeadlineError, which shows where every rank is.
+      The default is the deadline that the group was started with.
+    - `blocking`: whether the call waits for the answer or returns a future with `result()`. The
+      default is that of `@register`.
+    - `on_told`: gets each value that the method passes to `tell` while it runs. It is called in any
+      thread, also in two at once, so it must be quick and not raise. When a call goes through Ray
+      (with rows, or not blocking), values arrive tenths of a second later, and the last ones may
+      get lost.
     """
 
     def __init__(
@@ -149,9 +154,7 @@ class WorkerGroup:
     ) -> None:
         self.worker = worker
         ranks = InProcess([worker], background)
-        self._bind(
-            type(worker), ranks, role or type(worker).__name__, {DATA: [0], ROLLOUT: [0]}, [0]
-        )
+        self._bind(type(worker), ranks, role or type(worker).__name__, [0], [0])
 
     @classmethod
     def over(
@@ -159,15 +162,18 @@ class WorkerGroup:
         ranks: Ranks,
         role: str,
         worker_class: type[Worker],
-        shares: Mapping[str, Sequence[int]],
+        data_ranks: Sequence[int],
         members: Sequence[int] | None = None,
     ) -> Any:
-        """The group of the workers of `role`, which live on the ranks `members` (None: all);
-        `shares` are those of each (`Worker.shares`)."""
+        """Return the group of the workers of `role`.
+
+        Args:
+            data_ranks: `Worker.data_rank` of each worker.
+            members: the ranks where they live; None stands for all.
+        """
         group = cls.__new__(cls)
-        group._bind(
-            worker_class, ranks, role, shares, range(ranks.size) if members is None else members
-        )
+        members = range(ranks.size) if members is None else members
+        group._bind(worker_class, ranks, role, data_ranks, members)
         return group
 
     def _bind(
@@ -175,24 +181,24 @@ class WorkerGroup:
         worker_class: type[Worker],
         ranks: Ranks,
         role: str,
-        shares: Mapping[str, Sequence[int]],
+        data_ranks: Sequence[int],
         members: Sequence[int],
     ) -> None:
-        self.worker_class, self.role = worker_class, role
+        self.worker_class = worker_class
+        self.role = role
         self.world_size = len(members)
-        self._ranks, self.shares, self._members = ranks, shares, members
+        self._ranks = ranks
+        self._members = members
+        self._data_ranks = data_ranks
         self.deadline_s = DEADLINE_S
         for name, plan in registered_methods(worker_class).items():
-            setattr(
-                self,
-                name,
-                bound(functools.partial(self._call, name, plan), plan, getattr(worker_class, name)),
-            )
+            call = functools.partial(self._call, name, plan)
+            setattr(self, name, bound(call, plan, getattr(worker_class, name)))
 
     @property
     def num_shares(self) -> int:
-        """Into how many shares the rows of a batch are dealt."""
-        return max(self.shares[DATA]) + 1
+        """Number of shares that the rows of a batch are dealt to."""
+        return max(self._data_ranks) + 1
 
     def _call(
         self,
@@ -206,21 +212,27 @@ class WorkerGroup:
     ) -> Any:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         mode = find_dispatch_mode(plan.dispatch_mode)
+
         if plan.execute_mode is Execute.RANK_ZERO or plan.dispatch_mode == Dispatch.RANK_ZERO:
-            share_of, answering = {0: 0}, [0]
-        elif mode.shares is not None:
-            shares = self.shares[mode.shares]
-            share_of = dict(enumerate(shares))
-            answering = [shares.index(share) for share in range(max(shares) + 1)]
+            share_of = {0: 0}
+            answering = [0]
+        elif mode.by_data_rank:
+            share_of = dict(enumerate(self._data_ranks))
+            answering = [self._data_ranks.index(share) for share in range(self.num_shares)]
         else:
             share_of = {rank: rank for rank in range(self.world_size)}
             answering = list(share_of)
+
         per_share, undo = self._split(mode, plan, len(answering), args, kwargs)
         arguments = {self._members[place]: per_share[share] for place, share in share_of.items()}
         answering = [self._members[place] for place in answering]
         replies = self._ranks.submit(self.role, name, arguments, blocking, on_told)
+
+        def collect(outputs: list[Any]) -> Any:
+            return mode.collect(outputs, undo)
+
+        label = f"{self.role}.{name}"
         dealt = (undo,) if mode.takes_any_deal else None
-        label, collect = f"{self.role}.{name}", lambda outputs: mode.collect(outputs, undo)
         future = GroupFuture(self._ranks, label, replies, answering, collect, deadline_s, dealt)
         return future.result() if blocking else future
 
@@ -232,47 +244,60 @@ class WorkerGroup:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[list[Arguments], Any]:
-        """`mode.split`. Where all batches are answers of calls that were dealt alike, each share
-        goes as it is from the rank that has it to those that take it; otherwise futures are read,
-        joined and dealt again."""
-        values = (*args, *kwargs.values())
-        futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
-        others = [value for value in values if id(value) not in futures]
-        read_here = any(isinstance(value, DataProto | Dealt | DataProtoFuture) for value in others)
+        """Run `mode.split`, or hand on the shares of earlier answers as they are.
+
+        Shares are handed on from rank to rank where all batches are answers of calls that were
+        dealt alike. Otherwise futures are read, joined and dealt again.
+        """
         if not plan.materialize_futures:
             return mode.split(num_shares, args, kwargs)
-        if futures and mode.takes_any_deal and not read_here:
-            found = {key: future.handed_on(self._ranks) for key, future in futures.items()}
-            handed_on = {
-                key: dealt
-                for key, dealt in found.items()
-                if dealt is not None and len(dealt[0]) == num_shares
-            }
-            orders = [order for _, order in handed_on.values()]
-            if len(handed_on) == len(futures) and all(order == orders[0] for order in orders):
-                return shares_of_each(
-                    args, kwargs, {key: shares for key, (shares, _) in handed_on.items()}
-                ), orders[0]
+
+        values = (*args, *kwargs.values())
+        futures = {id(value): value for value in values if isinstance(value, GroupFuture)}
+        # A GroupFuture is an instance of DataProtoFuture too.
+        others = [value for value in values if id(value) not in futures]
+        has_batches = any(
+            isinstance(value, DataProto | Dealt | DataProtoFuture) for value in others
+        )
+        if futures and mode.takes_any_deal and not has_batches:
+            handed_on = self._handed_on(futures, num_shares)
+            if handed_on is not None:
+                shares, order = handed_on
+                return shares_of_each(args, kwargs, shares), order
         return mode.split(num_shares, *each_argument(_resolved, args, kwargs))
 
+    def _handed_on(
+        self, futures: Mapping[int, GroupFuture], num_shares: int
+    ) -> tuple[dict[int, list[Any]], Any] | None:
+        """Return the shares of all futures and the order they have in common, or None."""
+        found = [future.handed_on(self._ranks) for future in futures.values()]
+        shares: dict[int, list[Any]] = {}
+        orders = []
+        for key, dealt in zip(futures, found):
+            if dealt is None or len(dealt[0]) != num_shares:
+                return None
+            shares[key] = dealt[0]
+            orders.append(dealt[1])
+
+        if not orders or any(order != orders[0] for order in orders):
+            return None
+        return shares, orders[0]
+
     def progress(self) -> list[Progress]:
-        """How far the ranks are with the method that they run, where that can be read here."""
+        """Return the progress of the ranks with their method, where it can be read here."""
         return self._ranks.progress()
 
     def recent_spans(self, since_wall_ns: int) -> list[Recorded]:
-        """What ran in the process of every rank since then, for a timeline; see
-        `verl.utils.timeline`."""
-        replies = self._ranks.submit(
-            self.role, RECENT_SPANS, dict.fromkeys(self._members, ((since_wall_ns,), {}))
-        )
+        """Return the spans of every rank's process since then; see `verl.utils.timeline`."""
+        arguments: Arguments = ((since_wall_ns,), {})
+        per_rank = dict.fromkeys(self._members, arguments)
+        replies = self._ranks.submit(self.role, RECENT_SPANS, per_rank)
         label = f"{self.role}: {RECENT_SPANS}"
-        return GroupFuture(
-            self._ranks, label, replies, self._members, list, self.deadline_s
-        ).result()
+        future = GroupFuture(self._ranks, label, replies, self._members, list, self.deadline_s)
+        return future.result()
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that no bound method has: name the nearest fact instead of a bare
-        # AttributeError.
+        # Reached only for unknown names: say how to register a method.
         worker_class = self.__dict__.get("worker_class", type(self))
         raise AttributeError(
             f"{worker_class.__name__} has no registered method '{name}'. "
@@ -281,9 +306,8 @@ class WorkerGroup:
 
 
 def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[..., Any]:
-    """A function with the signature of `method`, less `self`, with the group's own, and its
-    docstring."""
-    find_dispatch_mode(plan.dispatch_mode)  # an unknown mode is told when the group is made
+    """Return `call` with the docstring and signature of `method`, plus the group's parameters."""
+    find_dispatch_mode(plan.dispatch_mode)  # raises for an unknown mode when the group is made
     signature = inspect.signature(method)
     defaults = {_DEADLINE: None, _BLOCKING: plan.blocking, _ON_TOLD: None}
     kinds = {_DEADLINE: float | None, _BLOCKING: bool, _ON_TOLD: OnTold}
@@ -295,20 +319,21 @@ def bound(call: Callable[..., Any], plan: CallPlan, method: Any) -> Callable[...
 
     @functools.wraps(method)
     def call_ranks(*args: Any, **kwargs: Any) -> Any:
-        return call(
-            args, kwargs, **{name: kwargs.pop(name, default) for name, default in defaults.items()}
-        )
+        own = {name: kwargs.pop(name, default) for name, default in defaults.items()}
+        return call(args, kwargs, **own)
 
-    parameters = [*signature.parameters.values()][1:]
-    place = len(parameters) - any(
+    own_parameters = []
+    for name, default in defaults.items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own_parameters.append(
+            inspect.Parameter(name, kind, default=default, annotation=kinds[name])
+        )
+    parameters = list(signature.parameters.values())[1:]
+    has_var_keyword = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
     )
-    parameters[place:place] = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name]
-        )
-        for name, default in defaults.items()
-    ]
+    place = len(parameters) - int(has_var_keyword)  # **kwargs must stay the last
+    parameters[place:place] = own_parameters
     vars(call_ranks)["__signature__"] = signature.replace(parameters=parameters)
     return call_ranks
 
@@ -326,16 +351,22 @@ def start_role(
     deadline_s: float,
     members: Sequence[int] | None = None,
 ) -> WorkerGroup:
-    """Build a worker with the same arguments on every rank at once (`members`: some), and give the
-    group of them, whose calls have the deadline of this one unless they name their own."""
-    building = (worker_class, *args), kwargs
+    """Build a worker with the same arguments on every rank at once, and return their group.
+
+    Args:
+        deadline_s: for building, and the default of the group's calls.
+        members: the ranks; None stands for all.
+    """
+    building: Arguments = ((worker_class, *args), kwargs)
     members = range(ranks.size) if members is None else members
     replies = ranks.submit(role, BUILD, dict.fromkeys(members, building))
     label = f"{role}: {worker_class.__name__}()"
     layout = GroupFuture(ranks, label, replies, members, list, deadline_s).result()
-    shares = {name: [numbers[name] for numbers, _ in layout] for name in (DATA, ROLLOUT)}
+    data_ranks = [data_rank for data_rank, _ in layout]
     sizes = {size for _, size in layout}
-    assert sizes == {len(set(shares[DATA]))}, f"{worker_class.__name__}: shares {shares} of {sizes}"
-    group = WorkerGroup.over(ranks, role, worker_class, shares, members)
+    shares = len(set(data_ranks))
+    assert sizes == {shares}, f"{worker_class.__name__}: data ranks {data_ranks} of {sizes}"
+
+    group = WorkerGroup.over(ranks, role, worker_class, data_ranks, members)
     group.deadline_s = deadline_s
     return group

@@ -1,5 +1,6 @@
 """The process that launched this one: a rank must not outlive it."""
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -33,7 +34,10 @@ def end_with_launcher() -> None:
         if _is_orphan(launcher):
             _say_gone()
             os._exit(TERMINATED)
-    threading.Thread(target=_watch, args=(launcher,), name=_THREAD, daemon=True).start()
+    said = threading.Event()
+    # The signal may end the process before the thread has looked.
+    atexit.register(_say_at_exit, launcher, said)
+    threading.Thread(target=_watch, args=(launcher, said), name=_THREAD, daemon=True).start()
 
 
 def _watched_by_this_process() -> bool:
@@ -51,13 +55,20 @@ def _is_orphan(parent: int) -> bool:
     return False
 
 
-def _watch(launcher: int) -> None:
+def _watch(launcher: int, said: threading.Event) -> None:
     while os.getppid() == launcher:
         time.sleep(_POLL_S)
+    said.set()
     _say_gone()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os._exit(TERMINATED)
+
+
+def _say_at_exit(launcher: int, said: threading.Event) -> None:
+    # A forked child inherits this function, but not the thread.
+    if _watched_by_this_process() and os.getppid() != launcher and not said.is_set():
+        _say_gone()
 
 
 def _say_gone() -> None:

@@ -38,6 +38,11 @@ def sigterm_as_exit() -> Iterator[None]:
         if interrupt.is_told:
             raise SystemExit(TERMINATED) from None
         raise
+    except Exception as error:
+        # Python 3.11 wraps whatever is raised while it creates a class, which imports do a lot.
+        if isinstance(error.__cause__, _Terminated):
+            raise SystemExit(TERMINATED) from None
+        raise
     finally:
         if signal.getsignal(signal.SIGTERM) is interrupt:  # and not of a pool that was made within
             signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,68 @@
+"""The driver's wait for a call, on ranks that answer as the test says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from verl.single_controller.calls import ANSWER_S, REPORT_S, GroupFuture, Lost
+from verl.utils.errors import DeadlineError, WorkerLostError
+
+DEADLINE_S = 100.0
+
+
+class Scripted:
+    """Two ranks; each `wait` returns the next of `answers` at once. Notes the order of calls."""
+
+    size = 2
+
+    def __init__(self, *answers: dict[int, Any]) -> None:
+        self.answers = list(answers)
+        self.events: list[tuple[str, float]] = []
+
+    def wait(self, replies: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
+        self.events.append(("wait", timeout_s))
+        return self.answers.pop(0)
+
+    def stacks(self, timeout_s: float) -> dict[int, str]:
+        self.events.append(("stacks", timeout_s))
+        return {0: "in a collective"}
+
+    def values(self, replies: Any) -> list[Any]:
+        return list(replies)
+
+    def describe(self, rank: int) -> str:
+        return f"machine, pid {rank}"
+
+    def breadcrumbs(self) -> dict[int, str]:
+        return {}
+
+    def abort(self, reason: str) -> None:
+        self.events.append(("abort", 0.0))
+
+
+def call_on(ranks: Any) -> GroupFuture:
+    return GroupFuture(ranks, "actor.update", {0: "a", 1: "b"}, [0, 1], list, DEADLINE_S)
+
+
+def test_the_error_of_a_stuck_rank_is_raised_before_the_deadline():
+    ranks = Scripted({}, {0: None})
+    with pytest.raises(DeadlineError, match=r"within 100 s: rank 1 \(machine, pid 1\) does not an"):
+        call_on(ranks).result()
+    (_, until_asked), (_, for_stacks), (_, until_raised), (last, _) = ranks.events
+    assert last == "abort"
+    assert until_asked + for_stacks <= DEADLINE_S - REPORT_S
+    assert until_raised <= DEADLINE_S - REPORT_S
+    assert for_stacks == ANSWER_S
+
+
+def test_a_call_that_ends_while_stacks_are_asked_for_is_no_error():
+    ranks = Scripted({0: None}, {1: None})
+    assert call_on(ranks).result() == ["a", "b"]
+    assert [event for event, _ in ranks.events] == ["wait", "stacks", "wait"]
+
+
+def test_a_rank_that_dies_while_stacks_are_asked_for_is_named_as_dead():
+    ranks = Scripted({0: None}, {1: Lost("exit code 9")})
+    with pytest.raises(WorkerLostError, match=r"rank 1 \(machine, pid 1\) died: exit code 9"):
+        call_on(ranks).result()
