@@ -193,17 +193,12 @@ def _seed(config: TrainConfig, step: int) -> int:
     return zlib.crc32(f"{config.trainer.seed}-{step}".encode())
 
 
-def is_corrected(config: TrainConfig) -> bool:
-    """Whether the update weighs or rejects what the rollout drew."""
-    return config.algorithm.rollout_correction.changes_update
-
-
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
     """The batch as the actor learns it, with `rollout_is_weights` and without the response tokens
     that are rejected, and the metrics of that; the batch itself where no correction is asked
     for."""
     options = config.algorithm.rollout_correction
-    if not is_corrected(config):
+    if not options.changes_update:
         return batch, {}
     lower, least = options.rollout_is_threshold_lower, options.rollout_rs_threshold_lower
     if lower is None:

@@ -27,7 +27,6 @@ from verl.trainer.algorithm import (
     distilled,
     entropy_controller,
     estimated,
-    is_corrected,
     penalised_scores,
 )
 from verl.trainer.flat_rewards import FlatRewards
@@ -357,26 +356,15 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         return {name: start(batch, blocking=False) for name, start in passes.items()}
 
     def needs_old_log_probs(self) -> bool:
-        """False when the whole batch is one update: the old policy is then the current one, whose
-        log-probs the update computes anyway. True wherever a user's own code stands between the
-        rollout and that update and may read them.
-        """
-        actor, data = self.config.actor_rollout_ref.actor, self.config.data
-        correction = self.config.algorithm.rollout_correction
-        if correction.bypass_mode:
+        """Return `TrainConfig.needs_old_log_probs`, and True wherever a user's own code stands
+        between the rollout and the update and may read them."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
             return False
-        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (
-            None,
-            data.train_batch_size,
-        )
-        reads_before = (
-            self.reads_old_log_probs
-            or self.config.advantages_read_old_log_probs
-            or is_corrected(self.config)
-        )
+
         phases = ("fit", "run_step", "step", "estimate_advantages", "update")
-        users = [self.estimator, *(getattr(type(self), name) for name in phases)]
-        return reads_before or not all(is_our_own(part) for part in users) or not one_update
+        parts = [self.estimator, *(getattr(type(self), name) for name in phases)]
+        may_be_read = self.reads_old_log_probs or not all(is_our_own(part) for part in parts)
+        return self.config.needs_old_log_probs or may_be_read
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Adds `token_level_rewards` (scores less the KL penalty), `advantages` and `returns`."""
