@@ -44,6 +44,17 @@ class PolicyLossInputs(NamedTuple):
 
         A sequence lies in one micro-batch as a whole. The host does not wait for the device.
         """
+        totals, counts, slot = self._sequence_totals(values)
+        return (totals / counts)[slot]
+
+    def sequence_sum(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """As `sequence_mean`, the sum."""
+        totals, _, slot = self._sequence_totals(values)
+        return totals[slot]
+
+    def _sequence_totals(self, values: Float[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sum and count of the model's tokens for each sequence, and each token's sequence
+        among these."""
         order = self.sequence.argsort(stable=True)
         ranked = self.sequence[order]
         starts = torch.nn.functional.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))[: len(ranked)]
@@ -51,7 +62,7 @@ class PolicyLossInputs(NamedTuple):
         zero, own = torch.zeros_like(values, dtype=torch.float64), self.own
         totals = zero.index_add(0, slot, torch.where(own, values, 0.0).double())
         counts = zero.detach().index_add(0, slot, own.double()).clamp(min=1)
-        return (totals / counts)[slot]
+        return totals, counts, slot
 
 
 class PolicyLossOutput(NamedTuple):

@@ -18,6 +18,12 @@ from torch import Tensor
 
 from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.algorithms.masked import masked_mean, masked_sum
+from verl.algorithms.policy_losses import (
+    PolicyLossInputs,
+    PolicyLossOutput,
+    means_of,
+    weighted,
+)
 from verl.utils.errors import ConfigError
 
 
@@ -87,10 +93,7 @@ def correct_rollout(
     weights, outside_share = mask.double(), 0.0
     if weigh_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
-        inside = (ratios >= weight_band[0]) & (ratios <= weight_band[1])
-        bounded = (
-            torch.where(inside, ratios, 0.0) if outside == "mask" else ratios.clamp(*weight_band)
-        )
+        bounded, inside = _bounded(ratios, weight_band, outside)
         weights = torch.where(mask, bounded, 0.0)
         outside_share = masked_mean((~inside).double(), mask).item()
     metrics = _metrics(old_log_probs, rollout_log_probs, given, tokens) if given.any() else {}
@@ -105,6 +108,52 @@ def correct_rollout(
         "rollout_corr/rejected_seqs": masked_mean((~mask.any(-1)).double(), given.any(-1)).item(),
     }
     return RolloutCorrection(weights.to(old_log_probs.dtype), mask, metrics)
+
+
+def reinforce_of_rollout(
+    inputs: PolicyLossInputs,
+    *,
+    weigh_by: str | None,
+    weight_band: tuple[float, float],
+    outside: str,
+) -> PolicyLossOutput:
+    """Policy gradient with explicit importance weights, for old log-probs that are the rollout's.
+
+        L = -sg(w) A log pi,    w = pi / mu of the token or of its response    (sg: no gradient)
+
+    w is of the policy that is updated, so it stays right over several updates of one batch. A
+    weight outside the band becomes the bound (truncate) or 0 (mask); `pg_clipfrac` is their share.
+
+    Args:
+        weigh_by: token, sequence, or None for weights of 1.
+        weight_band: smallest and largest weight.
+        outside: truncate or mask.
+    """
+    plain = -inputs.advantages * inputs.log_probs
+    if weigh_by is None:
+        return PolicyLossOutput(loss=weighted(plain, inputs), means=means_of(inputs))
+
+    log_ratio = inputs.log_probs.detach() - inputs.old_log_probs
+    log_ratio = torch.where(inputs.own, log_ratio, 0.0).double()
+    if weigh_by == "sequence":
+        log_ratio = inputs.sequence_sum(log_ratio)
+    ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    bounded, inside = _bounded(ratios, weight_band, outside)
+    weights = bounded.to(plain.dtype)
+
+    means = means_of(inputs, clipped=~inside)
+    means["rollout_is_weight"] = weights
+    return PolicyLossOutput(loss=weighted(weights * plain, inputs), means=means)
+
+
+def _bounded(
+    ratios: Float[Tensor, "*tokens"], band: tuple[float, float], outside: str
+) -> tuple[Float[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
+    """Return the weights, and which ratios lie within the band."""
+    inside = (ratios >= band[0]) & (ratios <= band[1])
+    if outside == "mask":
+        return torch.where(inside, ratios, 0.0), inside
+    return ratios.clamp(*band), inside
 
 
 def _metrics(

@@ -28,6 +28,7 @@ from verl.trainer.algorithm import (
     entropy_controller,
     estimated,
     penalised_scores,
+    rollout_reinforce,
 )
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
@@ -167,6 +168,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 device=self.device,
             )
         connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
+        reinforce = rollout_reinforce(self.config)
+        if reinforce is not None:
+            self.actor_wg.use_rollout_reinforce(reinforce)
 
         self.weights = self.link_weights()
 

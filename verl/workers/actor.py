@@ -27,7 +27,7 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
-from verl.workers.losses import DistillationTerm, PolicyObjective, mismatch_of_all
+from verl.workers.losses import DistillationTerm, PolicyObjective, RolloutReinforce, mismatch_of_all
 from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -135,6 +135,11 @@ class ActorWorker(TrainedWorker):
     def distill(self, term: DistillationTerm) -> None:
         """Add a divergence from a teacher to the loss."""
         self.objective.distillation = term
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_rollout_reinforce(self, loss: RolloutReinforce) -> None:
+        """Replace the policy loss by the policy gradient weighted against the rollout."""
+        self.objective.reinforce = loss
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(

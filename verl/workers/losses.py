@@ -22,6 +22,7 @@ from verl.algorithms.policy_losses import (
     policy_losses,
     selections,
 )
+from verl.algorithms.rollout_correction import reinforce_of_rollout
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis, gather_objects
@@ -88,6 +89,28 @@ class DistillationTerm:
         return kl_penalty(outputs["log_probs"], columns["teacher_log_prob"], self.kind)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutReinforce:
+    """The policy loss that replaces the registered one, see `reinforce_of_rollout`."""
+
+    weigh_by: str | None  # token, sequence, or None for weights of 1
+    weight_band: tuple[float, float]
+    outside: str  # truncate or mask
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
+        return reinforce_of_rollout(
+            inputs, weigh_by=self.weigh_by, weight_band=self.weight_band, outside=self.outside
+        )
+
+    def describe(self) -> str:
+        """Return the formula of a token, as the log gives it."""
+        if self.weigh_by is None:
+            return "reinforce: -A log pi"
+        lower, upper = self.weight_band
+        bounds = f"by {self.weigh_by}, within [{lower:g}, {upper:g}] ({self.outside})"
+        return f"reinforce: -sg(w) A log pi, w = r {bounds}"
+
+
 class PolicyObjective(Objective):
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra
     terms."""
@@ -102,6 +125,7 @@ class PolicyObjective(Objective):
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
         self.entropy_coeff = config.entropy_coeff
         self.distillation: DistillationTerm | None = None
+        self.reinforce: RolloutReinforce | None = None
         self.extra_terms = [
             (NamedPart("extra loss term", term.name, extra_losses.get(term.name)), term.coef)
             for term in config.loss_extra
@@ -153,6 +177,8 @@ class PolicyObjective(Objective):
         corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
         if self.distillation is not None and self.distillation.is_whole_loss:
             policy = PolicyLossOutput(log_probs.new_zeros(()), means_of(inputs))
+        elif self.reinforce is not None:
+            policy = self.reinforce(corrected)
         else:
             policy = self._policy_loss(corrected)
         loss = policy.loss
@@ -255,7 +281,11 @@ def _is_shortage(error: Exception) -> bool:
     return shortage_of(error, torch.device("cpu")) is not None
 
 
-def loss_in_words(config: ActorConfig, distillation: DistillationTerm | None = None) -> str:
+def loss_in_words(
+    config: ActorConfig,
+    distillation: DistillationTerm | None = None,
+    reinforce: RolloutReinforce | None = None,
+) -> str:
     """Describe the loss that the actor minimises: the formula of a token, with r = pi / pi_old, and
     how tokens are added up."""
     name = config.policy_loss.loss_mode
@@ -263,6 +293,8 @@ def loss_in_words(config: ActorConfig, distillation: DistillationTerm | None = N
     terms = [
         f"{name}: " + getattr(loss, "formula", "a loss of your own").format(**loss_settings(config))
     ]
+    if reinforce is not None:
+        terms = [reinforce.describe()]
     if distillation is not None:
         divergence = f"{distillation.coef:g} {distillation.kind}(pi, teacher)"
         terms = [divergence] if distillation.is_whole_loss else [*terms, f"+ {divergence}"]
