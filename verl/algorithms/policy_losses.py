@@ -258,8 +258,8 @@ def dro(inputs: PolicyLossInputs, *, dro_beta: float, **_: Any) -> PolicyLossOut
 
         L = -A log pi + beta / 2 (log pi - log pi_old)^2
 
-    This is 1 / (2 beta) (A - beta log r)^2, the paper's squared error of eq. (5) with the advantage
-    for reward less value, but for a constant. The penalty holds also where A = 0.
+    But for a constant this is 1 / (2 beta) (A - beta log r)^2, the paper's squared error with the
+    advantage in place of reward less value. The penalty holds also where A = 0.
     """
     penalty = 0.5 * dro_beta * inputs.log_ratio().square()
     losses = -inputs.advantages * inputs.log_probs + penalty
