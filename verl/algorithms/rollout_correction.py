@@ -1,13 +1,11 @@
-"""Importance correction of what the rollout engine drew with slightly other probabilities than the
-trainer has.
+"""Correct for tokens that the rollout engine drew with slightly other probabilities.
 
-With mu the rollout's and pi the trainer's probability of the drawn tokens before the update, rho_t
-= pi_t / mu_t and
+mu is the rollout's and pi the trainer's probability of the drawn tokens before the update. With
+rho_t = pi_t / mu_t:
 
     token      w_it = rho_it
-    sequence w_it = product over t of rho_it unbiased, of large variance for long responses
-    geometric w_it = exp(mean over t of log rho_it) for rejection alone: how far a response is off a
-    token
+    sequence   w_it = product over t of rho_it          unbiased, large variance for long responses
+    geometric  w_it = exp(mean over t of log rho_it)    for rejection only: mismatch per token
 """
 
 from typing import NamedTuple
@@ -28,7 +26,7 @@ from verl.utils.errors import ConfigError
 
 
 class RolloutCorrection(NamedTuple):
-    # that the policy loss of a token is multiplied by; 0 outside `mask`
+    # factors of the policy loss of each token; 0 outside `mask`
     weights: Float[Tensor, "B R"]
     mask: Bool[Tensor, "B R"]  # the response mask less what was rejected
     metrics: dict[str, float]
@@ -40,7 +38,7 @@ def importance_ratios(
     response_mask: Shaped[Tensor, "B R"],
     level: str,
 ) -> Float[Tensor, "B R"]:
-    """w of every token as `level` says, its logarithm cut at 20; 0 outside the mask."""
+    """Compute w of every token by `level`, its logarithm cut at 20; 0 outside the mask."""
     mask = response_mask.bool()
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     if level == "sequence":
@@ -66,7 +64,7 @@ def correct_rollout(
     accept_band: tuple[float, float] = (0.5, 2.0),
     veto_below: float | None = None,
 ) -> RolloutCorrection:
-    """Weights and rejections of a batch.
+    """Compute weights and rejections of a batch.
 
     weigh_by, with `outside="truncate"`: truncated importance sampling, w = min(rho, upper), by
         token (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
@@ -83,6 +81,7 @@ def correct_rollout(
     `rejected_seqs`.
     """
     given = response_mask.bool()
+
     mask = given.clone()
     if reject_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, reject_by)
@@ -90,12 +89,15 @@ def correct_rollout(
     tokens = importance_ratios(old_log_probs, rollout_log_probs, given, "token")
     if veto_below is not None:
         mask &= ~(given & (tokens < veto_below)).any(-1, keepdim=True)
-    weights, outside_share = mask.double(), 0.0
+
+    weights = mask.double()
+    outside_share = 0.0
     if weigh_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
         bounded, inside = _bounded(ratios, weight_band, outside)
         weights = torch.where(mask, bounded, 0.0)
         outside_share = masked_mean((~inside).double(), mask).item()
+
     metrics = _metrics(old_log_probs, rollout_log_probs, given, tokens) if given.any() else {}
     metrics |= {
         "rollout_corr/ess": (
@@ -165,6 +167,7 @@ def _metrics(
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     sequences = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     count = mask.any(-1)
+
     numbers = {
         "rollout_corr/kl": -masked_mean(log_ratio, mask),
         "rollout_corr/k3_kl": masked_mean(tokens - 1 - log_ratio, mask),
