@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.algorithms.tensors import random_columns, random_mask, seeds, shapes
 from verl.algorithms.entropy import AdaptiveEntropyController
 from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
-from verl.algorithms.rollout_correction import correct_rollout
+from verl.algorithms.policy_losses import PolicyLossInputs
+from verl.algorithms.rollout_correction import correct_rollout, reinforce_of_rollout
 from verl.utils.errors import ConfigError
 
 few = settings(max_examples=15, deadline=None)
@@ -143,3 +144,70 @@ def test_the_adaptive_entropy_coefficient_follows_the_paper():
     assert again.value == controller.value
     with pytest.raises(ConfigError, match="delta above 0"):
         AdaptiveEntropyController(0.0, target_entropy=0.2, delta=0.0)
+
+
+# ---------------------------------------------------------------- the loss of bypass mode
+
+
+def reinforce_by_rows(columns, mask, level, band, outside, parts):
+    """Return loss, gradient by the (B, R) log-probs, and the weights, over micro-batches of rows."""
+    new, drawn, advantages, weights = columns
+    leaf = new.clone().requires_grad_()
+    total, used = 0.0, torch.zeros_like(new)
+    for rows in parts:
+        own = mask[rows].bool()
+        inputs = PolicyLossInputs(
+            log_probs=leaf[rows][own],
+            old_log_probs=drawn[rows][own],
+            advantages=advantages[rows][own],
+            weights=weights[rows][own],
+            sequence=rows[:, None].expand_as(own)[own],
+        )
+        output = reinforce_of_rollout(inputs, weigh_by=level, weight_band=band, outside=outside)
+        output.loss.backward()
+        total += output.loss.item()
+        if level is not None:
+            used[rows[:, None].expand_as(own)[own], own.nonzero()[:, 1]] = output.means[
+                "rollout_is_weight"
+            ]
+    return total, leaf.grad, used
+
+
+@few
+@given(seeds, shapes, st.sampled_from([None, "token", "sequence"]), st.booleans())
+def test_reinforce_token_by_token_and_in_any_micro_batches(seed, shape, level, icepop):
+    mask = random_mask(seed, *shape)
+    new, drift, advantages, weights = random_columns(seed, *shape, 4)
+    new, weights = -new.abs(), 0.1 + weights.abs()
+    columns = (new, new - 0.5 * drift, advantages, weights)
+    band, outside = ((0.6, 1.5), "mask") if icepop else ((0.0, 1.5), "truncate")
+
+    loss, gradient = 0.0, torch.zeros(shape, dtype=torch.float64)
+    for row in range(shape[0]):
+        now, drawn, own = new[row].tolist(), columns[1][row].tolist(), mask[row].tolist()
+        for t in range(shape[1]):
+            if not own[t]:
+                continue
+            w = 1.0 if level is None else slow_ratio(now, drawn, own, level, t)
+            if level is not None and not band[0] <= w <= band[1]:
+                w = 0.0 if icepop else band[1]
+            scale = -w * advantages[row, t].item() * weights[row, t].item()
+            loss += scale * now[t]
+            gradient[row, t] = scale
+
+    rows = torch.arange(shape[0])
+    for parts in ([rows], list(rows.flip(0).split(1))):
+        total, got, _ = reinforce_by_rows(columns, mask, level, band, outside, parts)
+        assert total == pytest.approx(loss, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_the_weight_of_a_response_is_the_product_and_has_no_gradient():
+    new = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64)
+    drawn = torch.tensor([[-1.3, -2.0, -0.7]], dtype=torch.float64)
+    ones = torch.ones_like(new)
+    columns, rows = (new, drawn, 2 * ones, ones), [torch.tensor([0])]
+    _, gradient, used = reinforce_by_rows(columns, ones, "sequence", (0.0, 9.0), "truncate", rows)
+    product = torch.full_like(new, math.exp(0.5))
+    torch.testing.assert_close(used, product)
+    torch.testing.assert_close(gradient, -2 * product)

@@ -6,6 +6,8 @@ from tests.config.conftest import Load
 from verl.utils.errors import ConfigError
 
 CORRECTION = "algorithm.rollout_correction"
+REINFORCE = f"{CORRECTION}.loss_type=reinforce"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 @pytest.mark.parametrize(
@@ -29,8 +31,18 @@ CORRECTION = "algorithm.rollout_correction"
         ),
         (
             [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_is=token"],
-            "rollout_is=token.*bypass_mode",
+            "rollout_is=token would correct a second time.*loss_type=reinforce",
         ),
+        (
+            [f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_rs=geometric", REINFORCE],
+            "rollout_rs=geometric.*bypass_mode=True does not compute",
+        ),
+        ([REINFORCE], "loss_type=reinforce.*needs.*bypass_mode=True, got False"),
+        (
+            [REINFORCE, f"{CORRECTION}.bypass_mode=True", f"{LOSS_MODE}=gspo"],
+            "loss_type=reinforce is the policy loss, got.*loss_mode=gspo",
+        ),
+        ([f"{CORRECTION}.loss_type=ppo"], "unknown value 'ppo'.*ppo_clip"),
         (
             [f"{CORRECTION}.rollout_is_threshold_lower=3"],
             "rollout_is_threshold_lower must not exceed",
@@ -70,6 +82,14 @@ def test_sapo_by_tokens_is_doubtful(build: Load, caplog: pytest.LogCaptureFixtur
     assert "loss_mode=sapo is defined" not in caplog.text
 
 
+def test_reinforce_takes_weights_and_several_epochs(build: Load, caplog: pytest.LogCaptureFixture):
+    given = [REINFORCE, f"{CORRECTION}.bypass_mode=True", "actor_rollout_ref.rollout.n=4"]
+    build(*given, "actor_rollout_ref.actor.ppo_epochs=3", f"{CORRECTION}.rollout_is=sequence")
+    assert "does not correct" not in caplog.text
+    build(*given)
+    assert "loss_type=reinforce without rollout_is does not correct" in caplog.text
+
+
 TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
 
 
@@ -79,12 +99,14 @@ TEACHER = "distillation.teacher_models.teacher_model.model_path=teacher"
         ([], "needs a teacher"),
         ([TEACHER, "loss_mode=jsd", "jsd_beta=1"], "jsd_beta must be below 1.*reverse_kl"),
         ([TEACHER, "loss_mode=jsd", "use_policy_gradient=True"], "over the whole vocabulary"),
+        ([TEACHER, "use_task_rewards=False", REINFORCE], "which distillation replaces"),
         ([TEACHER, "loss_mode=forward_kl_topk"], "unknown value 'forward_kl_topk'.*forward_kl"),
     ],
 )
 def test_distillation_has_what_it_needs(build: Load, overrides: list[str], message: str):
     section = "distillation.distillation_loss."
-    full = [each if each == TEACHER else section + each for each in overrides]
+    whole = (TEACHER, REINFORCE)
+    full = [each if each in whole else section + each for each in overrides]
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         build("distillation.enabled=True", "actor_rollout_ref.rollout.n=4", *full)
 

@@ -16,7 +16,7 @@ from tests.tiny_models import save_tiny
 from verl.config import config_from_dict
 from verl.config.keys import owner_of
 from verl.diagnostics import plan as command
-from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan, plan_memory, reads_old_log_probs
+from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.profile import _TOLD_AS, profile_memory, watch
 from verl.utils.errors import ConfigError, ModelError
@@ -254,7 +254,7 @@ def test_a_small_model_on_a_cpu(tmp_path: Path):
 )
 def test_old_log_probs_are_planned_where_they_are_computed(tmp_path: Path, overrides, expected):
     config = make_config(tmp_path, QWEN_7B, *overrides)
-    assert reads_old_log_probs(config) is expected
+    assert config.needs_old_log_probs is expected
     phases = {phase.phase for phase in plan_memory(config, 80).phases}
     assert ("old log-probs" in phases) is expected
 

@@ -19,7 +19,7 @@ from verl.distributed.collectives import Axis
 from verl.distributed.mesh import close_process_group
 from verl.engine import agreement
 from verl.engine.base import TrainEngine
-from verl.engine.memory import PassGuard, memory_hints, shortage_of, told_as_out_of_memory
+from verl.engine.memory import PassGuard, memory_hints, reports_out_of_memory, shortage_of
 from verl.engine.microbatch import TokenBudget
 from verl.models.packed import PackedCausalLM
 from verl.utils.errors import OutOfMemoryError
@@ -272,7 +272,7 @@ def test_shortages_are_recognised(error: BaseException, asked: int | None):
     assert shortage.asked == asked
     assert shortage.on_device == ("CUDA" in str(error))
     told = pytest.raises(OutOfMemoryError, match="Out of .* memory in generation.*Lower it")
-    with told, told_as_out_of_memory("generation", CPU, "Lower it."):
+    with told, reports_out_of_memory("generation", CPU, "Lower it."):
         raise error
 
 

@@ -403,6 +403,40 @@ def test_bypass_takes_the_rollouts_log_probs(tmp_path, monkeypatch):
     assert trainer.metrics["actor/grad_norm"] > 0
 
 
+REINFORCE = [
+    f"{CORRECTION}.bypass_mode=True",
+    f"{CORRECTION}.loss_type=reinforce",
+    f"{CORRECTION}.rollout_is=token",
+]
+
+
+def test_reinforce_weighs_by_the_policy_against_the_rollout(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, "trainer.logger=[]", *REINFORCE)
+    monkeypatch.delattr(type(trainer.actor_wg.worker), "compute_log_prob")
+    batch = off_policy(trainer, torch.full((16, 1), -0.1))
+    trainer.update(batch)
+    assert trainer.metrics["actor/grad_norm"] > 0
+    assert trainer.metrics["actor/rollout_is_weight"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    assert trainer.metrics["actor/pg_clipfrac"] == 0
+
+
+def test_reinforce_does_not_depend_on_micro_batches(tmp_path, capfd):
+    """By responses and in two epochs, the second of which has weights that are not 1."""
+    own = [*REINFORCE, f"{ACTOR}.ppo_epochs=2", "trainer.max_steps=1"]
+    own += [f"{ACTOR}.optim.lr=1e-2", "trainer.test_freq=-1"]
+    of_responses = f"{CORRECTION}.rollout_is=sequence"
+    assert run(tmp_path / "whole", *own, of_responses) == 0
+    said = capfd.readouterr()
+    assert "reinforce: -sg(w) A log pi, w = r by sequence" in said.out + said.err
+    assert run(tmp_path / "cut", *own, of_responses, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == 0
+    assert run(tmp_path / "tokens", *own) == 0
+
+    whole, cut, tokens = (step_lines(tmp_path / name)[0] for name in ("whole", "cut", "tokens"))
+    for name in ("pg_loss", "grad_norm", "rollout_is_weight", "pg_clipfrac"):
+        assert cut[f"actor/{name}"] == pytest.approx(whole[f"actor/{name}"], rel=1e-4)
+    assert abs(tokens["actor/grad_norm"] / whole["actor/grad_norm"] - 1) > 0.01
+
+
 # ---------------------------------------------------------------- controllers, and what the log say
 
 
@@ -469,7 +503,7 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
         f"{ACTOR}.policy_loss.loss_mode=recipe_loss",
         f"{ACTOR}.ppo_mini_batch_size=2",
     ]
-    with pytest.warns(DeprecationWarning, match=r"register_policy_loss is now verl\.algorithms"):
+    with pytest.warns(DeprecationWarning, match=r"register_policy_loss is now verl\.compat"):
         assert run(tmp_path / "whole", *own) == 0
     assert "recipe_loss: a loss of verl's padded signature" in "".join(capfd.readouterr())
     assert run(tmp_path / "cut", *own, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == 0

@@ -1,5 +1,4 @@
-"""From rewards to advantages, from log-probs to losses: pure functions of tensors, one file a
-family.
+"""Advantages from rewards, losses from log-probs: pure functions of tensors, a file per family.
 
 Importing the package fills the registries: advantage estimators, policy losses, extra loss terms.
 """

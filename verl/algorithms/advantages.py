@@ -1,5 +1,4 @@
-"""What an advantage estimator takes and gives, their registry, and generalised advantage
-estimation."""
+"""Signature and registry of advantage estimators, and generalised advantage estimation."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -42,8 +41,10 @@ advantage_estimators: Registry[AdvantageEstimator] = Registry(
 
 
 def formula(text: str) -> Callable[[Function], Function]:
-    """Decorator: how the log at start writes an estimator or a loss; `{name}` stands for one of its
-    settings."""
+    """Attach the formula of an estimator or a loss, for the log at start.
+
+    `{name}` in it stands for a setting.
+    """
 
     def note(function: Function) -> Function:
         function.__dict__["formula"] = text
@@ -88,14 +89,15 @@ def unwhitened_gae(
     gamma: float,
     lam: float,
 ) -> Float[Tensor, "B R"]:
-    """A_t of `gae`, 0 where the mask is 0."""
+    """Compute A_t of `gae`, 0 where the mask is 0."""
     mask = response_mask.bool()
-    # Which of the row's own tokens stands here, or stood here last (-1: none yet). Own tokens then
-    # move together to the left, so that the next token is the next column.
+    # Number of the row's own token at or before each column (-1: none yet). Own tokens then move
+    # together to the left, so that the next token is the next column.
     token = mask.long().cumsum(-1) - 1
     slot = token.clamp(min=0)
     rewards = torch.zeros_like(rewards).scatter_add(-1, slot, torch.where(token >= 0, rewards, 0.0))
     values = torch.zeros_like(values).scatter_add(-1, slot, torch.where(mask, values, 0.0))
+
     next_values = torch.nn.functional.pad(values[:, 1:], (0, 1)) if values.shape[1] else values
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)

@@ -1,12 +1,11 @@
-"""Policy losses that hold the entropy up where log-prob and advantage go together, Cui et al. 2025
-(arXiv:2505.22617).
+"""Policy losses that keep the entropy up, Cui et al. 2025 (arXiv:2505.22617).
 
 With means over all response tokens of the mini-batch, those of all ranks:
 
     Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A))
 
-A large one makes the policy sharper. Which tokens are meant is settled before the update, by
-log-probs of the whole mini-batch (`selections`), so that the loss does not depend on micro-batches.
+A large covariance makes the policy sharper. Tokens are selected before the update, by log-probs of
+the whole mini-batch (`selections`), so that the loss does not depend on micro-batches.
 """
 
 from typing import Any
@@ -34,8 +33,9 @@ KINK_WIDTH = 1e-4  # of log r: rounding of two passes in fp32 stays below it
 def covariances(
     log_probs: Float[Tensor, " M"], advantages: Float[Tensor, " M"]
 ) -> Float[Tensor, " M"]:
-    """Cov_t of each token, in float64."""
-    log_probs, advantages = log_probs.double(), advantages.double()
+    """Compute Cov_t of each token, in float64."""
+    log_probs = log_probs.double()
+    advantages = advantages.double()
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
 
@@ -50,8 +50,7 @@ def select_within_band(
     clip_ratio_high: float,
     **_: Any,
 ) -> Bool[Tensor, " M"]:
-    """max(1, clip_cov_ratio * M) tokens drawn among those with lb < Cov < ub that PPO's clip leaves
-    a gradient."""
+    """Draw max(1, clip_cov_ratio * M) tokens with lb < Cov < ub and a gradient under PPO's clip."""
     ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     is_clipped = torch.where(
         inputs.advantages > 0, ratio > 1 + clip_ratio_high, ratio < 1 - clip_ratio_low
@@ -64,7 +63,7 @@ def select_within_band(
 
 @selections.register("kl_cov")
 def select_largest(inputs: SelectionInputs, *, kl_cov_ratio: float, **_: Any) -> Bool[Tensor, " M"]:
-    """The max(1, kl_cov_ratio * M) tokens of the largest Cov."""
+    """Select the max(1, kl_cov_ratio * M) tokens of the largest Cov."""
     covariance = covariances(inputs.log_probs, inputs.advantages)
     return _largest(covariance, inputs.noise, max(1, int(kl_cov_ratio * len(covariance))))
 
@@ -72,8 +71,7 @@ def select_largest(inputs: SelectionInputs, *, kl_cov_ratio: float, **_: Any) ->
 def _largest(
     values: Float[Tensor, " M"], noise: Float[Tensor, " M"], count: int
 ) -> Bool[Tensor, " M"]:
-    """Which `count` values are the largest, of equal ones those with the largest noise; -inf is
-    never among them."""
+    """Mark the `count` largest values, of equal ones those with the largest noise; never -inf."""
     order = np.lexsort((noise.cpu().numpy(), values.cpu().numpy()))[::-1][:count]
     chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
     chosen[torch.from_numpy(order.copy()).to(values.device)] = True
@@ -89,7 +87,8 @@ def clip_cov(
     inputs: PolicyLossInputs, *, clip_ratio_low: float, clip_ratio_high: float, **_: Any
 ) -> PolicyLossOutput:
     """Clip-Cov: PPO's clipped loss, without the selected tokens, which still count in the mean."""
-    ratio, selected = inputs.log_ratio().exp(), _selected(inputs)
+    ratio = inputs.log_ratio().exp()
+    selected = _selected(inputs)
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = torch.where(selected, 0.0, torch.maximum(unclipped, clipped))
@@ -110,7 +109,8 @@ def kl_cov(inputs: PolicyLossInputs, *, ppo_kl_coef: float, **_: Any) -> PolicyL
     log r before the first update is rounding, which differs with the number of ranks. So the
     penalty has no gradient where |log r| < 1e-4.
     """
-    log_ratio, selected = inputs.log_ratio(), _selected(inputs)
+    log_ratio = inputs.log_ratio()
+    selected = _selected(inputs)
     distance = log_ratio.abs()
     distance = torch.where(distance < KINK_WIDTH, distance.detach(), distance)
     penalty = torch.where(selected, ppo_kl_coef * distance, 0.0)

@@ -63,7 +63,8 @@ def _kl(log_a: Float[Tensor, "M V"], log_b: Float[Tensor, "M V"]) -> Float[Tenso
 def _reverse_gradient(
     log_p: Float[Tensor, "M V"], log_q: Float[Tensor, "M V"]
 ) -> Float[Tensor, "M V"]:
-    p, difference = log_p.exp(), log_p - log_q
+    p = log_p.exp()
+    difference = log_p - log_q
     mean = (p * difference).sum(-1, keepdim=True)
     return p * (difference - mean)
 

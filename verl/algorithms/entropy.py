@@ -4,19 +4,19 @@ from verl.utils.errors import ConfigError
 
 
 class FixedEntropyController:
-    """A coefficient that stays. A resumed run takes what its configuration says."""
+    """A constant coefficient. A resumed run takes the one of its configuration."""
 
     def __init__(self, coef: float) -> None:
         self.value = coef
 
     def update(self, entropy: float) -> None:
-        """Nothing moves."""
+        """Keep the coefficient."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """There is no state."""
+        """Ignore the state, which is empty."""
 
 
 class AdaptiveEntropyController:
@@ -33,11 +33,15 @@ class AdaptiveEntropyController:
                 f"{target_entropy} and {delta}."
             )
         self.coef = self.value = coef
-        self.target, self.delta = target_entropy, delta
+        self.target = target_entropy
+        self.delta = delta
 
     def update(self, entropy: float) -> None:
-        """Settle the coefficient of the next step after one whose mean entropy was `entropy`, in
-        nats a token."""
+        """Set the coefficient of the next step.
+
+        Args:
+            entropy: mean entropy of the last step, in nats a token.
+        """
         if entropy < self.target:
             self.coef += self.delta
         elif entropy > self.target:
@@ -48,4 +52,5 @@ class AdaptiveEntropyController:
         return {"coef": self.coef, "value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef, self.value = state["coef"], state["value"]
+        self.coef = state["coef"]
+        self.value = state["value"]

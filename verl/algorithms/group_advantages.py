@@ -24,7 +24,7 @@ Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
 
 
 def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B"]:
-    """Prompt identifiers of any kind to group numbers 0, 1, ..."""
+    """Turn prompt identifiers of any kind into group numbers 0, 1, ..."""
     # tensors of one number differ as keys
     uids = uids.tolist() if isinstance(uids, Tensor) else uids
     numbers: dict[object, int] = {}
@@ -32,7 +32,7 @@ def group_ids(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Int[Tensor, " B
 
 
 def group_sum(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """For each row the sum over its group, in float64."""
+    """Sum over each row's group, in float64."""
     # float64: with equal rewards a mean is off by one rounding, which divided by epsilon would be
     # an advantage.
     values = values.double()
@@ -41,7 +41,7 @@ def group_sum(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Te
 
 
 def group_max(values: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """For each row the largest value of its group."""
+    """Return the largest value of each row's group."""
     _, slot = torch.unique(group, return_inverse=True)
     return torch.full_like(values, -torch.inf).scatter_reduce(0, slot, values, "amax")[slot]
 
@@ -53,8 +53,10 @@ def group_size(group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
 def group_mean_and_std(
     scores: Float[Tensor, " B"], group: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """Mean and unbiased standard deviation of each row's group, in float64. A group of one has mean
-    0 and std 1."""
+    """Return mean and unbiased standard deviation of each row's group, in float64.
+
+    A group of one has mean 0 and std 1.
+    """
     count = group_size(group)
     mean = group_sum(scores, group) / count
     std = (group_sum((scores - mean) ** 2, group) / (count - 1).clamp(min=1)).sqrt()
@@ -69,8 +71,10 @@ def grpo_advantages(
     norm_by_std: bool = True,
     epsilon: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """(r_i - mean of the group) / (std of the group + epsilon); without the division if not
-    `norm_by_std`."""
+    """Compute (r_i - mean of the group) / (std of the group + epsilon).
+
+    Without `norm_by_std` there is no division.
+    """
     mean, std = group_mean_and_std(scores, group)
     advantages = scores.double() - mean
     return (advantages / (std + epsilon) if norm_by_std else advantages).to(scores.dtype)
@@ -81,12 +85,11 @@ def grpo_advantages(
 def grpo(inputs: AdvantageInputs) -> Advantages:
     """Group-relative advantages, section 4.1.2 of Shao et al. 2024 (arXiv:2402.03300).
 
-        A_it = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-6), r_i = sum over t of the row's
-        rewards
+        A_it = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-6)
+        r_i  = sum over t of the row's rewards
 
     std is the unbiased one (G - 1). `norm_by_std=False` leaves the division out: Dr.GRPO (Liu et
-    al. 2025,
-    arXiv:2503.20783).
+    al. 2025, arXiv:2503.20783).
     """
     scores, group = _scores_and_group(inputs, "grpo")
     return _on_tokens(grpo_advantages(scores, group, norm_by_std=inputs.norm_by_std), inputs)
@@ -99,7 +102,7 @@ def passk_advantages(
     norm_by_std: bool = True,
     epsilon: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """Best reward of the group less the second best for the best response, 0 for all others."""
+    """Compute best reward less second best for a group's best response, 0 for all others."""
     best = group_max(scores, group)
     is_best = scores == best
     second = group_max(torch.where(is_best, -torch.inf, scores), group)
@@ -125,7 +128,7 @@ def grpo_passk(inputs: AdvantageInputs) -> Advantages:
 
 
 def rloo_advantages(scores: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Each reward less the mean of the others of its group."""
+    """Subtract from each reward the mean of the others of its group."""
     count = group_size(group)
     others_mean = (group_sum(scores, group) - scores) / (count - 1).clamp(min=1)
     return torch.where(count > 1, scores - others_mean, 0.0).to(scores.dtype)
@@ -210,9 +213,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
     gradient of log pi by the logits. Reads the columns `old_log_probs` and `sum_pi_squared`.
     """
     _, group = _scores_and_group(inputs, "optimal_token_baseline")
-    missing = [
-        name for name in ("old_log_probs", "sum_pi_squared") if inputs.columns.get(name) is None
-    ]
+    required = ("old_log_probs", "sum_pi_squared")
+    missing = [name for name in required if inputs.columns.get(name) is None]
     if missing:
         raise ConfigError(
             f"adv_estimator=optimal_token_baseline needs the columns {missing} of the pass for old "
@@ -253,14 +255,14 @@ def gdpo(inputs: AdvantageInputs) -> Advantages:
     """
     scores, group = _scores_and_group(inputs, "gdpo")
     kinds = scores[:, None] if inputs.components is None else inputs.components
-    weights = (
-        kinds.new_ones(kinds.shape[1])
-        if inputs.component_weights is None
-        else inputs.component_weights
-    )
+    weights = inputs.component_weights
+    if weights is None:
+        weights = kinds.new_ones(kinds.shape[1])
+
     total = torch.zeros_like(scores, dtype=torch.float64)
     for number in range(kinds.shape[1]):
         total = total + weights[number] * grpo_advantages(kinds[:, number].double(), group)
+
     counted = inputs.response_mask.bool().any(-1)
     count = counted.sum()
     mean = torch.where(counted, total, 0.0).sum() / count.clamp(min=1)

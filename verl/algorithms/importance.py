@@ -1,5 +1,4 @@
-"""How far the policy that drew the tokens (the rollout engine's) is from the one that is
-trained."""
+"""Measure how far the rollout engine's policy is from the one that is trained."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -13,21 +12,23 @@ def mismatch_metrics(
     log_probs: Float[Tensor, "*tokens"],
     mask: Shaped[Tensor, "*tokens"],
 ) -> dict[str, float]:
-    """Metrics of the mismatch over the tokens under the mask, p the rollout's and q the trainer's
-    probability.
+    """Compute metrics of the mismatch over the tokens under the mask.
 
-    training/rollout_probs_diff_max, _mean, _std of |p - q| training/rollout_kl,
-    training/rollout_kl_k3 k1 and k3 estimates of KL(rollout || trainer), in nats a token
-    training/rollout_ess (sum w)^2 / (n sum w^2), w = q / p: the effective share of the
-                                                   n tokens under importance weighting, 1 if there
-                                                   is no mismatch
+    With p the rollout's and q the trainer's probability:
+
+    training/rollout_probs_diff_max, _mean, _std: of |p - q|
+    training/rollout_kl, rollout_kl_k3: k1 and k3 estimates of KL(rollout || trainer), nats a token
+    training/rollout_ess: (sum w)^2 / (n sum w^2), w = q / p: the effective share of the n tokens
+        under importance weighting, 1 without mismatch
     """
     keep = mask.bool()
-    drawn, trained = rollout_log_probs[keep].double(), log_probs[keep].double()
+    drawn = rollout_log_probs[keep].double()
+    trained = log_probs[keep].double()
     if not drawn.numel():
         raise ValueError(
             "Rollout mismatch needs at least one response token, got a batch without any."
         )
+
     difference = (drawn.exp() - trained.exp()).abs()
     weights = (trained - drawn).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     metrics = {

@@ -1,5 +1,4 @@
-"""KL to a reference policy: estimators per token, the penalty in the reward, controllers of its
-coefficient."""
+"""KL to a reference policy: estimators per token, reward penalty, coefficient controllers."""
 
 from typing import Any
 
@@ -25,8 +24,9 @@ def kl_penalty(
     *,
     exact: Float[Tensor, "*tokens"] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Estimates of KL(policy || reference) from tokens that the policy drew, after Schulman 2020
-    ("Approximating KL divergence"). With d = log pi(token) - log ref(token):
+    """Estimate KL(policy || reference) from tokens that the policy drew.
+
+    After Schulman 2020 ("Approximating KL divergence"), with d = log pi(token) - log ref(token):
 
         kl, k1          d                unbiased, may be negative
         abs             |d|
@@ -51,6 +51,7 @@ def kl_penalty(
         value = kl_penalty(log_probs.detach(), ref_log_probs, kind.removesuffix("+"))
         gradient = kl_penalty(log_probs, ref_log_probs, "k2")
         return value + (gradient - gradient.detach())
+
     difference = log_probs - ref_log_probs
     if kind in ("kl", "k1"):
         return difference
@@ -68,29 +69,28 @@ def kl_penalty(
 def apply_kl_penalty(
     scores: Float[Tensor, "B R"], kl: Float[Tensor, "B R"], mask: Shaped[Tensor, "B R"], coef: float
 ) -> Float[Tensor, "B R"]:
-    """Rewards with the KL penalty of each of the model's own tokens, Ziegler et al. 2019
-    (arXiv:1909.08593), eq. (2).
+    """Subtract the KL penalty of each of the model's own tokens from its score.
 
+    Eq. (2) of Ziegler et al. 2019 (arXiv:1909.08593):
     r_t = score_t - coef * kl_t where the mask is 1, and score_t elsewhere.
     """
     return scores - coef * torch.where(mask.bool(), kl, 0.0)
 
 
 class FixedKLController:
-    """A coefficient that stays. `value` is the configured one: a resumed run takes what its
-    configuration says."""
+    """A constant coefficient. A resumed run takes the one of its configuration."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing moves."""
+        """Keep the coefficient."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """There is no state."""
+        """Ignore the state, which is empty."""
 
 
 class AdaptiveKLController:
@@ -123,7 +123,7 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
-    """The controller that a section with `type`, `kl_coef`, `horizon` and `target_kl` asks for."""
+    """Build the controller of a section with `type`, `kl_coef`, `horizon` and `target_kl`."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":

@@ -1,6 +1,6 @@
 """Sums and means over real tokens alone, and the weights that turn token losses into one number.
 
-A mask is 1 (or True) where a token counts. What stands elsewhere is never looked at: it may be NaN.
+A mask is 1 (or True) where a token counts. Values elsewhere are never used: they may be NaN.
 """
 
 import torch
@@ -20,7 +20,7 @@ AGGREGATION_MODES = (
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Sum of the values under the mask, over all of them or along `dim`."""
+    """Sum the values under the mask, over all of them or along `dim`."""
     kept = torch.where(mask.bool(), values, 0.0)
     return kept.sum() if dim is None else kept.sum(dim)
 
@@ -28,7 +28,7 @@ def masked_sum(
 def masked_mean(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Mean of the values under the mask; 0 where the mask is empty."""
+    """Average the values under the mask; 0 where the mask is empty."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
@@ -36,8 +36,10 @@ def masked_mean(
 def masked_var(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], unbiased: bool = True
 ) -> Float[Tensor, ""]:
-    """Variance of the values under the mask (n - 1 in the denominator if unbiased); 0 for fewer
-    than two values."""
+    """Compute the variance of the values under the mask; 0 for fewer than two values.
+
+    The denominator is n - 1 if unbiased.
+    """
     count = mask.bool().sum()
     squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
     return squares / (count - int(unbiased)).clamp(min=1)
@@ -46,9 +48,12 @@ def masked_var(
 def masked_whiten(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], shift_mean: bool = True
 ) -> Float[Tensor, "*shape"]:
-    """Mean 0 (unless `shift_mean` is False, which keeps it) and variance 1 under the mask; 0
-    elsewhere."""
-    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    """Scale values to mean 0 and variance 1 under the mask; 0 elsewhere.
+
+    `shift_mean=False` keeps the mean.
+    """
+    mean = masked_mean(values, mask)
+    var = masked_var(values, mask)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
     return torch.where(mask.bool(), whitened, 0.0)
 
@@ -56,15 +61,15 @@ def masked_whiten(
 def aggregation_weights(
     response_mask: Shaped[Tensor, "B R"], mode: str, *, num_sequences: int | None = None
 ) -> Float[Tensor, "B R"]:
-    """fp32 weights with which the mini-batch's loss is `(loss * weights).sum()`, so that parts of
-    it simply add up.
+    """Compute fp32 weights that make the mini-batch's loss `(loss * weights).sum()`.
 
-    With n sequences, l_i response tokens in row i and the mask m:
+    Parts of the mini-batch then simply add up. With n sequences, l_i response tokens in row i and
+    the mask m:
 
-        token-mean m_it / sum_i l_i every token counts the same (DAPO) seq-mean-token-sum m_it / n
-        long responses count more seq-mean-token-mean m_it / (n l_i) every response counts the same
-        (GRPO) seq-mean-token-sum-norm m_it / (n R) a constant instead of l_i: no length bias
-        (Dr.GRPO)
+        token-mean               m_it / sum_i l_i   every token counts the same (DAPO)
+        seq-mean-token-sum       m_it / n           long responses count more
+        seq-mean-token-mean      m_it / (n l_i)     every response counts the same (GRPO)
+        seq-mean-token-sum-norm  m_it / (n R)       a constant for l_i: no length bias (Dr.GRPO)
 
     n is the number of rows with at least one response token: rows of padding alone change nothing.
     Where this mask is one part of a mini-batch, give n of the whole as `num_sequences` (token-mean
@@ -77,14 +82,13 @@ def aggregation_weights(
 def agg_loss(
     loss_mat: Float[Tensor, "B R"], loss_mask: Shaped[Tensor, "B R"], loss_agg_mode: str
 ) -> Float[Tensor, ""]:
-    """One number from token losses, as `aggregation_weights` says; what is not under the mask may
-    be NaN."""
+    """Reduce token losses by `aggregation_weights`; values off the mask may be NaN."""
     weights = _weights(loss_mask, loss_agg_mode, None).to(loss_mat.dtype)
     return (torch.where(loss_mask.bool(), loss_mat, 0.0) * weights).sum()
 
 
 def _weights(response_mask: Tensor, mode: str, num_sequences: int | None) -> Tensor:
-    """Weights in float64: a count of tokens is exact there, and beyond 2^24 not in fp32."""
+    """Compute weights in float64: fp32 counts tokens exactly only up to 2^24."""
     mask = response_mask.bool().double()
     lengths = mask.sum(-1, keepdim=True)
     sequences = (lengths > 0).sum().clamp(min=1) if num_sequences is None else max(num_sequences, 1)

@@ -1,9 +1,8 @@
-"""Losses and estimators written for verl's padded signatures, called from here; and ours, called by
-those signatures.
+"""Adapt losses and estimators between verl's padded signatures and ours, both ways.
 
 A user's padded loss sees one micro-batch at a time. Where it aggregates by `agg_loss` its share of
 the mini-batch is the right one; where it looks at the micro-batch as a whole (means, quantiles,
-random picks) its gradient depends on micro-batching, which no adapter can mend. The log at start
+random picks) its gradient depends on micro-batching, which no adapter can fix. The log at start
 says so.
 """
 
@@ -34,10 +33,11 @@ Scalar = Float[Tensor, ""]
 
 
 def loss_settings(config: Any = None) -> dict[str, Any]:
-    """What a policy loss gets by name: all that the actor's section says of losses.
+    """Collect the settings that a policy loss gets by name, from the actor's section.
 
-    `config` is that section, a mapping or an object with some of its fields (the others have their
-    defaults), or None.
+    Args:
+        config: that section, a mapping or an object with some of its fields (the others have their
+            defaults), or None.
     """
     defaults = ActorConfig()
     both = _field(config, "clip_ratio", defaults.clip_ratio)
@@ -60,8 +60,7 @@ def _field(section: Any, name: str, default: Any) -> Any:
 
 
 class ConfigView:
-    """A section of the configuration as functions of verl's signatures read it: by attribute, `[]`,
-    `get` and `in`."""
+    """A section of the configuration with the reads of verl: attribute, `[]`, `get` and `in`."""
 
     def __init__(self, section: Any) -> None:
         self._section = section
@@ -87,9 +86,11 @@ def _viewed(section: Any) -> Any:
 
 
 class PaddedPolicyLoss:
-    """A policy loss from `function(old_log_prob, log_prob, advantages, response_mask,
-    loss_agg_mode, config)`, which returns (loss, clip_fraction, ppo_kl, clip_fraction_lower) of
-    (rows, longest response) tensors."""
+    """A policy loss made of a function of padded tensors, (rows, longest response).
+
+    Called as `function(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)`,
+    it returns (loss, clip_fraction, ppo_kl, clip_fraction_lower).
+    """
 
     formula = (
         "a loss of verl's padded signature, called a micro-batch at a time: it may depend on their "
@@ -127,6 +128,7 @@ class PaddedPolicyLoss:
             raise part.must_return(
                 "four numbers, (loss, clip_fraction, ppo_kl, clip_fraction_lower)", answer
             )
+
         loss, *numbers = answer
         names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
         means = {
@@ -137,8 +139,7 @@ class PaddedPolicyLoss:
 
 
 def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
-    """What the micro-batch's own aggregate counts in the mini-batch's: the same for each token in
-    every mode."""
+    """Return the share of the micro-batch's aggregate in the mini-batch's, equal for all tokens."""
     shares = inputs.weights[inputs.own] / local[inputs.own]
     if not shares.numel():
         return 0.0
@@ -149,7 +150,7 @@ def _share(inputs: PolicyLossInputs, local: Tensor) -> float:
 
 
 def padded_signature(name: str) -> Callable[..., tuple[Scalar, Scalar, Scalar, Scalar]]:
-    """The registered loss `name` as a function of padded (B, R) tensors, by verl's parameters."""
+    """Return the registered loss `name` as a function of padded (B, R) tensors, as in verl."""
     loss = policy_losses.get(name)
     if isinstance(loss, PaddedPolicyLoss):
         return loss.function
@@ -173,7 +174,8 @@ def _of_padded_tensors(
             name, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, settings
         )
 
-    policy_loss.__name__, policy_loss.__doc__ = name, loss.__doc__
+    policy_loss.__name__ = name
+    policy_loss.__doc__ = loss.__doc__
     return policy_loss
 
 
@@ -186,18 +188,23 @@ def padded_loss(
     loss_agg_mode: str,
     settings: Mapping[str, Any],
 ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """(loss, clip_fraction, ppo_kl, clip_fraction_lower) of a whole mini-batch; picks come from
-    torch's generator."""
+    """Compute (loss, clip_fraction, ppo_kl, clip_fraction_lower) of a whole mini-batch.
+
+    Random picks come from torch's generator.
+    """
     keep = response_mask.bool()
     weights = aggregation_weights(response_mask, loss_agg_mode).to(log_prob.dtype)
     rows = torch.arange(len(keep), device=keep.device)[:, None].expand_as(keep)
-    new, old, gains = log_prob[keep], old_log_prob[keep], advantages[keep]
+    new = log_prob[keep]
+    old = old_log_prob[keep]
+    gains = advantages[keep]
+
     selected = None
     if name in selections:
         noise = torch.rand(len(new), dtype=torch.float64, device=new.device)
-        selected = selections.get(name)(
-            SelectionInputs(new.detach(), old, gains, noise), **settings
-        )
+        whole = SelectionInputs(new.detach(), old, gains, noise)
+        selected = selections.get(name)(whole, **settings)
+
     inputs = PolicyLossInputs(new, old, gains, weights[keep], rows[keep], selected=selected)
     output = policy_losses.get(name)(inputs, loss_agg_mode=loss_agg_mode, **settings)
     clipfrac, kl, lower = (
@@ -208,13 +215,15 @@ def padded_loss(
 
 
 def mean_of(values: Float[Tensor, " N"]) -> Scalar:
-    """Of no values 0."""
+    """Average the values; 0 without any."""
     return values.sum() / max(len(values), 1)
 
 
 class PaddedEstimator:
-    """An advantage estimator from `function(token_level_rewards, response_mask, index, config,
-    ...)`, by verl's names; it gets those of them that it takes. `index` numbers the prompts."""
+    """An advantage estimator made of `function(token_level_rewards, response_mask, index, ...)`.
+
+    The function gets the arguments that it takes, by verl's names. `index` numbers the prompts.
+    """
 
     formula = "an estimator of verl's signature"
 

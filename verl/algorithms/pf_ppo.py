@@ -1,4 +1,4 @@
-"""PF-PPO: which samples of a batch are learnt from, Shen & Zhang 2024 (arXiv:2409.06957)."""
+"""PF-PPO: draw the samples of a batch to learn from, Shen & Zhang 2024 (arXiv:2409.06957)."""
 
 import torch
 from jaxtyping import Float, Int
@@ -12,8 +12,7 @@ REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 def pf_ppo_weights(
     scores: Float[Tensor, " B"], method: str, weight_pow: float = 2.0
 ) -> Float[Tensor, " B"]:
-    """How often a sample is drawn, up to a factor: rewards that can be relied upon are the extreme
-    ones.
+    """Return how often each sample is drawn, up to a factor: extreme rewards are reliable.
 
     pow         |score|^weight_pow
     max_min     1 for the batch's highest and lowest score, 0 between
@@ -36,11 +35,10 @@ def pf_ppo_weights(
 
 
 def pf_ppo_rows(weights: Float[Tensor, " B"], seed: int) -> Int[Tensor, " B"]:
-    """B row numbers drawn with replacement in proportion to the weights, in ascending order: rows
-    of a prompt stay together. A function of weights and seed."""
+    """Draw B row numbers with replacement in proportion to the weights.
+
+    They ascend, so that rows of a prompt stay together. A function of weights and seed.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.multinomial(weights.cpu(), len(weights), replacement=True, generator=generator)
-        .sort()
-        .values
-    )
+    drawn = torch.multinomial(weights.cpu(), len(weights), replacement=True, generator=generator)
+    return drawn.sort().values

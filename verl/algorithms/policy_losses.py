@@ -30,7 +30,7 @@ class PolicyLossInputs(NamedTuple):
 
     @property
     def own(self) -> Bool[Tensor, " N"]:
-        """Which tokens the model made. What is finite on others changes nothing."""
+        """Which tokens the model made. Finite values on others change nothing."""
         return (self.weights != 0) if self.mask is None else self.mask.bool()
 
     def log_ratio(self) -> Float[Tensor, " N"]:
@@ -39,11 +39,21 @@ class PolicyLossInputs(NamedTuple):
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """For each token the mean of `values` over the tokens of its sequence that the model made,
-        in float64.
+        """Average `values` over the model's tokens of each token's sequence, in float64.
 
         A sequence lies in one micro-batch as a whole. The host does not wait for the device.
         """
+        totals, counts, slot = self._sequence_totals(values)
+        return (totals / counts)[slot]
+
+    def sequence_sum(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """As `sequence_mean`, the sum."""
+        totals, _, slot = self._sequence_totals(values)
+        return totals[slot]
+
+    def _sequence_totals(self, values: Float[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sum and count of the model's tokens for each sequence, and each token's sequence
+        among these."""
         order = self.sequence.argsort(stable=True)
         ranked = self.sequence[order]
         starts = torch.nn.functional.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))[: len(ranked)]
@@ -51,7 +61,7 @@ class PolicyLossInputs(NamedTuple):
         zero, own = torch.zeros_like(values, dtype=torch.float64), self.own
         totals = zero.index_add(0, slot, torch.where(own, values, 0.0).double())
         counts = zero.detach().index_add(0, slot, own.double()).clamp(min=1)
-        return (totals / counts)[slot]
+        return totals, counts, slot
 
 
 class PolicyLossOutput(NamedTuple):
@@ -91,8 +101,7 @@ extra_losses: Registry[ExtraLoss] = Registry("extra loss term")
 def means_of(
     inputs: PolicyLossInputs, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
 ) -> dict[str, Float[Tensor, " N"]]:
-    """The metrics that every loss tells: which tokens were clipped, and the k1 estimate of KL(old
-    || new)."""
+    """Return the metrics of every loss: clipped tokens, and the k1 estimate of KL(old || new)."""
     nothing = torch.zeros_like(inputs.log_probs, requires_grad=False)
     dtype = nothing.dtype
     return {
@@ -103,7 +112,7 @@ def means_of(
 
 
 def weighted(losses: Float[Tensor, " N"], inputs: PolicyLossInputs) -> Float[Tensor, ""]:
-    """Sum of the losses times `weights`, over the tokens that the model made."""
+    """Sum the losses times `weights`, over the tokens that the model made."""
     return (torch.where(inputs.own, losses, 0.0) * inputs.weights).sum().to(inputs.log_probs.dtype)
 
 
@@ -133,7 +142,9 @@ def vanilla(
         raise ConfigError(
             f"clip_ratio_c must be greater than 1, got {clip_ratio_c}. The paper takes 3."
         )
-    ratio, advantages = inputs.log_ratio().exp(), inputs.advantages
+
+    ratio = inputs.log_ratio().exp()
+    advantages = inputs.advantages
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     bounded = torch.maximum(unclipped, clipped)
@@ -216,7 +227,8 @@ def dppo(
         divergence = (old - new).abs()
     elif dppo_divergence == "kl":
         tiny = torch.finfo(old.dtype).tiny
-        rest_old, rest_new = (1 - old).clamp(min=0), (1 - new).clamp(min=tiny)
+        rest_old = (1 - old).clamp(min=0)
+        rest_new = (1 - new).clamp(min=tiny)
         divergence = -old * log_ratio.detach() + torch.xlogy(rest_old, rest_old / rest_new)
     else:
         raise ConfigError(f"policy_loss.dppo_divergence must be tv or kl, got '{dppo_divergence}'.")
@@ -247,8 +259,8 @@ def dro(inputs: PolicyLossInputs, *, dro_beta: float, **_: Any) -> PolicyLossOut
 
         L = -A log pi + beta / 2 (log pi - log pi_old)^2
 
-    This is 1 / (2 beta) (A - beta log r)^2, the paper's squared error of eq. (5) with the advantage
-    for reward less value, but for a constant. The penalty holds also where A = 0.
+    But for a constant this is 1 / (2 beta) (A - beta log r)^2, the paper's squared error with the
+    advantage in place of reward less value. The penalty holds also where A = 0.
     """
     penalty = 0.5 * dro_beta * inputs.log_ratio().square()
     losses = -inputs.advantages * inputs.log_probs + penalty

@@ -1,4 +1,4 @@
-"""REINFORCE and its kin: advantages without a critic and without a group."""
+"""REINFORCE and its variants: advantages without a critic and without a group."""
 
 import torch
 from jaxtyping import Float
@@ -21,8 +21,8 @@ def reinforce_plus_plus(
 ) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
 
-        return_t = r_t + gamma return_{t+1}, A = (return - mean) / std over all response tokens of
-        the batch
+        return_t = r_t + gamma return_{t+1}
+        A = (return - mean) / std    over all response tokens of the batch
 
     The paper has the KL penalty in r (`algorithm.use_kl_in_reward`). t counts the model's own
     tokens, as in `gae`.
@@ -53,7 +53,6 @@ def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, 
 
 
 def _rewards_to_go(inputs: AdvantageInputs, gamma: float) -> Float[Tensor, "B R"]:
-    """A critic that says 0 and lam = 1 leave the discounted sum of the rewards from each of the
-    row's own tokens on."""
+    """Sum the discounted rewards from each of the row's own tokens on: GAE of values 0, lam 1."""
     rewards = inputs.token_level_rewards
     return unwhitened_gae(rewards, torch.zeros_like(rewards), inputs.response_mask, gamma, 1.0)

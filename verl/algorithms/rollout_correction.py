@@ -1,13 +1,11 @@
-"""Importance correction of what the rollout engine drew with slightly other probabilities than the
-trainer has.
+"""Correct for tokens that the rollout engine drew with slightly other probabilities.
 
-With mu the rollout's and pi the trainer's probability of the drawn tokens before the update, rho_t
-= pi_t / mu_t and
+mu is the rollout's and pi the trainer's probability of the drawn tokens before the update. With
+rho_t = pi_t / mu_t:
 
     token      w_it = rho_it
-    sequence w_it = product over t of rho_it unbiased, of large variance for long responses
-    geometric w_it = exp(mean over t of log rho_it) for rejection alone: how far a response is off a
-    token
+    sequence   w_it = product over t of rho_it          unbiased, large variance for long responses
+    geometric  w_it = exp(mean over t of log rho_it)    for rejection only: mismatch per token
 """
 
 from typing import NamedTuple
@@ -18,11 +16,17 @@ from torch import Tensor
 
 from verl.algorithms.kl import MAX_LOG_RATIO
 from verl.algorithms.masked import masked_mean, masked_sum
+from verl.algorithms.policy_losses import (
+    PolicyLossInputs,
+    PolicyLossOutput,
+    means_of,
+    weighted,
+)
 from verl.utils.errors import ConfigError
 
 
 class RolloutCorrection(NamedTuple):
-    # that the policy loss of a token is multiplied by; 0 outside `mask`
+    # factors of the policy loss of each token; 0 outside `mask`
     weights: Float[Tensor, "B R"]
     mask: Bool[Tensor, "B R"]  # the response mask less what was rejected
     metrics: dict[str, float]
@@ -34,7 +38,7 @@ def importance_ratios(
     response_mask: Shaped[Tensor, "B R"],
     level: str,
 ) -> Float[Tensor, "B R"]:
-    """w of every token as `level` says, its logarithm cut at 20; 0 outside the mask."""
+    """Compute w of every token by `level`, its logarithm cut at 20; 0 outside the mask."""
     mask = response_mask.bool()
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     if level == "sequence":
@@ -60,7 +64,7 @@ def correct_rollout(
     accept_band: tuple[float, float] = (0.5, 2.0),
     veto_below: float | None = None,
 ) -> RolloutCorrection:
-    """Weights and rejections of a batch.
+    """Compute weights and rejections of a batch.
 
     weigh_by, with `outside="truncate"`: truncated importance sampling, w = min(rho, upper), by
         token (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
@@ -77,6 +81,7 @@ def correct_rollout(
     `rejected_seqs`.
     """
     given = response_mask.bool()
+
     mask = given.clone()
     if reject_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, reject_by)
@@ -84,15 +89,15 @@ def correct_rollout(
     tokens = importance_ratios(old_log_probs, rollout_log_probs, given, "token")
     if veto_below is not None:
         mask &= ~(given & (tokens < veto_below)).any(-1, keepdim=True)
-    weights, outside_share = mask.double(), 0.0
+
+    weights = mask.double()
+    outside_share = 0.0
     if weigh_by is not None:
         ratios = importance_ratios(old_log_probs, rollout_log_probs, given, weigh_by)
-        inside = (ratios >= weight_band[0]) & (ratios <= weight_band[1])
-        bounded = (
-            torch.where(inside, ratios, 0.0) if outside == "mask" else ratios.clamp(*weight_band)
-        )
+        bounded, inside = _bounded(ratios, weight_band, outside)
         weights = torch.where(mask, bounded, 0.0)
         outside_share = masked_mean((~inside).double(), mask).item()
+
     metrics = _metrics(old_log_probs, rollout_log_probs, given, tokens) if given.any() else {}
     metrics |= {
         "rollout_corr/ess": (
@@ -107,6 +112,52 @@ def correct_rollout(
     return RolloutCorrection(weights.to(old_log_probs.dtype), mask, metrics)
 
 
+def reinforce_of_rollout(
+    inputs: PolicyLossInputs,
+    *,
+    weigh_by: str | None,
+    weight_band: tuple[float, float],
+    outside: str,
+) -> PolicyLossOutput:
+    """Policy gradient with explicit importance weights, for old log-probs that are the rollout's.
+
+        L = -sg(w) A log pi,    w = pi / mu of the token or of its response    (sg: no gradient)
+
+    w is of the policy that is updated, so it stays right over several updates of one batch. A
+    weight outside the band becomes the bound (truncate) or 0 (mask); `pg_clipfrac` is their share.
+
+    Args:
+        weigh_by: token, sequence, or None for weights of 1.
+        weight_band: smallest and largest weight.
+        outside: truncate or mask.
+    """
+    plain = -inputs.advantages * inputs.log_probs
+    if weigh_by is None:
+        return PolicyLossOutput(loss=weighted(plain, inputs), means=means_of(inputs))
+
+    log_ratio = inputs.log_probs.detach() - inputs.old_log_probs
+    log_ratio = torch.where(inputs.own, log_ratio, 0.0).double()
+    if weigh_by == "sequence":
+        log_ratio = inputs.sequence_sum(log_ratio)
+    ratios = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    bounded, inside = _bounded(ratios, weight_band, outside)
+    weights = bounded.to(plain.dtype)
+
+    means = means_of(inputs, clipped=~inside)
+    means["rollout_is_weight"] = weights
+    return PolicyLossOutput(loss=weighted(weights * plain, inputs), means=means)
+
+
+def _bounded(
+    ratios: Float[Tensor, "*tokens"], band: tuple[float, float], outside: str
+) -> tuple[Float[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
+    """Return the weights, and which ratios lie within the band."""
+    inside = (ratios >= band[0]) & (ratios <= band[1])
+    if outside == "mask":
+        return torch.where(inside, ratios, 0.0), inside
+    return ratios.clamp(*band), inside
+
+
 def _metrics(
     old_log_probs: Float[Tensor, "B R"],
     rollout_log_probs: Float[Tensor, "B R"],
@@ -116,6 +167,7 @@ def _metrics(
     log_ratio = torch.where(mask, old_log_probs - rollout_log_probs, 0.0).double()
     sequences = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     count = mask.any(-1)
+
     numbers = {
         "rollout_corr/kl": -masked_mean(log_ratio, mask),
         "rollout_corr/k3_kl": masked_mean(tokens - 1 - log_ratio, mask),

@@ -27,9 +27,9 @@ def gspo(
     """Group sequence policy optimisation, eqs. (13) and (14) of Zheng et al. 2025
     (arXiv:2507.18071).
 
-        s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over t of log r_it) s_it = sg(s_i)
-        pi_it / sg(pi_it) (sg: no gradient through it) L_it = max(-A_it s_it, -A_it clip(s_it, 1 -
-        low, 1 + high))
+        s_i  = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over t of log r_it)
+        s_it = sg(s_i) pi_it / sg(pi_it)    (sg: no gradient through it)
+        L_it = max(-A_it s_it, -A_it clip(s_it, 1 - low, 1 + high))
 
     Where a response's tokens have one advantage and one weight, this is the gradient of max(-A s_i,
     -A clip(s_i)). The paper takes low = 3e-4 and high = 4e-4.
@@ -65,7 +65,8 @@ def geo_mean(
     low = high = 0.4. Where advantages differ within a response (gae), A_i is their mean and z that
     of each token.
     """
-    log_ratio, sign = inputs.log_ratio(), inputs.advantages.sign()
+    log_ratio = inputs.log_ratio()
+    sign = inputs.advantages.sign()
     plain = sign * log_ratio
     bounded = torch.minimum(plain, sign * log_ratio.clamp(-clip_ratio_low, clip_ratio_high))
     ratio = inputs.sequence_mean(sign * bounded).exp()

@@ -15,8 +15,7 @@ def clipped_value_loss(
     *,
     cliprange_value: float,
 ) -> PolicyLossOutput:
-    """Value loss with PPO's clipping: a value gains nothing by moving further than the range from
-    its old one.
+    """Compute the value loss with PPO's clipping around the old values.
 
         L = 0.5 max((V - ret)^2, (clip(V, V_old - range, V_old + range) - ret)^2)
 
@@ -26,7 +25,8 @@ def clipped_value_loss(
     clipped_values = torch.minimum(
         torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value
     )
-    unclipped, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
+    unclipped = (values - returns) ** 2
+    clipped = (clipped_values - returns) ** 2
     losses = 0.5 * torch.maximum(unclipped, clipped)
     means = {"vf_clipfrac": (clipped > unclipped).to(losses.dtype), "vpred_mean": values.detach()}
     return PolicyLossOutput(loss=(losses * weights).sum(), means=means)

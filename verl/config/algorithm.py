@@ -68,21 +68,40 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = setting(
         False,
         (
-            "old log-probs are the rollout's own: the policy loss's ratio corrects, and no pass "
+            "old log-probs are the rollout's own: the policy loss corrects (loss_type), and no pass "
             "recomputes them"
         ),
+    )
+    loss_type: str = setting(
+        "ppo_clip",
+        (
+            "with bypass_mode: the ratio of actor.policy_loss corrects (ppo_clip), or the policy "
+            "gradient -w A log pi, with w = current policy / rollout by rollout_is (reinforce)"
+        ),
+        choices=("ppo_clip", "reinforce"),
     )
 
     @property
     def changes_update(self) -> bool:
-        """Return whether the update weighs or rejects samples of the rollout.
+        """Return whether the update weighs or rejects by the trainer's own old log-probs."""
+        asked = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
+        return not self.bypass_mode and asked != (None, None, None)
 
-        That takes the trainer's own old log-probs.
-        """
-        return any(
-            asked is not None
-            for asked in (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
-        )
+    @property
+    def weight_band(self) -> tuple[float, float]:
+        """Return the smallest and the largest weight."""
+        lower = self.rollout_is_threshold_lower
+        if lower is None:
+            lower = 1 / self.rollout_is_threshold if self.rollout_is_mode == "mask" else 0.0
+        return lower, self.rollout_is_threshold
+
+    @property
+    def accept_band(self) -> tuple[float, float]:
+        """Return the smallest and the largest ratio that is accepted."""
+        lower = self.rollout_rs_threshold_lower
+        if lower is None:
+            lower = 1 / self.rollout_rs_threshold
+        return lower, self.rollout_rs_threshold
 
 
 @dataclass(kw_only=True, slots=True)

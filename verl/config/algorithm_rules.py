@@ -47,17 +47,45 @@ def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
 
 def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
     correction, prefix = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    asked = {
-        "rollout_is": correction.rollout_is,
+    rejections = {
         "rollout_rs": correction.rollout_rs,
         "rollout_token_veto_threshold": correction.rollout_token_veto_threshold,
     }
-    for key, value in asked.items():
+    for key, value in rejections.items():
         if correction.bypass_mode and value is not None:
             yield (
                 f"{prefix}.{key}={value} compares the rollout with the trainer's own old "
                 f"log-probs, which {prefix}.bypass_mode=True does not compute. Set one of them."
             )
+
+    is_reinforce = correction.loss_type == "reinforce"
+    if correction.bypass_mode and correction.rollout_is is not None and not is_reinforce:
+        yield (
+            f"{prefix}.rollout_is={correction.rollout_is} would correct a second time: with "
+            f"{prefix}.bypass_mode=True and loss_type=ppo_clip the ratio of the policy loss is "
+            "already against the rollout. Set rollout_is=null, loss_type=reinforce, or "
+            "bypass_mode=False."
+        )
+    if is_reinforce and not correction.bypass_mode:
+        yield (
+            f"{prefix}.loss_type=reinforce weighs by the current policy against the rollout and "
+            f"needs {prefix}.bypass_mode=True, got False. Set it, or loss_type=ppo_clip."
+        )
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if is_reinforce and loss_mode != "vanilla":
+        yield (
+            f"{prefix}.loss_type=reinforce is the policy loss, got "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode} as well. Leave "
+            "loss_mode=vanilla, or set loss_type=ppo_clip."
+        )
+    distillation = config.distillation
+    if is_reinforce and distillation.is_whole_loss and not distillation.is_reward:
+        yield (
+            f"{prefix}.loss_type=reinforce is a policy loss, which distillation replaces under "
+            "distillation.distillation_loss.use_task_rewards=False. Set use_task_rewards=True, or "
+            "loss_type=ppo_clip."
+        )
+
     for key, upper, lower in (
         (
             "rollout_is_threshold",
@@ -144,6 +172,12 @@ def doubts(config: TrainConfig) -> Iterator[str]:
         yield (
             "algorithm.gdpo_reward_keys has no effect: it is read with "
             "algorithm.adv_estimator=gdpo only."
+        )
+    correction = config.algorithm.rollout_correction
+    if correction.loss_type == "reinforce" and correction.rollout_is is None:
+        yield (
+            "algorithm.rollout_correction.loss_type=reinforce without rollout_is does not correct: "
+            "every token weighs 1. Set rollout_is=token or sequence."
         )
     yield from _thresholds_that_leave_nothing(config)
     yield from _steps_beyond_the_run(config)

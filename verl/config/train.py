@@ -47,6 +47,23 @@ class TrainConfig:
         )
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether a pass computes the log-probs before the update.
+
+        False where the rollout's log-probs serve, and where the whole batch is one update: the old
+        policy is then the current one, and the update computes its log-probs anyway.
+        """
+        correction = self.algorithm.rollout_correction
+        if correction.bypass_mode:
+            return False
+
+        actor = self.actor_rollout_ref.actor
+        whole_batch = (None, self.data.train_batch_size)
+        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in whole_batch
+        reads_before = self.advantages_read_old_log_probs or correction.changes_update
+        return reads_before or not one_update
+
+    @property
     def needs_sum_pi_squared(self) -> bool:
         """Return whether the advantages read the sum of squared probabilities at each token."""
         return self.algorithm.adv_estimator == "optimal_token_baseline"

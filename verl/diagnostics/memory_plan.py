@@ -116,7 +116,7 @@ class _Planner:
         yield self._phase("rollout" if self._is_apart else "actor", "rollout", rollout.parts)
         if "reward_model" in self.roles:
             yield self._passes("reward_model", "scores")
-        if reads_old_log_probs(config):
+        if config.needs_old_log_probs:
             yield self._passes("actor", "old log-probs")
         if config.needs_reference:
             yield self._passes(
@@ -352,17 +352,6 @@ class _Planner:
             ranks=len(self.placement.roles["rollout"]),
             room=None if usable is None else usable - sum(beside.values()),
         )
-
-
-def reads_old_log_probs(config: TrainConfig) -> bool:
-    """As `PPOTrainer.needs_old_log_probs`, for a trainer that nobody has changed."""
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (
-        None,
-        config.data.train_batch_size,
-    )
-    reads_before = config.advantages_read_old_log_probs or correction.changes_update
-    return not correction.bypass_mode and (reads_before or not one_update)
 
 
 def _present(parts: dict[str, int]) -> dict[str, int]:

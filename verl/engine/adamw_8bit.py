@@ -1,5 +1,7 @@
-"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861), by torchao; imported only
-when asked for."""
+"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861), by torchao.
+
+Imported only when asked for.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +14,10 @@ from verl.utils.errors import CheckpointError
 
 
 class AdamW8bit(TorchaoAdamW8bit):
-    """A code of 8 bits for every element and a scale for every 256; tensors below 4,096 elements
-    keep fp32 moments."""
+    """AdamW with a code of 8 bits for every element and a scale for every 256.
+
+    Tensors below 4,096 elements keep fp32 moments.
+    """
 
     def step(self, closure: None = None) -> None:
         # torchao compiles the arithmetic: one kernel on CUDA, but on CPU a need for a C++ compiler.
@@ -24,7 +28,7 @@ class AdamW8bit(TorchaoAdamW8bit):
             super().step()
 
     def moment_to_saved(self, whole: Any) -> Any:
-        """Plain tensors on the host: codes and scales, where the moment is in 8 bits."""
+        """Return plain tensors on the host: codes and scales, where the moment is in 8 bits."""
         if not hasattr(whole, "codes"):
             return whole.cpu()
         return {"codes": whole.codes.cpu(), "scale": whole.scale.cpu()}
@@ -33,6 +37,7 @@ class AdamW8bit(TorchaoAdamW8bit):
         """Undo `moment_to_saved`, bit for bit."""
         if key == "step":
             return saved  # counted on the host
+
         moment = self._new_buffer(parameter.detach(), signed=key == "exp_avg")
         whole: Any = full_tensor(moment)  # an alias: there is one rank
         if hasattr(whole, "codes") != isinstance(saved, dict):

@@ -1,5 +1,4 @@
-"""The passes over a mini-batch, on which all ranks agree before the first: where they differ, the
-next collective would never end."""
+"""Agree on the passes over a mini-batch: where ranks differ, a collective would never end."""
 
 import zlib
 from collections.abc import Sequence
@@ -38,28 +37,36 @@ class _Planned(NamedTuple):
 def plan_of_all_ranks(
     mini_batch: MiniBatch, asked: TokenBudget, current: TokenBudget, mesh: Mesh
 ) -> list[list[int]]:
-    """Row numbers of each pass of this rank. The `current` budget, what is left of the one `asked`,
-    is the most a pass may take on one rank; on a CPU passes near CPU_PASS_TOKENS are faster than
-    larger ones. Every rank gets as many passes as the one that needs most: those in excess are
-    empty."""
+    """Return the row numbers of each pass of this rank.
+
+    Every rank gets as many passes as the one that needs most; those in excess are empty. On a CPU
+    passes near CPU_PASS_TOKENS are faster than larger ones.
+
+    Args:
+        asked: the configured budget, which ranks compare.
+        current: the most that a pass may take on one rank now.
+    """
     if mesh.data.size > 1 and not len(mini_batch):
         raise DataError(
             f"Every data-parallel rank needs rows of each mini-batch, but rank {mesh.data.rank} of "
             f"{mesh.data.size} got none. Deal the rows evenly, or train on fewer ranks."
         )
+
     if current.max_tokens is not None:
         current = replace(current, max_tokens=current.max_tokens * mesh.sequence.size)
     if mesh.device.type == "cpu" and current.max_tokens is not None:
         enough = max([CPU_PASS_TOKENS, *mini_batch.lengths])
         current = replace(current, max_tokens=min(current.max_tokens, enough))
+
     plan = plan_micro_batches(mini_batch.lengths, current, mini_batch.prompts)
-    return plan + [[]] * (agreed_passes(plan, mini_batch.lengths, asked, mesh) - len(plan))
+    passes = agreed_passes(plan, mini_batch.lengths, asked, mesh)
+    return plan + [[]] * (passes - len(plan))
 
 
 def agreed_passes(
     plan: Sequence[Sequence[int]], lengths: Sequence[int], budget: TokenBudget, mesh: Mesh
 ) -> int:
-    """How many passes all ranks make: as many as the one that needs most.
+    """Return the number of passes of all ranks: that of the one that needs most.
 
     Every rank of the mesh must call this before its first pass. One gather of a few bytes, none
     where a rank is alone.
@@ -72,15 +79,19 @@ def agreed_passes(
     mine = _Planned(
         budget.phase, size, len(plan), len(lengths), sum(lengths), mesh.data.rank, digest
     )
+
     everyone = gather_objects(mine, mesh.world)
     first_of_share = {planned.share: planned for planned in reversed(everyone)}
     for rank, planned in enumerate(everyone):
-        expected = everyone[0] if planned[:2] != everyone[0][:2] else first_of_share[planned.share]
+        expected = first_of_share[planned.share]
+        if planned[:2] != everyone[0][:2]:  # phase and size
+            expected = everyone[0]
         if planned != expected:
+            first = everyone.index(expected)
             raise DataError(
-                f"Ranks {everyone.index(expected)} and {rank} must make the same passes, but have "
-                f"planned different ones. Rank {everyone.index(expected)}, {expected}. Rank "
-                f"{rank}, {planned}. Give all ranks the same configuration, code and batches, and "
+                f"Ranks {first} and {rank} must make the same passes, but have planned different "
+                f"ones. Rank {first}, {expected}. Rank {rank}, {planned}. Give all ranks the same "
+                "configuration, code and batches, and "
                 "call the same methods on all."
             )
     return max(planned.passes for planned in everyone)

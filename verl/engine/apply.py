@@ -1,4 +1,4 @@
-"""What is applied to a module before it trains, and in which order."""
+"""Prepare a module for training, step by step, in the order that the steps need."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,9 +32,11 @@ def apply_to_module(
     compile_backend: str | None,
     fused_kernels: bool,
 ) -> EngineSetup:
-    """Sequence parallelism, checkpointing, off-load of activations, compile, sharding: each step in
-    place, around what the ones before left. Gives what memory depends on. For the arguments see
-    `TrainEngine`."""
+    """Apply sequence parallelism, checkpointing, off-load of activations, compile and sharding.
+
+    Each step works in place, on the result of the steps before. Returns the settings that memory
+    depends on. For the arguments see `TrainEngine`.
+    """
     on_cuda = mesh.device.type == "cuda"
     hf_model: Any = module.model
     if compute_dtype is None and on_cuda:
@@ -42,11 +44,10 @@ def apply_to_module(
     if on_cuda:
         use_fast_rope(module)
     # Layers that are not compiled compute the same bits with and without gradients.
-    fused_mlps = (
-        use_fused_swiglu(module, mesh.device)
-        if fused_kernels and compile_backend is not None
-        else 0
-    )
+    fused_mlps = 0
+    if fused_kernels and compile_backend is not None:
+        fused_mlps = use_fused_swiglu(module, mesh.device)
+
     if mesh.sequence.size > 1:
         apply_sequence_parallel(module, mesh.sequence)
     # Checkpointing before sharding: the recomputed forward must find the weights gathered by the
@@ -57,6 +58,7 @@ def apply_to_module(
         apply_activation_offload(module, mesh.device)
     if compile_backend is not None:
         apply_compile(module, mesh.device, backend=compile_backend)
+
     setup = engine_setup(
         fsdp,
         optim,
@@ -70,6 +72,5 @@ def apply_to_module(
     )
     if mesh.weights is None:
         return setup
-    return replace(
-        setup, keeps_gathered=apply_fsdp(module, mesh.weights, fsdp, compute_dtype=compute_dtype)
-    )
+    keeps_gathered = apply_fsdp(module, mesh.weights, fsdp, compute_dtype=compute_dtype)
+    return replace(setup, keeps_gathered=keeps_gathered)

@@ -1,5 +1,4 @@
-"""The training engine: packs rows, runs forward and backward over them, steps the optimizer, saves
-and loads."""
+"""The training engine: pack rows, run forward and backward, step the optimizer, save and load."""
 
 import math
 import weakref
@@ -41,7 +40,7 @@ from verl.utils.peaks import phase_peaks
 from verl.weight_sync.fingerprint import FingerprintLog
 from verl.weight_sync.shards import gathered
 
-# Those whose memory lies on the same device.
+# Engines whose memory lies on the same device.
 _engines: "weakref.WeakSet[TrainEngine]" = weakref.WeakSet()
 
 # (outputs of the module, packed columns, row number of each token) -> LossOutput
@@ -52,8 +51,7 @@ LossFunction = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step. `offenders` names the rows that made it be skipped, as far as they can be
-    told."""
+    """One optimizer step. `offenders` names the rows that made it be skipped, as far as known."""
 
     grad_norm: float  # before clipping
     lr: float  # with which the step was made
@@ -63,7 +61,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Pending:
-    """The mini-batch whose gradients wait for `step`, kept to find out which row spoilt it."""
+    """The mini-batch whose gradients wait for `step`, kept to find rows that are not finite."""
 
     mini_batch: MiniBatch
     plan: list[list[int]]
@@ -73,8 +71,7 @@ class _Pending:
 
 
 class TrainEngine:
-    """Owns one packed module (`PackedCausalLM`, `PackedValueModel`), with optimizer and schedule if
-    it is trained.
+    """Own one packed module (`PackedCausalLM`, `PackedValueModel`) and its optimizer.
 
     On CUDA the module is sharded by FSDP2, also over a mesh of one: fp32 parameters, moments and
     accumulated gradients, bf16 forward and backward. On CPU one process keeps a plain module of its
@@ -98,8 +95,7 @@ class TrainEngine:
         sequence_parallel_size: ranks that share the tokens of the same rows (Ulysses).
         activation_offload: keep on the host what checkpointed layers hold for the backward pass.
         shard, compute_dtype: instead of `fsdp.compute_dtype` and the defaults by device (CUDA: True
-            and bf16; CPU:
-            False and None, which means the dtype of the parameters). Several ranks shard in any
+            and bf16; CPU: False and None, the dtype of the parameters). Several ranks shard in any
             case, and so does one that computes in another dtype than its parameters'.
         compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
         fused_kernels: where layers are compiled, use those that are installed and proved
@@ -130,6 +126,7 @@ class TrainEngine:
         if compute_dtype is None and fsdp.compute_dtype is not None:
             compute_dtype = torch_dtype(fsdp.compute_dtype)
         casts = compute_dtype not in (None, next(module.parameters()).dtype)
+
         self.mesh: Mesh = init_mesh(
             device,
             fsdp_size=fsdp.fsdp_size,
@@ -139,7 +136,8 @@ class TrainEngine:
         self.device = device = self.mesh.device
         self.share_prompts = share_prompts
         self.grad_clip = grad_clip
-        # What is sharded comes to the device layer by layer, as it is cut.
+
+        # A sharded module comes to the device layer by layer, as it is cut.
         self.module = (module if self.is_sharded else module.to(device)).train()
         self._setup = apply_to_module(
             self.module,
@@ -153,22 +151,25 @@ class TrainEngine:
             compile_backend=compile_backend,
             fused_kernels=fused_kernels,
         )
+
         self.optimizer: torch.optim.Optimizer | None = None
         if optim is not None:
             # After sharding, which replaces the parameters.
             self.optimizer = build_optimizer(self.module, optim)
             self._learning_rate = LearningRate(self.optimizer, optim, total_steps)
         self._pending: _Pending | None = None
+
         hints = memory_hints(
             fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None
         )
         self._is_adapted = bool(adapted_layers(self.hf_model))
-        # to find them takes a third of a hand-over
+        # Listing them takes a third of a hand-over.
         self._named_parameters = list(plain_parameters(self.hf_model))
         self.guard = PassGuard(device, self.mesh.world, hints)
         _engines.add(self)
         meter = CudaMeter(device, self._bytes_to_come) if device.type == "cuda" else None
         self.budgets = AutomaticBudgets(meter, self.mesh.world)
+
         # A plain module lies on the host anyway, and rollout engines may alias its weights.
         moves = self.is_sharded and not fsdp.offload_policy
         self._checkpoints = ShardedWriter(self.mesh.world)
@@ -186,16 +187,16 @@ class TrainEngine:
 
     @cached_property
     def footprint(self) -> EngineFootprint:
-        """What this engine holds and what a pass takes, told from its shapes."""
+        """Bytes of this engine and of its passes, predicted from shapes."""
         return EngineFootprint(ModelShape.from_module(self.module), self._setup)
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Parameters, and moments if asked for, lie on the device for as long as this lasts: what
-        `param_offload` and `optimizer_offload` keep on the host comes and goes with the outermost
-        one.
+        """Keep parameters, and moments if asked for, on the device within this context.
 
-        Every method does so for itself; hold it around several calls, and all is moved once.
+        Tensors that `param_offload` and `optimizer_offload` keep on the host come and go with the
+        outermost context. Every method opens one for itself; hold one around several calls, and
+        all is moved once.
         """
         with ExitStack() as stack:
             if self._parameters is not None:
@@ -206,8 +207,10 @@ class TrainEngine:
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Around forward and backward passes. No weights stay gathered after them: they may change
-        before the next."""
+        """Surround forward and backward passes.
+
+        No weights stay gathered after them, because they may change before the next ones.
+        """
         with self.on_device():
             yield
             reshard(self.module)
@@ -218,8 +221,10 @@ class TrainEngine:
     def infer(
         self, batch: DataProto, budget: TokenBudget, **forward_arguments: Any
     ) -> dict[str, torch.Tensor]:
-        """Outputs of the module for every response token: (B, R) fp32 on the host, zero where no
-        token is; of vectors (B, R, H) in their own dtype.
+        """Compute the outputs of the module for every response token.
+
+        They are (B, R) fp32 on the host, zero where no token is; vectors are (B, R, H) in their own
+        dtype.
 
         no_grad rather than inference_mode: rollout engines alias these weights, and inference
         tensors would leak.
@@ -253,13 +258,15 @@ class TrainEngine:
         on_restart: Callable[[], None] = lambda: None,
         **forward_arguments: Any,
     ) -> dict[str, float]:
-        """Gradients of one whole mini-batch, from zero, whatever the micro-batches; returns its
-        means and sums.
+        """Compute the gradients of one whole mini-batch, from zero; return its means and sums.
 
-        `columns` are the batch's (B, R) columns that `loss_fn` reads, beside `response_mask` and
-        `weights`, which it always gets. The host waits for the device once, at the end. Where
-        memory runs out (see `PassGuard`), all starts again with smaller passes; `on_restart` is for
-        a `loss_fn` that remembers its calls.
+        The gradients do not depend on the micro-batches. The host waits for the device once, at
+        the end. Where memory runs out (see `PassGuard`), all starts again with smaller passes.
+
+        Args:
+            columns: the batch's (B, R) columns that `loss_fn` reads, in addition to `response_mask`
+                and `weights`, which it always gets.
+            on_restart: called before a restart, for a `loss_fn` that remembers its calls.
         """
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         self.module.train()
@@ -294,27 +301,30 @@ class TrainEngine:
         """
         assert self.optimizer is not None, "an engine without optimizer cannot train"
         assert self._pending is not None, "step() comes after forward_backward()"
+
         norm = self._gradient_norm()
-        grad_norm, lr = norm.item(), self._learning_rate.value
+        grad_norm = norm.item()
+        lr = self._learning_rate.value
         skipped = not (self._pending.loss_is_finite and math.isfinite(grad_norm))
+
         offenders: list[str] = []
         if skipped:
             offenders = self._find_offenders(self._pending)
         else:
             if self.grad_clip:
                 nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
-            with self.guard.told("the optimizer's step"), self.on_device(optimizer=True):
+            with self.guard.reports("the optimizer's step"), self.on_device(optimizer=True):
                 self.optimizer.step()
             self._learning_rate.note_step()
+
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = None
         return StepResult(grad_norm=grad_norm, lr=lr, skipped=skipped, offenders=offenders)
 
     def step_schedule(self) -> None:
-        """Advance the learning rate by one training step; once per training step, after its last
-        `step`.
+        """Advance the learning rate by one training step, after its last `step`.
 
-        Stays where it is if every optimizer step since the last call was skipped.
+        The rate stays where it is if every optimizer step since the last call was skipped.
         """
         self._learning_rate.advance()
 
@@ -328,12 +338,12 @@ class TrainEngine:
         log: FingerprintLog | None = None,
         place: Callable[[str], torch.Tensor | None] = lambda name: None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of the plain Hugging Face module, as its `named_parameters` (a tied
-        weight once).
+        """Give (name, whole tensor) of the plain Hugging Face module, a tied weight once.
 
-        The tensors alias the parameters wherever this rank has all of them: read, don't write.
-        Shards are gathered a bucket at a time, in `dtype` if that is narrower, each to its `place`;
-        see `gathered`. Adapters are merged into new tensors, one after the other.
+        Names are those of its `named_parameters`. The tensors alias the parameters wherever this
+        rank has all of them: read, don't write. Shards are gathered a bucket at a time, in `dtype`
+        if that is narrower, each to its `place`; see `gathered`. Adapters are merged into new
+        tensors, one after the other.
         """
         named = self._named_parameters
         if self._is_adapted:
@@ -342,7 +352,7 @@ class TrainEngine:
             for name, tensor in gathered(
                 named, bucket_bytes=bucket_bytes, dtype=dtype, log=log, place=place
             ):
-                # What this rank has all of is the parameter's own memory, which goes away
+                # A tensor that this rank has whole is the parameter's own memory, which goes away
                 # afterwards.
                 yield name, tensor if self._parameters is None else tensor.clone()
                 del tensor  # or it would live while the next one is made
@@ -362,11 +372,14 @@ class TrainEngine:
         extra: bool = True,
         in_background: bool = False,
     ) -> None:
-        """Write a checkpoint, see `save_state`: weights, or adapters, with the tokenizer if given;
-        moments if there are any and `optimizer`; the position in the schedule if `extra`; weights
-        that transformers loads if `merged`.
+        """Write a checkpoint of weights, or of adapters, see `save_state`.
 
-        With `in_background` training may go on while shards are written; see `is_saved`.
+        Args:
+            tokenizer: saved along, if given.
+            merged: also write weights that transformers loads.
+            optimizer: also write the moments, if any exist.
+            extra: also write the position in the schedule.
+            in_background: training may go on while shards are written; see `is_saved`.
         """
         progress = {
             "schedule_position": 0 if self.optimizer is None else self._learning_rate.position,
@@ -386,19 +399,21 @@ class TrainEngine:
             )
 
     def is_saved(self, *, wait: bool) -> bool:
-        """Whether what `save` began in the background is written; on rank 0: by all ranks. Raises
-        what went wrong."""
+        """Return whether the background part of `save` is written; on rank 0: by all ranks.
+
+        Raises the error that stopped it.
+        """
         return self._checkpoints.is_done(wait=wait)
 
     def load(self, folder: Path, *, optimizer: bool = True, extra: bool = True) -> None:
-        """Go back to what `save` wrote, bit for bit: weights, and as asked for moments and schedule
-        position.
+        """Load what `save` wrote, bit for bit: weights, and as asked moments and schedule position.
 
         Learning rate, decay and the shape of the schedule are those of this engine's configuration.
         """
         with self.on_device(optimizer=True):
             progress = load_state(folder, self.hf_model, self.optimizer if optimizer else None)
             reshard(self.module)
+
         if not extra:
             progress = {}
         if self.optimizer is not None and optimizer and "schedule_position" not in progress:
@@ -407,6 +422,7 @@ class TrainEngine:
                 "without its position. Have 'extra' in checkpoint.save_contents and load_contents.",
                 folder,
             )
+
         self._pending = None
         if self.optimizer is not None:
             self._learning_rate.go_to(progress.get("schedule_position", 0))
@@ -423,13 +439,15 @@ class TrainEngine:
         predict: Callable[[], Callable[[int, int], dict[str, int]]],
         on_restart: Callable[[], None] = lambda: None,
     ) -> Result:
+        """Run `passes` within the budget, again with a smaller one where memory runs out."""
+
         def start_again() -> None:
             with self.on_device():
                 recover(self.module)
             self.module.zero_grad(set_to_none=True)
             on_restart()
 
-        # of one rank
+        # Each rank along the sequence axis has its part of a row.
         lengths = [-(-length // self.mesh.sequence.size) for length in mini_batch.lengths]
         with phase_peaks.phase(budget.phase, self.device):
             asked = self.budgets.begin(
@@ -460,8 +478,10 @@ class TrainEngine:
         loss_fn: LossFunction | None,
         forward_arguments: dict[str, Any],
     ) -> LossOutput | None:
-        """Without `loss_fn` for a micro-batch of no rows: this rank takes part in the pass's
-        collectives, no more."""
+        """Run forward and backward; without `loss_fn` only take part in the collectives.
+
+        That is for a micro-batch of no rows.
+        """
         outputs = self.module(micro_batch.packed, **forward_arguments)
         if loss_fn is None:
             torch.stack([values.sum() for values in outputs.values()]).sum().backward()
@@ -471,13 +491,14 @@ class TrainEngine:
         return result
 
     def _gradient_norm(self) -> torch.Tensor:
-        """Total L2 norm of all gradients, a scalar on the device; the same on every rank."""
+        """Return the L2 norm of all gradients, a scalar on the device, equal on every rank."""
         gradients = [
             parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
         ]
         return full_tensor(nn.utils.get_total_norm(gradients))
 
     def _find_offenders(self, pending: _Pending) -> list[str]:
+        """Return the names of all ranks' rows that have no finite loss or gradient."""
         assert self.optimizer is not None
         optimizer = self.optimizer
 
@@ -497,19 +518,26 @@ class TrainEngine:
             )
         place = f" of data-parallel rank {self.mesh.data.rank}" if self.mesh.data.size > 1 else ""
         names = [pending.mini_batch.describe(row) + place for row in rows]
-        return [name for found in gather_objects(names, self.mesh.data) for name in found]
+
+        everyone: list[str] = []
+        for found in gather_objects(names, self.mesh.data):
+            everyone += found
+        return everyone
 
     def _bytes_to_come(self) -> int:
-        """Moments that the first optimizer step of an engine in this process will make."""
-        return sum(
-            engine.footprint.moments
-            for engine in _engines
-            if engine.optimizer is not None and not engine.optimizer.state
-            if engine is self or engine._moments is None
-        )
+        """Return the bytes of moments that first optimizer steps in this process will make."""
+        total = 0
+        for engine in _engines:
+            has_to_come = engine.optimizer is not None and not engine.optimizer.state
+            stays = engine is self or engine._moments is None
+            if has_to_come and stays:
+                total += engine.footprint.moments
+        return total
 
     def _moment_tensors(self) -> list[torch.Tensor]:
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        return [
-            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
-        ]
+        if self.optimizer is None:
+            return []
+        tensors = []
+        for state in self.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return tensors

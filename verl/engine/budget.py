@@ -1,8 +1,6 @@
-"""How many tokens a pass takes where the user does not say: begun by prediction, settled by
-measurement.
+"""Choose the tokens of a pass where the user does not: first predicted, then measured.
 
-Gradients do not depend on it (`plan_micro_batches`), so that it may be whatever the device has room
-for.
+Gradients do not depend on the choice (`plan_micro_batches`), so it may fill the device.
 """
 
 from collections import Counter
@@ -38,15 +36,15 @@ class Meter(Protocol):
     """Memory of the device that passes run on."""
 
     def room(self) -> int:
-        """Bytes that a pass may take now."""
+        """Return the bytes that a pass may take now."""
         ...
 
     def start(self) -> None:
-        """From here on counts what `taken` tells."""
+        """Begin to count what `taken` returns."""
         ...
 
     def taken(self) -> int:
-        """Most bytes since `start`, beyond those that were taken then."""
+        """Return the most bytes since `start`, beyond those that were taken then."""
         ...
 
 
@@ -64,9 +62,8 @@ class CudaMeter:
 
     def room(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
-            self._device
-        )
+        reserved = torch.cuda.memory_reserved(self._device)
+        unused = reserved - torch.cuda.memory_allocated(self._device)
         return free + unused - self._to_come()
 
     def start(self) -> None:
@@ -81,9 +78,9 @@ class AutomaticBudgets:
     """Tokens of a pass by the key that would set them. Every rank makes every call; all get the
     same answers.
 
-    A call of t tokens that took g bytes beside a room of r bytes says that t * r / g tokens fit:
-    what does not grow with the tokens (gathered weights, gradients, a chunk of logits) is spread
-    over them, so that a larger pass takes less than that says. A few calls come near from below.
+    A call of t tokens that took g bytes of a room of r bytes suggests that t * r / g tokens fit.
+    Bytes that do not grow with the tokens (gathered weights, gradients, a chunk of logits) are
+    spread over them, so a larger pass takes less than that. A few calls come near from below.
 
     Args:
         meter: None where nothing can be measured: DEFAULT_TOKENS then.
@@ -100,31 +97,41 @@ class AutomaticBudgets:
     def begin(
         self, budget: TokenBudget, lengths: Sequence[int], predict: Callable[[int], int]
     ) -> TokenBudget:
-        """The budget of a call over rows of these lengths: as it was given, or what fits, at least
-        the longest row of all ranks. `predict` tells the bytes that a pass of so many tokens
-        takes."""
+        """Return the budget of a call over rows of these lengths.
+
+        It is the given one, or what fits, at least the longest row of all ranks.
+
+        Args:
+            predict: bytes of a pass by its tokens.
+        """
         if not budget.is_automatic:
             return budget
-        key, size = budget.key, DEFAULT_TOKENS
+
+        key = budget.key
+        size = DEFAULT_TOKENS
         if self._meter is not None:
             if key not in self.tokens:
                 fits = largest_that_fits(predict, START_SHARE * self._meter.room())
                 self.tokens[key] = self._least_of_all(fits)
             size = self.tokens[key]
-            self._room, self._largest = self._meter.room(), 0
+            self._room = self._meter.room()
+            self._largest = 0
             self._meter.start()
-        return replace(budget, max_tokens=max(size, max_of(max(lengths, default=1), self._world)))
+
+        longest = max_of(max(lengths, default=1), self._world)
+        return replace(budget, max_tokens=max(size, longest))
 
     def saw(self, micro_batch: MicroBatch) -> MicroBatch:
-        """A pass over it is about to be made."""
+        """Note that a pass over it is about to be made; return it."""
         self._largest = max(self._largest, len(micro_batch.packed.input_ids))
         return micro_batch
 
     def end(self, budget: TokenBudget) -> None:
-        """The call went well: settle the size of the next one."""
+        """Settle the size of the next call, after one that went well."""
         key = budget.key
         if self._meter is None or not budget.is_automatic or self._calls[key] == MEASURED_CALLS:
             return
+
         self._calls[key] += 1
         fits = self._largest * FILLED_SHARE * self._room / max(1, self._meter.taken())
         self.tokens[key] = self._least_of_all(_rounded(min(fits, MOST_TOKENS)))
@@ -134,17 +141,18 @@ class AutomaticBudgets:
             )
 
     def state_dict(self) -> dict[str, int]:
-        """Sizes that are settled, and for how many ranks."""
-        return {
-            "ranks": self._world.size,
-            **{
-                key: size for key, size in self.tokens.items() if self._calls[key] == MEASURED_CALLS
-            },
-        }
+        """Return the sizes that are settled, and for how many ranks."""
+        state = {"ranks": self._world.size}
+        for key, size in self.tokens.items():
+            if self._calls[key] == MEASURED_CALLS:
+                state[key] = size
+        return state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on with the sizes of a run that was saved, without measuring, so that its bits come
-        again. Of another number of ranks they mean nothing."""
+        """Take over the sizes of a saved run, without measuring, so that its bits come again.
+
+        Sizes for another number of ranks mean nothing and are ignored.
+        """
         sizes = dict(state)
         if sizes.pop("ranks", self._world.size) == self._world.size:
             self.tokens.update(sizes)
@@ -159,10 +167,16 @@ def _rounded(tokens: float) -> int:
 
 
 def largest_that_fits(predict: Callable[[int], int], room: float) -> int:
-    """Tokens whose predicted bytes are within `room`: a multiple of TOKEN_STEP, at most
-    MOST_TOKENS."""
-    low, high = 1, MOST_TOKENS // TOKEN_STEP
+    """Return the tokens whose predicted bytes are within `room`.
+
+    A multiple of TOKEN_STEP, at most MOST_TOKENS.
+    """
+    low = 1
+    high = MOST_TOKENS // TOKEN_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if predict(middle * TOKEN_STEP) <= room else (low, middle - 1)
+        if predict(middle * TOKEN_STEP) <= room:
+            low = middle
+        else:
+            high = middle - 1
     return low * TOKEN_STEP

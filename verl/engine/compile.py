@@ -23,7 +23,7 @@ from verl.models.attention import IMPLEMENTATION, packed_attention
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-# What `use_torch_compile=null` means on CUDA, for families whose layers are known to compile: an
+# The meaning of `use_torch_compile=null` on CUDA, for families with layers that compile: an
 # update takes a sixth less time on an H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
 COMPILE_BY_DEFAULT = True
 FAMILIES = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
@@ -34,8 +34,11 @@ _GRAPHS_PER_FUNCTION = 64
 
 
 def compile_backend(asked: bool | None, device: torch.device, family: str) -> str | None:
-    """What `use_torch_compile` means for a model of this `model_type` on this device: a backend, or
-    None."""
+    """Return the backend that `use_torch_compile` means on this device, or None.
+
+    Args:
+        family: `model_type` of the model.
+    """
     if asked is None:
         asked = COMPILE_BY_DEFAULT and device.type == "cuda" and family in FAMILIES
     return "inductor" if asked else None
@@ -54,6 +57,7 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
     # asked for.
     torch._dynamo.config.specialize_float = True
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(packed_attention))
+
     layers = decoder_layers(module)
     for number, layer in enumerate(layers):
         assert "forward" not in vars(layer), "these layers are compiled already"
@@ -69,8 +73,7 @@ def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "in
 
 
 def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[..., Any]:
-    """The layer's forward, compiled at its first call, after which `message` is logged with the
-    time it took."""
+    """Return the layer's forward, compiled at its first call; `message` is logged with its time."""
     # dynamic: the first batch would make its number of tokens a constant, the second compile
     # everything again.
     compiled: Callable[..., Any] = torch.compile(layer.forward, dynamic=True, backend=backend)
@@ -80,6 +83,7 @@ def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[.
         nonlocal is_first
         if not is_first:
             return compiled(*args, **kwargs)
+
         is_first = False
         for part in layer.modules():
             # Set by FSDP2 for its hooks, which stay outside here. With it the tracer takes numbers
@@ -96,16 +100,14 @@ def _compiled(layer: nn.Module, backend: str, message: str | None) -> Callable[.
 
 
 def _check_backend(device: torch.device, backend: str) -> None:
-    """Compile something small, forward and backward: a missing compiler is told here rather than in
-    the first step."""
+    """Compile something small, so that a missing compiler fails here rather than in a step."""
 
     def small(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * x
 
     try:
-        torch.compile(small, backend=backend)(
-            torch.ones(8, device=device, requires_grad=True)
-        ).sum().backward()
+        ones = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(small, backend=backend)(ones).sum().backward()
     except RuntimeError as error:  # torch's own errors of compiling are RuntimeErrors
         raise ConfigError(
             f"{KEY}=true needs a torch.compile that works on {device.type}, but backend "

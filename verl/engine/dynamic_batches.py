@@ -1,5 +1,4 @@
-"""Micro-batches of nearly equal tokens by verl 0.5's functions (`seqlen_balancing`), over the plan
-of `microbatch`."""
+"""Make micro-batches of nearly equal tokens by verl 0.5's functions (`seqlen_balancing`)."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,16 +14,16 @@ from verl.protocol import DataProto
 from verl.single_controller.dealing import largest_differencing
 from verl.utils.errors import DataError
 
-Plan = list[list[int]]  # the row numbers of each micro-batch; every row stands in one of them
+Plan = list[list[int]]  # the row numbers of each micro-batch; every row is in one of them
 
 
 def ceildiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The inverse of a permutation: `inverse[idx_map[i]] == i`."""
+    """Invert a permutation: `inverse[idx_map[i]] == i`."""
     return sorted(range(len(idx_map)), key=idx_map.__getitem__)
 
 
@@ -37,10 +36,10 @@ def rearrange_micro_batches(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[TensorDict], Plan]:
-    """Micro-batches of at most `max_token_len` tokens each, counted by `attention_mask` (B, T), and
-    their rows.
+    """Cut a batch into micro-batches of at most `max_token_len` tokens; return them and their rows.
 
     Args:
+        batch: its `attention_mask` (B, T) counts the tokens.
         dp_group: ranks that all make as many micro-batches, unless `same_micro_num_in_dp` is False;
             each must call.
         num_batches_divided_by: their number is a multiple of it.
@@ -58,18 +57,18 @@ def rearrange_micro_batches(
         plan = _differenced(lengths, max_token_len, below=len(plan)) or plan
     else:
         plan = _in_order(lengths, max_token_len)
+
     count = max(len(plan), min_num_micro_batch or 0)
     if dp_group is not None and same_micro_num_in_dp:
-        count = max_of(
-            count, Axis(dist.get_world_size(dp_group), dist.get_rank(dp_group), dp_group)
-        )
+        ranks = Axis(dist.get_world_size(dp_group), dist.get_rank(dp_group), dp_group)
+        count = max_of(count, ranks)
     divisor = num_batches_divided_by or 1
     plan = _cut_into(ceildiv(count, divisor) * divisor, plan, lengths)
     return [batch[rows] for rows in plan], plan
 
 
 def prepare_dynamic_batch(data: DataProto, max_token_len: int) -> tuple[list[DataProto], Plan]:
-    """`rearrange_micro_batches` with the object columns and meta_info of each part."""
+    """Call `rearrange_micro_batches`; parts keep their object columns and meta_info."""
     _, plan = rearrange_micro_batches(data.batch, max_token_len)
     return [data.select_idxs(rows) for rows in plan], plan
 
@@ -77,7 +76,7 @@ def prepare_dynamic_batch(data: DataProto, max_token_len: int) -> tuple[list[Dat
 def restore_dynamic_batch(
     data: Shaped[Tensor, "B ..."], batch_idx_list: Plan
 ) -> Shaped[Tensor, "B ..."]:
-    """What the micro-batches gave, one after the other, in the order of the rows before."""
+    """Put the joined answers of micro-batches into the order of the rows before."""
     return data[get_reverse_idx(list(itertools.chain(*batch_idx_list)))]
 
 
@@ -109,21 +108,20 @@ def _in_order(lengths: Sequence[int], max_tokens: int) -> Plan:
 
 
 def _cut_into(count: int, plan: Plan, lengths: Sequence[int]) -> Plan:
-    """`count` parts: the fullest of several rows is halved until they are so many, so that none
-    grows."""
+    """Cut the plan into `count` parts: the fullest one is halved until they suffice; none grows."""
     if count > len(lengths):
         raise DataError(
             f"{count} micro-batches were asked for, but the batch has {len(lengths)} rows. Lower "
             "min_num_micro_batch or num_batches_divided_by, or give every rank of dp_group as many "
             "rows."
         )
+
     plan = list(plan)
     while len(plan) < count:
-        fullest = max(
-            (rows for rows in plan if len(rows) > 1),
-            key=lambda rows: sum(lengths[row] for row in rows),
-        )
+        of_several = [rows for rows in plan if len(rows) > 1]
+        fullest = max(of_several, key=lambda rows: sum(lengths[row] for row in rows))
         halves = largest_differencing([max(lengths[row], 1) for row in fullest], 2)
         plan.remove(fullest)
-        plan += [[fullest[item] for item in half] for half in halves]
+        for half in halves:
+            plan.append([fullest[item] for item in half])
     return plan

@@ -1,5 +1,4 @@
-"""Floating-point operations of a batch by the model's shape, and the share of the device's peak
-they amount to."""
+"""Count floating-point operations of a batch, and their share of the device's peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ PEAK_BF16_FLOPS = {
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """The two numbers per layer and the one per model that FLOPs follow from (Kaplan et al. 2020,
-    section 2.1).
+    """The numbers of a model that FLOPs follow from (Kaplan et al. 2020, section 2.1).
 
     A forward pass costs 2 FLOPs per token and active matrix parameter, and 4 * attention width per
     pair of a query and a key that it sees; a backward pass costs twice that, but for matrices that
@@ -41,12 +39,14 @@ class FlopsModel:
     matrix_parameters: int
     attention_width: int  # heads * head size, the mean of keys and values
     windows: tuple[int | None, ...]  # per layer: how many keys a query sees at most, None for all
-    frozen_parameters: int = 0  # of the matrix parameters: nobody asks for their gradient
+    frozen_parameters: int = 0  # matrix parameters that need no gradient
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "FlopsModel":
-        """Read off a transformers module, sharded or not; of a critic, give its body (the value
-        head is one column)."""
+        """Read a transformers module, sharded or not.
+
+        For a critic give its body (the value head is one column).
+        """
         config = model.config.get_text_config()
         key_dim, value_dim = head_sizes(config)
         return cls(
@@ -57,17 +57,19 @@ class FlopsModel:
         )
 
     def forward(self, lengths: Sequence[int]) -> float:
-        """FLOPs of one forward pass over packed sequences of these lengths."""
-        pairs = sum(causal_pairs(length, window) for window in self.windows for length in lengths)
+        """Return the FLOPs of one forward pass over packed sequences of these lengths."""
+        pairs = 0
+        for window in self.windows:
+            pairs += sum(causal_pairs(length, window) for length in lengths)
         return 2.0 * self.matrix_parameters * sum(lengths) + 4.0 * self.attention_width * pairs
 
     def train(self, lengths: Sequence[int]) -> float:
-        """FLOPs of forward and backward."""
+        """Return the FLOPs of forward and backward."""
         return 3.0 * self.forward(lengths) - 2.0 * self.frozen_parameters * sum(lengths)
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Numbers of one key and of one value of a head."""
+    """Return the sizes of one key and of one value of a head."""
     if getattr(config, "kv_lora_rank", None):
         # `head_dim` is the rotary part alone there.
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
@@ -77,17 +79,17 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Pairs (query, key) with key <= query and, with a window, at most `window` keys per query."""
+    """Count pairs (query, key) with key <= query and at most `window` keys per query."""
     if window is None or window >= length:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
 
 
 def model_flops_utilization(flops: float, seconds: float, device: torch.device) -> float | None:
-    """Share of the device's dense bf16 peak; None for a device whose peak is not known (CPU among
-    them)."""
+    """Return the share of the device's dense bf16 peak; None where that is unknown (CPU)."""
     if device.type != "cuda":
         return None
+
     name = torch.cuda.get_device_name(device)
     peak = next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
     return None if peak is None else flops / seconds / peak
@@ -95,27 +97,26 @@ def model_flops_utilization(flops: float, seconds: float, device: torch.device) 
 
 def _active_matrix_parameters(model: PreTrainedModel, config: Any, *, frozen: bool = False) -> int:
     head = model.get_output_embeddings()
-    looked_up = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(module.weight) for module in embeddings}
     if head is not None:
         looked_up.discard(id(head.weight))  # tied: multiplied once per token at the end
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active_share = config.num_experts_per_tok / experts if experts else 1.0
+
     total = 0.0
     for name, parameter in model.named_parameters():
-        if (
-            parameter.ndim >= 2
-            and id(parameter) not in looked_up
-            and not (frozen and parameter.requires_grad)
-        ):
-            total += parameter.numel() * (active_share if ".experts." in name else 1.0)
+        is_multiplied = parameter.ndim >= 2 and id(parameter) not in looked_up
+        if not is_multiplied or (frozen and parameter.requires_grad):
+            continue
+        total += parameter.numel() * (active_share if ".experts." in name else 1.0)
     return round(total)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [
-        "sliding_attention" if window else "full_attention"
-    ] * (config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        kind = "sliding_attention" if window else "full_attention"
+        kinds = [kind] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

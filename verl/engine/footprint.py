@@ -1,13 +1,13 @@
-"""What an engine holds, in bytes, told from shapes alone: its model may lie on the meta device.
+"""Predict the bytes that an engine holds, from shapes alone: the model may be on the meta device.
 
 The terms are those of a layer like Llama's (norm, attention with rotary positions, norm, gated
-MLP). Of another family (`ModelShape.is_llama_like` is False) they are a bound by analogy: a plain
-MLP is counted as a gated one of its width, experts as those that a token visits. A phase is what it
-holds beside the resident bytes at the worst moment.
+MLP). For another family (`ModelShape.is_llama_like` is False) they are a bound by analogy: a plain
+MLP counts as a gated one of its width, experts count as those that a token visits. The size of a
+phase is its bytes at the worst moment, without the resident ones.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -36,8 +36,7 @@ _LAYER_COPIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """How an engine runs its model: what `TrainEngine` is told, in the terms that memory depends
-    on."""
+    """Hold the settings of a `TrainEngine`, in the terms that memory depends on."""
 
     on_cuda: bool = True
     shards: bool = True  # FSDP2; False: a plain module, one process on a CPU
@@ -67,20 +66,25 @@ def engine_setup(
     checkpointing_share: float,
     activation_offload: bool,
 ) -> EngineSetup:
-    """From what `TrainEngine` is told. `shard_ranks` None: nothing is sharded;
-    `checkpointing_share` 0: no layer recomputes. Whether weights stay gathered is for
-    `gathers_once`, or for an engine that knows."""
-    moves = shard_ranks is not None and not fsdp.offload_policy
+    """Translate the arguments of `TrainEngine`.
+
+    Whether weights stay gathered is decided by `gathers_once`, or by an engine that knows.
+
+    Args:
+        shard_ranks: ranks that hold one copy of the weights; None: nothing is sharded.
+        checkpointing_share: 0: no layer recomputes.
+    """
+    shards = shard_ranks is not None
+    moves = shards and not fsdp.offload_policy
+    # Without a visible card, a plan is for any card.
+    may_fuse = on_cuda and compute_itemsize == 2 and torch.cuda.is_available()
+
     return EngineSetup(
         on_cuda=on_cuda,
-        shards=shard_ranks is not None,
+        shards=shards,
         shard_ranks=shard_ranks or 1,
         compute_itemsize=compute_itemsize,
-        # Where no card is visible, a plan is for any.
-        fused_head=on_cuda
-        and compute_itemsize == 2
-        and torch.cuda.is_available()
-        and fused_head(torch.device("cuda")),
+        fused_head=may_fuse and fused_head(torch.device("cuda")),
         compiled=compiled,
         fused_mlp=fused_mlp,
         checkpointing_share=checkpointing_share,
@@ -88,15 +92,18 @@ def engine_setup(
         optimizer=None if optim is None else optim.optimizer,
         param_offload=moves and fsdp.param_offload,
         optimizer_offload=moves and fsdp.optimizer_offload and optim is not None,
-        offload_policy=shard_ranks is not None and fsdp.offload_policy,
+        offload_policy=shards and fsdp.offload_policy,
     )
 
 
 def gathers_once(
     shape: ModelShape, setup: EngineSetup, fsdp: FSDPConfig, device_bytes: int | None
 ) -> EngineSetup:
-    """`setup` with the choice of `verl.distributed.fsdp.keeps_gathered`, for a device of so many
-    bytes."""
+    """Add the choice of `verl.distributed.fsdp.keeps_gathered` to `setup`.
+
+    Args:
+        device_bytes: memory of the device; None: unknown.
+    """
     if not setup.shards or setup.offload_policy:
         return setup
     if fsdp.reshard_after_forward is not None:
@@ -104,16 +111,21 @@ def gathers_once(
         return replace(setup, keeps_gathered=fsdp.reshard_after_forward is False)
     if setup.shard_ranks > 1 or not setup.on_cuda or device_bytes is None:
         return setup
-    needed = sum(
-        weight.numel() * (setup.compute_itemsize + weight.itemsize * (4 if weight.trained else 1))
-        for weight in shape.weights
-    )
+
+    needed = 0
+    for weight in shape.weights:
+        # parameter, gradient and two moments
+        copies = 4 if weight.trained else 1
+        needed += weight.numel() * (setup.compute_itemsize + weight.itemsize * copies)
     return replace(setup, keeps_gathered=needed <= GATHERED_SHARE * device_bytes)
 
 
 class EngineFootprint:
-    """Bytes of one rank. Properties are what stays; `forward` and `update` what a pass takes beside
-    it, as parts with names, at the moment when it takes most."""
+    """Bytes of one rank.
+
+    Properties are resident bytes. `forward` and `update` give the further bytes of a pass, as named
+    parts, at the moment when it takes most.
+    """
 
     def __init__(self, shape: ModelShape, setup: EngineSetup) -> None:
         self.shape = shape
@@ -127,15 +139,17 @@ class EngineFootprint:
 
     @cached_property
     def gradients(self) -> int:
-        """In the dtype of the parameters, from the first pass of a mini-batch to its optimizer
-        step."""
+        """Gradients in the parameters' dtype: from a mini-batch's first pass to its step."""
         return sum(weight.numel(self._ranks) * weight.itemsize for weight in self._trained)
 
     @cached_property
     def moments(self) -> int:
-        """From the first optimizer step on. Of AdamW two of each element and the count of steps,
-        fp32; in 8 bits a code and 1/256 of an fp32 scale, from 4,096 elements on; of Muon one, for
-        matrices of the layers."""
+        """Moments of the optimizer, from its first step on.
+
+        AdamW has two of each element and the count of steps, fp32. In 8 bits an element takes a
+        code and 1/256 of an fp32 scale, from 4,096 elements on. Muon has one, for matrices of the
+        layers.
+        """
         total = 0
         for weight in self._trained:
             numel = weight.numel(self._ranks)
@@ -149,14 +163,18 @@ class EngineFootprint:
 
     @property
     def resident(self) -> int:
-        """On the device between phases."""
+        """Bytes on the device between phases."""
         setup = self.setup
-        parameters = 0 if setup.param_offload or setup.offload_policy else self.parameters
-        return parameters + (0 if setup.optimizer_offload or setup.offload_policy else self.moments)
+        resident = 0
+        if not setup.param_offload and not setup.offload_policy:
+            resident += self.parameters
+        if not setup.optimizer_offload and not setup.offload_policy:
+            resident += self.moments
+        return resident
 
     @property
     def on_host(self) -> int:
-        """Of one rank: what is off-loaded, in pinned pieces."""
+        """Off-loaded bytes of one rank, in pinned pieces."""
         setup = self.setup
         if setup.offload_policy:
             return self.parameters + self.moments + self.gradients
@@ -166,21 +184,29 @@ class EngineFootprint:
     # ---------------------------------------------------------------- phases
 
     def forward(self, tokens: int, predictions: int) -> dict[str, int]:
-        """A pass without gradients over packed tokens, of which so many predict a response
-        token."""
-        shape, width = self.shape, self.setup.compute_itemsize
+        """Predict a pass without gradients over `tokens` packed tokens.
+
+        Args:
+            predictions: tokens among them that predict a response token.
+        """
+        shape = self.shape
+        width = self.setup.compute_itemsize
         # The MLP is the widest place: gate, up and their product at once (compiled, the product
-        # overwrites the gate), beside the residual and the normalised states. Fused there is the
-        # product alone, and both matrices as one.
+        # overwrites the gate), together with the residual and the normalised states. Fused, only
+        # the product exists, and both matrices are one.
         fused = self.setup.fused_mlp
-        wide = (
-            1 if fused else 2 if self.setup.compiled else 3
-        ) * shape.intermediate + 3 * shape.hidden
+        if fused:
+            mlp_tensors = 1
+        elif self.setup.compiled:
+            mlp_tensors = 2
+        else:
+            mlp_tensors = 3
+        wide = mlp_tensors * shape.intermediate + 3 * shape.hidden
         attention = 2 * shape.query + 2 * shape.key + 3 * shape.hidden
         stacked = 2 * shape.intermediate * shape.hidden if fused else 0
         layer = width * max(wide * tokens + stacked, attention * tokens)
-        # The last states, those that predict, and what the last norm computes in fp32 (it is not
-        # compiled).
+
+        # The last states, those that predict, and the last norm's fp32 values (it is not compiled).
         head = width * shape.hidden * (2 * tokens + predictions) + self._logits(predictions)
         columns = {"columns": _COLUMN_BYTES * tokens}
         return _largest(
@@ -189,7 +215,7 @@ class EngineFootprint:
         )
 
     def update(self, tokens: int, predictions: int) -> dict[str, int]:
-        """Forward and backward of a micro-batch when others have left their gradients."""
+        """Predict forward and backward of a micro-batch, with the gradients of earlier ones."""
         kept = self._kept(tokens)
         parts = {
             "gradients": 0 if self.setup.offload_policy else self.gradients,
@@ -214,8 +240,11 @@ class EngineFootprint:
     def update_with_divergences(
         self, frozen: Mapping[str, ModelShape], tokens: int, predictions: int
     ) -> dict[str, int]:
-        """Predict `update` where the loss compares whole distributions with those of frozen models:
-        in addition their states, and one chunk of logits (`verl.models.divergence`)."""
+        """Predict `update` where the loss compares whole distributions with frozen models'.
+
+        The update then also holds their states, and one chunk of logits
+        (`verl.models.divergence`).
+        """
         parts = self.update(tokens, predictions)
         rows = max(1, self._chunk_rows(predictions) // CHUNK_TENSORS)
         for name, shape in frozen.items():
@@ -225,15 +254,16 @@ class EngineFootprint:
         return parts
 
     def layer_activations(self) -> int:
-        """Bytes of one token that autograd keeps of one layer that does not recompute.
+        """Return the bytes of a token that autograd keeps in a layer that does not recompute.
 
-        Both ways: the residual before attention and after it, 2H; the inputs of the projections, of
-        o_proj (which is attention's output) and of the MLP's three matrices, whose weights need
-        them for their gradients; rotated queries, keys and values, and one log-sum-exp a head, for
-        attention's kernel. Compiled layers keep no other result of element-wise work: it is made
-        again. The product of gate and up is input of a matrix product, which is why that one is
-        kept. Eager layers keep of each norm, instead of the residual, its fp32 copy and the result
-        before the norm's weight; of the MLP silu(gate) besides gate, up and the product.
+        Compiled and eager: the residual before attention and after it, 2H; the inputs of the
+        projections, of o_proj (which is attention's output) and of the MLP's three matrices,
+        whose weights need them for their gradients; rotated queries, keys and values, and one
+        log-sum-exp a head, for attention's kernel. Compiled layers keep no other result of
+        element-wise work: it is made again. The product of gate and up is input of a matrix
+        product, which is why that one is kept. Eager layers keep of each norm, instead of the
+        residual, its fp32 copy and the result before the norm's weight; of the MLP silu(gate)
+        besides gate, up and the product.
         """
         shape, width = self.shape, self.setup.compute_itemsize
         attention = 2 * shape.query + 2 * shape.key
@@ -246,22 +276,21 @@ class EngineFootprint:
         return width * elements + 4 * copies + 4 * (shape.heads + 2)
 
     def load(self) -> int:
-        """While weights come to the device: all shards, and whole what is being cut, a layer or
-        what lies outside the layers."""
+        """Predict the loading of weights: all shards, and the part being cut as a whole.
+
+        That part is a layer, or everything outside the layers.
+        """
         if not self.setup.shards:
             return self.parameters
         rest = [weight for weight in self.shape.weights if not weight.in_layer]
         layer = [weight for weight in self.shape.weights if weight.in_first_layer]
-        whole = max(
-            sum(weight.numel() * weight.itemsize for weight in part) for part in (rest, layer)
-        )
+        whole = max(_whole_bytes(rest), _whole_bytes(layer))
         shards = 0 if self.setup.offload_policy else self.parameters
         return shards + whole
 
     @property
     def largest_whole(self) -> int:
-        """The largest parameter of all, in its own dtype: what a gathering of one after the other
-        takes."""
+        """The largest parameter, in its own dtype: the bytes to gather one after the other."""
         return max(weight.numel() * weight.itemsize for weight in self.shape.weights)
 
     # ---------------------------------------------------------------- terms
@@ -292,8 +321,10 @@ class EngineFootprint:
 
     @cached_property
     def gathered(self) -> int:
-        """Copies in the dtype of computation: of all weights, or of a layer and of what lies
-        outside the layers."""
+        """Gathered copies in the compute dtype.
+
+        All weights, or a layer and everything outside the layers.
+        """
         if not self.setup.shards or self.setup.keeps_gathered:
             return self._gathered_at_head
         copies = 1 if self._ranks == 1 else _LAYER_COPIES
@@ -301,7 +332,7 @@ class EngineFootprint:
 
     @cached_property
     def _gathered_at_head(self) -> int:
-        """Where no layer computes, those that do not stay gathered are gone."""
+        """Gathered copies while no layer computes: layers that do not stay gathered are gone."""
         if not self.setup.shards:
             return 0
         weights = self.shape.weights
@@ -311,9 +342,12 @@ class EngineFootprint:
         return self.setup.compute_itemsize * numel
 
     def _kept(self, tokens: int) -> dict[str, int]:
-        """From the forward pass to the backward pass: whole layers, and inputs of those that
-        recompute."""
-        shape, setup = self.shape, self.setup
+        """Return the bytes kept from forward to backward pass.
+
+        Whole layers keep their activations, layers that recompute their inputs.
+        """
+        shape = self.shape
+        setup = self.setup
         recomputing = math.ceil(setup.checkpointing_share * shape.layers)
         inputs = setup.compute_itemsize * shape.hidden * recomputing
         if setup.activation_offload:
@@ -325,52 +359,63 @@ class EngineFootprint:
         }
 
     def _logits(self, predictions: int) -> int:
-        """One chunk in fp32: a token's row of the vocabulary is never there for all tokens at once.
-        On a CPU the product comes in its own dtype first. Of a fused head three numbers a tile."""
+        """Return the bytes of one chunk of logits in fp32; no more exist at once.
+
+        On a CPU the product comes in its own dtype first. A fused head keeps three numbers a tile.
+        """
         if not self.shape.vocabulary:
             return 0
         if self.setup.fused_head:
             return 4 * 3 * -(-self.shape.vocabulary // FUSED_WORDS) * predictions
-        product = (
-            self.setup.compute_itemsize
-            if not self.setup.on_cuda and self.setup.compute_itemsize < 4
-            else 0
-        )
-        return (4 + product) * self._chunk_rows(predictions) * self.shape.vocabulary
+
+        itemsize = 4
+        if not self.setup.on_cuda and self.setup.compute_itemsize < 4:
+            itemsize += self.setup.compute_itemsize
+        return itemsize * self._chunk_rows(predictions) * self.shape.vocabulary
 
     def _chunk_rows(self, predictions: int) -> int:
-        """As `verl.models.logprobs.token_log_probs` cuts them."""
+        """Return the rows of a chunk, as `verl.models.logprobs.token_log_probs` cuts them."""
         vocabulary = self.shape.vocabulary
-        cpu = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * vocabulary)
-        rows = max(1, (CHUNK_ELEMENTS_CUDA if self.setup.on_cuda else cpu) // vocabulary)
-        return min(predictions, rows - rows % CHUNK_TILE if rows > CHUNK_TILE else rows)
+        if self.setup.on_cuda:
+            elements = CHUNK_ELEMENTS_CUDA
+        else:
+            elements = max(CHUNK_ELEMENTS_CPU, CHUNK_ROWS_CPU * vocabulary)
+
+        rows = max(1, elements // vocabulary)
+        if rows > CHUNK_TILE:
+            rows -= rows % CHUNK_TILE
+        return min(predictions, rows)
 
     def _at_head(self, tokens: int, predictions: int) -> dict[str, int]:
-        """In the backward pass of the log-probs, when every layer's activations are there."""
-        shape, width = self.shape, self.setup.compute_itemsize
+        """Predict the backward pass of the log-probs, when all layers' activations exist."""
+        shape = self.shape
+        width = self.setup.compute_itemsize
         # The last norm is not compiled: fp32 copy, result before its weight, result. Then the
         # states that predict, and their gradient.
         states = (4 + 2 * width) * shape.hidden * tokens + 2 * width * shape.hidden * predictions
         if not shape.vocabulary:
             return {"last states": states}
+
         rows = self._chunk_rows(predictions)
-        # Beside a chunk its gradient, for a moment also that of the chunk before; the gradient of
-        # the head's weight is added up in fp32, and at the end cast while the last chunk still lies
-        # there.
+        # A chunk and its gradient, for a moment also that of the chunk before. The gradient of the
+        # head's weight is added up in fp32, and cast at the end while the last chunk still exists.
         chunk = rows * shape.vocabulary
         gradient = width * chunk
         before = gradient if predictions > rows else 0
         chunks = gradient + max(before + 4 * shape.head_numel, (4 + width) * shape.head_numel)
-        # Without the kernels of CUDA two more of log-probs and probabilities.
+        # Without the CUDA kernels also log-probs and probabilities.
         plain = 0 if self.setup.on_cuda else 8 * chunk
         return {"last states": states, "logits": 4 * chunk + chunks + plain}
 
     def _in_layer(self, tokens: int) -> dict[str, int]:
-        """In the backward pass of an MLP: the gradient of its product, and of the states before and
-        behind it; the layer itself where it recomputes; the gradients of its weights, beside those
-        of the layer before, which are being reduced, and of the head, which wait for the
-        embedding's."""
-        shape, width = self.shape, self.setup.compute_itemsize
+        """Predict the backward pass of an MLP.
+
+        It holds the gradients of its product and of the states before and after it; the layer
+        itself where it recomputes; the gradients of its weights; those of the layer before, which
+        are being reduced, and of the head, which wait for the embedding's.
+        """
+        shape = self.shape
+        width = self.setup.compute_itemsize
         recomputed = self.layer_activations() if self.setup.checkpointing_share == 1 else 0
         # the gradients of silu(gate) and of up come apart
         eager = 0 if self.setup.compiled else shape.intermediate
@@ -382,8 +427,10 @@ class EngineFootprint:
         }
 
     def _reduction(self, *, rest: bool) -> int:
-        """fp32 buffers of a unit whose gradients are reduced over the ranks: all of it and this
-        rank's part."""
+        """Return the fp32 buffers of a unit that is reduced over the ranks.
+
+        They hold the whole unit's gradients and this rank's part.
+        """
         if not self.setup.shards:
             return 0
         numel = self._trained_rest if rest else self._trained_layer
@@ -392,7 +439,11 @@ class EngineFootprint:
         return 4 * numel + max(self.setup.compute_itemsize * numel, 4 * -(-numel // self._ranks))
 
 
+def _whole_bytes(weights: Sequence[Weight]) -> int:
+    return sum(weight.numel() * weight.itemsize for weight in weights)
+
+
 def _largest(*moments: dict[str, int]) -> dict[str, int]:
-    """The moment that takes most, without the parts that are nothing."""
+    """Return the moment that takes most, without empty parts."""
     largest = max(moments, key=lambda parts: sum(parts.values()))
     return {name: count for name, count in largest.items() if count}

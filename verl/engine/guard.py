@@ -1,4 +1,4 @@
-"""Which rows spoilt an update: looked for only after one has failed."""
+"""Find the rows that made an update fail; runs only after a failure."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +9,7 @@ from verl.distributed.mesh import Mesh
 def find_offenders(
     groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool], *, limit: int = 8
 ) -> list[int]:
-    """The rows whose loss or gradient is not finite, at most about `limit` of them, by halving the
-    groups that fail.
+    """Find rows without finite loss or gradient, about `limit` at most, by halving groups.
 
     A group that fails although both its halves pass (their sum overflows) is returned whole. Costs
     about 2 log2(group size) passes per offender.
@@ -39,12 +38,11 @@ def find_offenders(
 def find_offenders_in_turns(
     groups: Sequence[Sequence[int]], is_finite: Callable[[Sequence[int]], bool], mesh: Mesh
 ) -> list[int]:
-    """This rank's offenders, where every pass needs all ranks and adds up their gradients.
+    """Find this rank's offenders where every pass needs all ranks and adds up their gradients.
 
     Ranks with rows of their own search one after the other, while the others take part in each pass
-    with no rows at
-    all: what is not finite then belongs to the rank that searches. `is_finite` must give all ranks
-        the same answer.
+    with no rows at all: a value that is not finite then belongs to the rank that searches.
+    `is_finite` must give all ranks the same answer.
     """
     found: list[int] = []
     for turn in range(mesh.data.size):

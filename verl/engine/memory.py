@@ -1,9 +1,8 @@
-"""Out of memory: what an error says of it, the message for the user, and a restart with smaller
-passes.
+"""Handle a lack of memory: read the error, write a message, restart with smaller passes.
 
 A pass that ran out is made again in halves, since gradients do not depend on how rows are packed.
-That takes a rank that is alone: several are in the middle of a collective, where the others wait
-for the one that failed, so that it can only stop the run with its name.
+Only a rank that is alone can do so. Several ranks are in the middle of a collective, where the
+others wait for the one that failed, so that it can only stop the run and name itself.
 """
 
 import errno
@@ -39,50 +38,41 @@ _HOST_SIGNS = ("can't allocate memory", "Cannot allocate memory")
 
 @dataclass(frozen=True)
 class Shortage:
-    """What an exception says: on the GPU or the host, how many bytes were asked, and how much was
-    free."""
+    """Facts of an out-of-memory error: GPU or host, bytes asked for, memory that was free."""
 
     on_device: bool
     asked: int | None
     free: str
 
     def __str__(self) -> str:
-        asked = "an amount that was not told" if self.asked is None else _gib(self.asked)
+        asked = "an unknown amount" if self.asked is None else _gib(self.asked)
         return f"{asked} asked, {self.free}"
 
 
 def shortage_of(error: BaseException, device: torch.device) -> Shortage | None:
-    """The shortage that made `error` be raised by torch, Python or the system; None for any other
-    error."""
+    """Return the shortage behind an error of torch, Python or the system; None for other errors."""
     text = str(error)
     if isinstance(error, VerlError):
         return None
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
-        return Shortage(
-            True, _bytes_in(text, r"[Tt]ried to allocate"), _free_on_device(text, device)
-        )
-    is_host = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
-    if is_host or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-        free = (
-            f"{_gib(memory.available)} of {_gib(memory.total)} RAM and {_gib(swap.free)} of swap "
-            "free"
-        )
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            free += f", in a process that may have {_gib(limit)} of addresses (ulimit -v)"
-        return Shortage(False, _bytes_in(text, r"tried to allocate"), free)
+        asked = _bytes_in(text, r"[Tt]ried to allocate")
+        return Shortage(True, asked, _free_on_device(text, device))
+
+    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    is_allocator = isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)
+    if isinstance(error, MemoryError) or is_system or is_allocator:
+        return Shortage(False, _bytes_in(text, r"tried to allocate"), _free_on_host())
     return None
 
 
 @contextmanager
-def told_as_out_of_memory(
+def reports_out_of_memory(
     phase: str, device: torch.device, way_out: str, *, rank: str = ""
 ) -> Iterator[None]:
-    """Turn a shortage within into an OutOfMemoryError that names the phase, and the keys in
-    `way_out`. The phase's peak is kept (`verl.utils.peaks`)."""
+    """Turn a shortage within into an OutOfMemoryError with the phase and `way_out`.
+
+    The phase's peak is kept (`verl.utils.peaks`).
+    """
     try:
         with phase_peaks.phase(phase, device):
             yield
@@ -94,8 +84,7 @@ def told_as_out_of_memory(
 
 
 class PassGuard:
-    """Runs the passes of one engine, with budgets that shortages have lowered for the rest of the
-    run.
+    """Run the passes of one engine, with budgets that shortages lower for the rest of the run.
 
     Args:
         world: all ranks; only one that is alone can restart.
@@ -114,10 +103,9 @@ class PassGuard:
         for key, size in sizes.items():
             self.lowered[key] = min(size, self.lowered.get(key, size))
 
-    def told(self, phase: str) -> AbstractContextManager[None]:
-        """For what cannot be made smaller: a shortage within is an OutOfMemoryError that names
-        `phase`."""
-        return told_as_out_of_memory(
+    def reports(self, phase: str) -> AbstractContextManager[None]:
+        """Turn a shortage within work that cannot be made smaller into an OutOfMemoryError."""
+        return reports_out_of_memory(
             phase, self.device, f"Set {'; '.join(self.hints)}.", rank=self.rank
         )
 
@@ -129,8 +117,10 @@ class PassGuard:
         attempt: Callable[[Plan], Result],
         recover: Callable[[], None],
     ) -> Result:
-        """`attempt` the planned passes. Where memory runs out: `recover`, then the same with at
-        most half the tokens (or rows) of the largest pass, down to single rows.
+        """Make the planned passes by `attempt`, in smaller ones where memory runs out.
+
+        After a shortage `recover` is called, then `attempt` with at most half the tokens (or rows)
+        of the largest pass, down to single rows.
 
         Raises:
             OutOfMemoryError: a single row does not fit, or there are several ranks.
@@ -146,17 +136,18 @@ class PassGuard:
                     raise
                 smaller = _halved(current, rows, lengths)
                 if smaller is None or not self.can_restart:
-                    told = OutOfMemoryError(
-                        self._message(shortage, current, rows, lengths, smaller)
-                    )
+                    message = self._message(shortage, current, rows, lengths, smaller)
+                    failure = OutOfMemoryError(message)
                     if smaller is not None:
-                        told.lowered = {budget.key: _size(smaller)}
-                    raise told from error
+                        failure.lowered = {budget.key: _size(smaller)}
+                    raise failure from error
+
             # Only here, where the exception is gone: its traceback holds every tensor of the pass.
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             recover()
+
             size = self.lowered[budget.key] = _size(smaller)
             logger.warning(
                 "%s The passes restart from the beginning with at most %d %s, which stays so for "
@@ -189,24 +180,24 @@ class PassGuard:
         tokens = max(sum(lengths[row] for row in group) for group in rows)
         ways = list(self.hints)
         if not shortage.on_device:
-            ways = [hint for hint in ways if "offload" not in hint] + [
-                "less off-loading, which takes host memory"
-            ]
+            ways = [hint for hint in ways if "offload" not in hint]
+            ways.append("less off-loading, which takes host memory")
+
         if smaller is not None:
-            what = f"Lower {_key(smaller)} to {_size(smaller)}"
+            advice = f"Lower {_key(smaller)} to {_size(smaller)}"
         else:
-            what = (
+            advice = (
                 f"A single row of {max(lengths)} tokens does not fit: shorten "
                 "data.max_response_length"
             )
         return (
             f"{_headline(shortage, budget.phase, self.rank)} The largest pass has {tokens} tokens. "
-            f"{what}, or set {'; '.join(ways)}."
+            f"{advice}, or set {'; '.join(ways)}."
         )
 
 
 def memory_hints(fsdp: FSDPConfig, *, gradient_checkpointing: bool, is_trained: bool) -> list[str]:
-    """Keys that save memory and are not set, beside the size of passes."""
+    """Return the keys that save memory and are not set, other than the size of passes."""
     hints = []
     if is_trained and not gradient_checkpointing:
         hints.append("model.enable_gradient_checkpointing=True")
@@ -221,20 +212,23 @@ def memory_hints(fsdp: FSDPConfig, *, gradient_checkpointing: bool, is_trained: 
 
 
 def _headline(shortage: Shortage, phase: str, rank: str) -> str:
-    return (
-        f"Out of {'GPU' if shortage.on_device else 'host'} memory in "
-        f"{phase}{rank and f' on {rank}'}: {shortage}."
-    )
+    kind = "GPU" if shortage.on_device else "host"
+    place = f" on {rank}" if rank else ""
+    return f"Out of {kind} memory in {phase}{place}: {shortage}."
 
 
 def _halved(budget: TokenBudget, rows: Plan, lengths: Sequence[int]) -> TokenBudget | None:
-    """Half of what the largest pass took, at least one row; None where that was one already."""
+    """Return half the size of the largest pass, at least one row; None where that was one row."""
     if budget.rows is not None:
         most = max(len(group) for group in rows)
         return replace(budget, rows=most // 2) if most > 1 else None
+
     assert budget.max_tokens is not None
-    most = min(budget.max_tokens, max(sum(lengths[row] for row in group) for group in rows))
-    return replace(budget, max_tokens=max(most // 2, *lengths)) if most > max(lengths) else None
+    largest = max(sum(lengths[row] for row in group) for group in rows)
+    most = min(budget.max_tokens, largest)
+    if most <= max(lengths):
+        return None
+    return replace(budget, max_tokens=max(most // 2, *lengths))
 
 
 def _size(budget: TokenBudget) -> int:
@@ -248,12 +242,10 @@ def _unit(budget: TokenBudget) -> str:
 
 
 def _key(budget: TokenBudget) -> str:
-    """The key that sets the size: of tokens, or its sibling of rows."""
-    return (
-        budget.key
-        if budget.rows is None
-        else budget.key.replace("max_token_len", "micro_batch_size")
-    )
+    """Return the key that sets the size: the one of tokens, or its sibling of rows."""
+    if budget.rows is None:
+        return budget.key
+    return budget.key.replace("max_token_len", "micro_batch_size")
 
 
 def _bytes_in(text: str, before: str) -> int | None:
@@ -262,12 +254,27 @@ def _bytes_in(text: str, before: str) -> int | None:
 
 
 def _free_on_device(text: str, device: torch.device) -> str:
-    # at the moment of the failure, when nothing was given back yet
-    told = _bytes_in(text, "of which")
+    # The error's figure is that of the failure, when nothing was given back yet.
+    reported = _bytes_in(text, "of which")
     if device.type != "cuda":
-        return "free memory not told" if told is None else f"{_gib(told)} free"
+        return "free memory unknown" if reported is None else f"{_gib(reported)} free"
+
     free, total = torch.cuda.mem_get_info(device)
-    return f"{_gib(free if told is None else told)} of {_gib(total)} free"
+    if reported is not None:
+        free = reported
+    return f"{_gib(free)} of {_gib(total)} free"
+
+
+def _free_on_host() -> str:
+    memory = psutil.virtual_memory()
+    swap = psutil.swap_memory()
+    free = (
+        f"{_gib(memory.available)} of {_gib(memory.total)} RAM and {_gib(swap.free)} of swap free"
+    )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free += f", in a process that may have {_gib(limit)} of addresses (ulimit -v)"
+    return free
 
 
 def _gib(num_bytes: float) -> str:

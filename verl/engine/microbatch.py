@@ -1,5 +1,4 @@
-"""Which rows share a micro-batch: planned once from the lengths, the same on every rank and in
-every run."""
+"""Plan which rows share a micro-batch, from lengths alone: equal on every rank, in every run."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -11,12 +10,15 @@ from verl.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The size of a micro-batch: at most `max_tokens` packed tokens, or exactly `rows` rows (the
-    last may have fewer);
-    neither: as many tokens as fit, which the engine finds out (see `verl.engine.budget`).
+    """The size of a micro-batch: a limit in tokens, or a number of rows.
 
-    `key` is the configuration key that errors name: that of the tokens, also where rows are given;
-    `phase` is what the passes are for.
+    Without either as many tokens as fit, which the engine finds out (see `verl.engine.budget`).
+
+    Args:
+        max_tokens: most packed tokens.
+        rows: rows of each; the last may have fewer.
+        key: the configuration key that errors name: that of the tokens, also where rows are given.
+        phase: purpose of the passes, for messages.
     """
 
     max_tokens: int | None = None
@@ -52,7 +54,7 @@ class SharedPrompts(NamedTuple):
 def plan_micro_batches(
     lengths: Sequence[int], budget: TokenBudget, prompts: SharedPrompts | None = None
 ) -> list[list[int]]:
-    """Row numbers of every micro-batch; each row stands in exactly one, rows within one ascend.
+    """Return the row numbers of every micro-batch; each row is in one, rows within one ascend.
 
     By rows: consecutive chunks. By tokens: no more bins than first-fit decreasing needs (<= 11/9 of
     the optimum + 1), filled evenly where an even filling fits, in the order of their first rows. A
@@ -62,10 +64,10 @@ def plan_micro_batches(
     for each count of bins tried.
     """
     if budget.rows is not None:
-        return [
-            list(range(start, min(start + budget.rows, len(lengths))))
-            for start in range(0, len(lengths), budget.rows)
-        ]
+        everything = list(range(len(lengths)))
+        starts = range(0, len(lengths), budget.rows)
+        return [everything[start : start + budget.rows] for start in starts]
+
     assert budget.max_tokens is not None
     for row, length in enumerate(lengths):
         if length > budget.max_tokens:
@@ -76,14 +78,18 @@ def plan_micro_batches(
             )
     if prompts is None:
         return _ordered(_fill(lengths, budget.max_tokens))
+
     plans = []
     for deal in (_fill, _first_fit_decreasing):
         units = _inseparable(lengths, prompts, budget.max_tokens, deal)
         tokens = [_num_tokens(unit, lengths, prompts) for unit in units]
-        bins = _fill(tokens, budget.max_tokens)
-        plans.append(
-            _ordered([[row for unit in members for row in units[unit]] for members in bins])
-        )
+        bins: list[list[int]] = []
+        for members in _fill(tokens, budget.max_tokens):
+            rows: list[int] = []
+            for unit in members:
+                rows += units[unit]
+            bins.append(rows)
+        plans.append(_ordered(bins))
     return min(plans, key=len)
 
 
@@ -93,11 +99,11 @@ def _inseparable(
     max_tokens: int,
     deal: Callable[[Sequence[int], int], list[list[int]]],
 ) -> list[list[int]]:
-    """The rows of each prompt; those that exceed the budget in the parts that `deal` makes of
-    them."""
+    """Return the rows of each prompt; `deal` cuts those that exceed the budget into parts."""
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(prompts.number):
         rows_of.setdefault(number, []).append(row)
+
     units: list[list[int]] = []
     for rows in rows_of.values():
         if _num_tokens(rows, lengths, prompts) <= max_tokens:
@@ -105,23 +111,23 @@ def _inseparable(
             continue
         responses = [lengths[row] - prompts.lengths[row] for row in rows]
         parts = deal(responses, max_tokens - prompts.lengths[rows[0]])
-        units += [[rows[member] for member in part] for part in parts]
+        for part in parts:
+            units.append([rows[member] for member in part])
     return units
 
 
 def _num_tokens(rows: Sequence[int], lengths: Sequence[int], prompts: SharedPrompts) -> int:
-    """Of rows of one prompt."""
+    """Count the tokens of rows of one prompt, which is computed once."""
     prompt = prompts.lengths[rows[0]]
     return prompt + sum(lengths[row] - prompt for row in rows)
 
 
 def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Bins of at most `max_tokens`, as even as their number allows."""
+    """Return bins of at most `max_tokens`, as even as their number allows."""
     fallback = _first_fit_decreasing(lengths, max_tokens)
     # No two rows of more than half the budget share a bin.
-    fewest = max(
-        -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths), 1
-    )
+    long_rows = sum(2 * length > max_tokens for length in lengths)
+    fewest = max(-(-sum(lengths) // max_tokens), long_rows, 1)
     for num_bins in range(fewest, len(fallback) + 1):
         bins = _longest_first(lengths, num_bins)
         if all(sum(lengths[row] for row in rows) <= max_tokens for rows in bins):
@@ -130,8 +136,7 @@ def _fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Even bins, whatever they hold: each row, longest first, goes to the emptiest one (LPT; Graham
-    1969)."""
+    """Fill bins evenly: each row, longest first, goes to the emptiest one (LPT; Graham 1969)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     filled = [(0, index) for index in range(num_bins)]
     for row in _by_falling_length(lengths):
@@ -142,7 +147,7 @@ def _longest_first(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Few bins, never overfull: each row, longest first, goes to the first bin that has room."""
+    """Fill few bins: each row, longest first, goes to the first one that has room."""
     bins: list[list[int]] = []
     room: list[int] = []
     for row in _by_falling_length(lengths):

@@ -1,5 +1,4 @@
-"""The shape of a model as far as memory depends on it, read off a module that may lie on the meta
-device."""
+"""The shape of a model as far as memory depends on it; the module may be on the meta device."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from verl.engine.flops import head_sizes
 
 
 class Weight(NamedTuple):
-    """One parameter; a tied one is there once."""
+    """One parameter; a tied one is listed once."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -23,8 +22,10 @@ class Weight(NamedTuple):
     in_first_layer: bool
 
     def numel(self, ranks: int = 1) -> int:
-        """Of the largest shard: FSDP2 cuts the first dimension and fills up."""
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:]) if self.shape else 1
+        """Count the elements of the largest shard: FSDP2 cuts the first dimension and fills up."""
+        if not self.shape:
+            return 1
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +59,31 @@ class ModelShape:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> "ModelShape":
-        """Of a causal LM, a critic, or a wrapper around one; sharded, with adapters, or on meta."""
-        model: Any = getattr(module, "model", module) if not hasattr(module, "config") else module
+        """Read a causal LM, a critic, or a wrapper; sharded, with adapters, or on meta."""
+        model: Any = module if hasattr(module, "config") else getattr(module, "model", module)
         config: Any = model.config.get_text_config()
         layers = decoder_layers(model)
-        in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
-        first = {id(weight) for weight in layers[0].parameters()} if layers else set()
+        in_layers: set[int] = set()
+        for layer in layers:
+            in_layers |= {id(weight) for weight in layer.parameters()}
+        first: set[int] = set()
+        norms_heads = False
+        if layers:
+            first = {id(weight) for weight in layers[0].parameters()}
+            norms_heads = any("q_norm" in name for name, _ in layers[0].named_modules())
+
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head_numel = 0
+        if head is not None and head.weight.requires_grad:
+            head_numel = head.weight.numel()
+
         heads = config.num_attention_heads
         head_dim, _ = head_sizes(config)
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         latent = getattr(config, "kv_lora_rank", None)
         # Multi-head latent attention keeps one latent and one rotary key for all heads.
         cached = latent + config.qk_rope_head_dim if latent else 2 * key_heads * head_dim
+
         return cls(
             family=config.model_type,
             weights=tuple(
@@ -91,25 +104,20 @@ class ModelShape:
             cached=cached,
             intermediate=_visited_width(config),
             vocabulary=0 if head is None else head.weight.shape[0],
-            head_numel=0 if head is None or not head.weight.requires_grad else head.weight.numel(),
-            norms_heads=any("q_norm" in name for name, _ in layers[0].named_modules())
-            if layers
-            else False,
+            head_numel=head_numel,
+            norms_heads=norms_heads,
         )
 
 
 def _visited_width(config: Any) -> int:
-    width = next(
-        (
-            getattr(config, name)
-            for name in ("intermediate_size", "ffn_dim", "n_inner")
-            if getattr(config, name, None)
-        ),
-        4 * config.hidden_size,
-    )
+    """Return the width of the MLPs that a token visits."""
+    width = 4 * config.hidden_size
+    for name in ("n_inner", "ffn_dim", "intermediate_size"):  # the last one that is set counts
+        width = getattr(config, name, None) or width
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not experts:
         return width
+
     own = getattr(config, "moe_intermediate_size", None) or width
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
     shared += own * (getattr(config, "n_shared_experts", None) or 0)

@@ -16,8 +16,9 @@ from verl.utils.imports import require
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that `optim.optimizer` names, over the trained parameters of `module`; after
-    sharding, which replaces them.
+    """Build the optimizer that `optim.optimizer` names, over the trained parameters of `module`.
+
+    Call it after sharding, which replaces the parameters.
 
     AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101, algorithm 2), fused: one kernel on CUDA, one
     pass on CPU. Weights, biases and norms decay alike, as users of verl's recipes expect of
@@ -35,34 +36,20 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
                 "rounded away. Load the model with dtype=torch.float32; on CUDA forward and "
                 "backward still run in bf16."
             )
+
     if config.optimizer == "AdamW":
         return _adamw(trained, config)
     if config.optimizer == "AdamW8bit":
         return _adamw_8bit(trained, config)
     if config.optimizer == "Muon":
-        hidden = {
-            id(weight)
-            for layer in decoder_layers(module)
-            for weight in layer.parameters()
-            if weight.ndim == 2
-        }
-        return JointOptimizer(
-            _adamw([parameter for parameter in trained if id(parameter) not in hidden], config),
-            torch.optim.Muon(
-                [parameter for parameter in trained if id(parameter) in hidden],
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-        )
+        return _muon_and_adamw(trained, module, config)
     raise ConfigError(
         f"optim.optimizer must be one of {', '.join(OPTIMIZERS)}, got '{config.optimizer}'."
     )
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers over different parameters behind one `step`, with one `state` and one list
-    of groups."""
+    """Several optimizers over different parameters, with one `step`, `state` and list of groups."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         super().__init__([{**group} for part in parts for group in part.param_groups], {})
@@ -75,6 +62,23 @@ class JointOptimizer(torch.optim.Optimizer):
         assert closure is None
         for part in self.parts:
             part.step()
+
+
+def _muon_and_adamw(
+    trained: list[nn.Parameter], module: nn.Module, config: OptimConfig
+) -> JointOptimizer:
+    hidden: set[int] = set()  # matrices of the decoder layers
+    for layer in decoder_layers(module):
+        hidden |= {id(weight) for weight in layer.parameters() if weight.ndim == 2}
+
+    muon = torch.optim.Muon(
+        [parameter for parameter in trained if id(parameter) in hidden],
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    others = [parameter for parameter in trained if id(parameter) not in hidden]
+    return JointOptimizer(_adamw(others, config), muon)
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -110,16 +114,19 @@ def restore_moments(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     saved: dict[str, dict[str, Any]],
 ) -> None:
-    """Moments by the name of their parameter, whole or as it is sharded, into the optimizer's
-    state.
+    """Put moments into the optimizer's state, whole or sharded as their parameter is.
+
+    Args:
+        saved: moments by the name of their parameter.
 
     Raises CheckpointError where they are of other parameters or of another optimizer.
     """
     from_saved = getattr(optimizer, "moment_from_saved", _moment_from_saved)
     parameters = dict(named_parameters)
-    kinds = {
-        id(parameter): _keys(part) for part in _parts(optimizer) for parameter in _parameters(part)
-    }
+    kinds: dict[int, set[str]] = {}
+    for part in _parts(optimizer):
+        kinds |= dict.fromkeys(map(id, _parameters(part)), _keys(part))
+
     optimizer.state.clear()
     for name, moments in saved.items():
         parameter = parameters.get(name)
@@ -130,9 +137,11 @@ def restore_moments(
                 "Set optim.optimizer as it was when they were saved, or start another run from the "
                 "checkpoint's weights."
             )
-        optimizer.state[parameter] = {
-            key: from_saved(key, value, parameter) for key, value in moments.items()
-        }
+
+        state = {}
+        for key, value in moments.items():
+            state[key] = from_saved(key, value, parameter)
+        optimizer.state[parameter] = state
 
 
 def _moment_from_saved(key: str, saved: Any, parameter: torch.Tensor) -> torch.Tensor:
@@ -153,8 +162,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    return (
-        {"momentum_buffer"}
-        if isinstance(optimizer, torch.optim.Muon)
-        else {"step", "exp_avg", "exp_avg_sq"}
-    )
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer"}
+    return {"step", "exp_avg", "exp_avg_sq"}

@@ -1,4 +1,4 @@
-"""From padded columns of a batch to the packed tensors of one micro-batch, and back."""
+"""Pack padded columns of a batch into the tensors of one micro-batch, and back."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ STATES = frozenset(column.name for column in COLUMNS.values() if column.shape ==
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads, on the device."""
+    """The inputs of one forward pass, on the device."""
 
     packed: PackedBatch
     columns: dict[str, torch.Tensor]  # (M,) each
@@ -34,8 +34,10 @@ class MicroBatch:
 
 
 class MiniBatch:
-    """The rows of one update or one evaluation, and how to pack some of them. Ranks along
-    `sequence` have the same rows and share their tokens."""
+    """The rows of one update or one evaluation, and how to pack some of them.
+
+    Ranks along `sequence` have the same rows and share their tokens.
+    """
 
     def __init__(
         self,
@@ -54,14 +56,14 @@ class MiniBatch:
                 f"The engine needs the columns {missing}, but this batch has {sorted(present)}. "
                 "Run the phase that writes them (verl/columns.py) first."
             )
+
         self.input_ids: torch.Tensor = batch.batch["input_ids"]
         self.attention_mask: torch.Tensor = batch.batch["attention_mask"]
         self.columns: dict[str, torch.Tensor] = {name: batch.batch[name] for name in columns}
         self.uids: np.ndarray | None = batch.non_tensor_batch.get("uid")
         self.response_length: int = batch.batch["response_mask"].shape[1]
-        self.present = self.attention_mask[
-            :, self.attention_mask.shape[1] - self.response_length :
-        ].bool()
+        start = self.attention_mask.shape[1] - self.response_length
+        self.present = self.attention_mask[:, start:].bool()
         self.device = device
         self.sequence = sequence
         self.prompts = self._find_shared_prompts() if share_prompts else None
@@ -71,12 +73,11 @@ class MiniBatch:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Real tokens of each row."""
+        """Number of real tokens of each row."""
         return self.attention_mask.sum(dim=1).tolist()
 
     def pack(self, rows: Sequence[int]) -> MicroBatch:
-        """The packed tokens, columns (M,) and row numbers (M,) of some rows; of no rows one token,
-        with M = 0."""
+        """Pack some rows: tokens, columns (M,), row numbers (M,); no rows give one token, M = 0."""
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
         # Boolean indexing waits for its device, so it happens where the batch lives: on the host.
         present = self.present[chosen]
@@ -88,11 +89,13 @@ class MiniBatch:
             packed = PackedBatch.from_sequences([[0]])
         if rows and self.prompts is not None:
             packed_rows = [row for row in rows if self.lengths[row]]
-            packed = packed.with_shared_prompts(
-                *([of_row[row] for row in packed_rows] for of_row in self.prompts)
-            )
+            numbers = [self.prompts.number[row] for row in packed_rows]
+            prompt_lengths = [self.prompts.lengths[row] for row in packed_rows]
+            packed = packed.with_shared_prompts(numbers, prompt_lengths)
         packed = packed.split(self.sequence.size, self.sequence.rank)
-        columns, states = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+
+        columns: dict[str, torch.Tensor] = {}
+        states: dict[str, torch.Tensor] = {}
         for name, column in self.columns.items():
             of_tokens = states if name in STATES else columns
             of_tokens[name] = send(column[chosen][present], self.device)
@@ -100,12 +103,15 @@ class MiniBatch:
         return MicroBatch(replace(packed.to(self.device), states=states), columns, sequence)
 
     def unpack(self, plan: Sequence[Sequence[int]], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(M,) per micro-batch of the plan to (B, R) fp32 on the host, zero where no token is.
-        Vectors, (M, H), become (B, R, H) of their own dtype."""
+        """Turn (M,) per micro-batch of the plan into (B, R) fp32 on the host, zero without a token.
+
+        Vectors, (M, H), become (B, R, H) of their own dtype.
+        """
         order = torch.tensor([row for rows in plan for row in rows], dtype=torch.int64)
         present = self.present.cpu()
         of_token = pieces[0].shape[1:]
         dtype = pieces[0].dtype if of_token else torch.float32
+
         in_plan_order = torch.zeros((*present.shape, *of_token), dtype=dtype)
         values = torch.cat([piece.to(dtype) for piece in pieces])
         in_plan_order[present[order]] = values.cpu()
@@ -114,25 +120,24 @@ class MiniBatch:
         return result
 
     def _find_shared_prompts(self) -> SharedPrompts | None:
-        """Rows whose prompts are equal, token for token, where sharing saves enough; None if there
-        are none."""
+        """Find rows with equal prompts, token for token, where sharing saves enough; else None."""
         end = self.attention_mask.shape[1] - self.response_length
-        ids, mask = (
-            self.input_ids[:, :end].cpu().numpy(),
-            self.attention_mask[:, :end].bool().cpu().numpy(),
-        )
+        ids = self.input_ids[:, :end].cpu().numpy()
+        mask = self.attention_mask[:, :end].bool().cpu().numpy()
         prompt_lengths: list[int] = mask.sum(axis=1).tolist()
         rows_of: dict[bytes, list[int]] = {}
         for row in range(len(self)):
             rows_of.setdefault(ids[row][mask[row]].tobytes(), []).append(row)
-        number = list(range(len(self)))
+
+        unshared = list(range(len(self)))
+        number = list(unshared)
         for rows in rows_of.values():
             saved = (len(rows) - 1) * prompt_lengths[rows[0]]
             if saved > MIN_SAVING * sum(self.lengths[row] for row in rows):
                 for row in rows:
                     number[row] = rows[0]
-        return SharedPrompts(number, prompt_lengths) if number != list(range(len(self))) else None
+        return None if number == unshared else SharedPrompts(number, prompt_lengths)
 
     def describe(self, row: int) -> str:
-        """How a message names a row."""
+        """Return the name of a row in messages."""
         return f"row {row}" if self.uids is None else f"row {row} (uid {self.uids[row]})"

@@ -13,21 +13,24 @@ Schedule = Callable[[int], float]
 
 
 class LearningRate:
-    """Sets an optimizer's learning rate; `position` is the number of training steps that are behind
-    it."""
+    """Set an optimizer's learning rate; `position` is the number of finished training steps."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int
     ) -> None:
-        self._optimizer, self._base = optimizer, config.lr
+        self._optimizer = optimizer
+        self._base = config.lr
         self._schedule = build_schedule(config, total_steps)
         self._stepped = False
         self.go_to(0)
 
     def go_to(self, position: int) -> None:
-        """The rate of the training step that comes after `position` others; in place where it is a
-        tensor, which a compiled step reads."""
-        self.position, self._stepped = position, False
+        """Set the rate of the training step after `position` others.
+
+        A rate that is a tensor changes in place, because a compiled step reads it.
+        """
+        self.position = position
+        self._stepped = False
         self.value = self._base * self._schedule(position)
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
@@ -36,28 +39,27 @@ class LearningRate:
                 group["lr"] = self.value
 
     def note_step(self) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
         self._stepped = True
 
     def advance(self) -> None:
-        """A training step is over; stays where it is if the optimizer has not stepped in it."""
+        """End a training step; the rate stays if the optimizer has not stepped in it."""
         if self._stepped:
             self.go_to(self.position + 1)
 
 
 def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
-    """The schedule that `optim.*` asks for, over `optim.total_training_steps` or, where that is
-    unset, `total_steps`.
+    """Build the schedule that `optim.*` asks for.
 
-    Steps are training steps, not optimizer steps. `lr_warmup_steps` < 0 means
+    It spans `optim.total_training_steps` or, where that is unset, `total_steps`. Steps are
+    training steps, not optimizer steps. `lr_warmup_steps` < 0 means
     `lr_warmup_steps_ratio` of the total.
     """
     total = config.total_training_steps if config.total_training_steps > 0 else total_steps
-    warmup = (
-        config.lr_warmup_steps
-        if config.lr_warmup_steps >= 0
-        else int(config.lr_warmup_steps_ratio * total)
-    )
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total)
+
     if config.warmup_style == "constant":
         return constant_schedule(warmup)
     if config.warmup_style == "cosine":
@@ -70,8 +72,10 @@ def build_schedule(config: OptimConfig, total_steps: int) -> Schedule:
 
 
 def constant_schedule(warmup_steps: int) -> Schedule:
-    """step / warmup_steps until it is 1, then 1. The first training step of a warm-up thus has
-    learning rate 0."""
+    """Return step / warmup_steps until it is 1, then 1.
+
+    The first training step of a warm-up thus has learning rate 0.
+    """
 
     def factor(step: int) -> float:
         return step / warmup_steps if step < warmup_steps else 1.0
@@ -82,8 +86,9 @@ def constant_schedule(warmup_steps: int) -> Schedule:
 def cosine_schedule(
     warmup_steps: int, total_steps: int, *, min_ratio: float, num_cycles: float
 ) -> Schedule:
-    """Linear warm-up, then min_ratio + (1 - min_ratio) * (1 + cos(2 pi num_cycles t)) / 2 with t
-    from 0 to 1.
+    """Return a linear warm-up, then a cosine.
+
+        min_ratio + (1 - min_ratio) * (1 + cos(2 pi num_cycles t)) / 2    with t from 0 to 1
 
     num_cycles 0.5 is one fall from 1 to `min_ratio`. After `total_steps` the last value stays.
     """

@@ -1,5 +1,4 @@
-"""What an engine writes to disk and reads back: weights or adapters, moments by parameter name,
-schedule position."""
+"""Write an engine's state and read it back: weights or adapters, moments, schedule position."""
 
 import json
 from pathlib import Path
@@ -40,8 +39,9 @@ def save_state(
     merged: bool = False,
     in_background: bool = False,
 ) -> None:
-    """Write a checkpoint of one module. Every rank must call this; nothing that is written depends
-    on how many.
+    """Write a checkpoint of one module. Every rank must call this.
+
+    The files do not depend on the number of ranks.
 
     `sharded/` has the weights and, for each trained parameter's name, the whole moments (`exp_avg`,
     `exp_avg_sq` and `step` of AdamW): every rank writes the shards it has. `huggingface/` has
@@ -49,13 +49,15 @@ def save_state(
     `lora_adapter/` (loadable by peft alone) instead of weights, and `huggingface/` with the
     adapters merged in where `merged` asks for it. `progress.json` has `progress`.
 
-    All of it is written when this returns; `in_background`, `sharded/` when `writer.is_done()`.
+    All of it is written when this returns. With `in_background`, `sharded/` is written when
+    `writer.is_done()`.
     """
     writes = writer.world.rank == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         state = {"has_optimizer": optimizer is not None, **progress}
         (folder / PROGRESS_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
     adapted = bool(adapted_layers(hf_model))
     places = []
     if adapted:
@@ -70,7 +72,8 @@ def save_state(
     if tokenizer is not None and writes:
         for place in places:
             tokenizer.save_pretrained(place)
-    barrier(writer.world)  # the folder is there now
+
+    barrier(writer.world)  # the folder exists now
     tensors = {} if adapted else _weights(hf_model)
     writer.write(
         folder / SHARDED_FOLDER,
@@ -82,8 +85,7 @@ def save_state(
 def load_state(
     folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Read what `save_state` wrote into the module and the optimizer, in place; returns its
-    `progress`.
+    """Read a checkpoint of `save_state` into the module and the optimizer; return its `progress`.
 
     In place, so that a rollout engine that aliases the weights sees them too.
     """
@@ -95,6 +97,7 @@ def load_state(
             "trainer.default_local_dir, or start from the beginning with "
             "trainer.resume_mode=disable."
         )
+
     progress = _read_progress(file)
     has_optimizer = progress.pop("has_optimizer")
     if adapted_layers(hf_model):
@@ -107,6 +110,7 @@ def load_state(
         )
     else:
         _load_weights(folder / SHARDED_FOLDER, hf_model)
+
     if optimizer is not None:
         if not has_optimizer:
             raise CheckpointError(
@@ -117,7 +121,7 @@ def load_state(
     return progress
 
 
-# Types of the entries of PROGRESS_FILE, all of which but the first may be missing.
+# Types of the entries of PROGRESS_FILE. All but the first may be missing.
 _PROGRESS_TYPES = {
     "has_optimizer": bool,
     "schedule_position": int,
@@ -127,7 +131,7 @@ _PROGRESS_TYPES = {
 
 
 def _read_progress(file: Path) -> dict[str, Any]:
-    """Return what `save_state` wrote there; CheckpointError for anything else."""
+    """Read the entries that `save_state` wrote. Raises CheckpointError for anything else."""
     try:
         progress = parse_json(file.read_bytes())
         if not isinstance(progress, dict):
@@ -147,7 +151,7 @@ def _read_progress(file: Path) -> dict[str, Any]:
 
 
 def transformer_of(model: PreTrainedModel | CriticModel) -> PreTrainedModel:
-    """The transformers module: a policy itself, the body of a critic."""
+    """Return the transformers module: a policy itself, the body of a critic."""
     return model.body if isinstance(model, CriticModel) else model
 
 
@@ -155,7 +159,7 @@ def transformer_of(model: PreTrainedModel | CriticModel) -> PreTrainedModel:
 
 
 def _weights(hf_model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, live; a tied weight under its first name."""
+    """Return parameters and persistent buffers, live; a tied weight under its first name."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in hf_model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), (MODEL + name, tensor.detach()))
@@ -171,8 +175,10 @@ def _load_weights(folder: Path, hf_model: Any) -> None:
 
 
 def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
-    """Whole weights, adapters merged in, at least fp32, gathered one by one on every rank and
-    written by the first."""
+    """Write whole weights, adapters merged in, at least fp32.
+
+    Every rank gathers them one by one, and the first writes.
+    """
     seen: set[int] = set()
     body = "body." if isinstance(hf_model, CriticModel) else ""
     head: dict[str, torch.Tensor] = {}
@@ -182,9 +188,9 @@ def _save_merged(folder: Path, hf_model: Any, *, writes: bool) -> None:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            precise = (
-                whole.to(torch.float32) if whole.dtype in (torch.bfloat16, torch.float16) else whole
-            )
+            precise = whole
+            if whole.dtype in (torch.bfloat16, torch.float16):
+                precise = whole.to(torch.float32)
             if name.startswith(body):
                 yield name.removeprefix(body), precise
             else:
@@ -204,10 +210,9 @@ def _save_adapters(folder: Path, hf_model: Any, *, writes: bool) -> None:
     if writes:
         save_adapters(folder, transformer_of(hf_model), state)
     if isinstance(hf_model, CriticModel):
-        head = {
-            name: full_tensor(tensor).cpu()
-            for name, tensor in hf_model.value_head.state_dict().items()
-        }
+        head = {}
+        for name, tensor in hf_model.value_head.state_dict().items():
+            head[name] = full_tensor(tensor).cpu()
         if writes:
             save_file(head, folder / VALUE_HEAD_FILE)
 
@@ -227,27 +232,25 @@ def _load_adapters(folder: Path, hf_model: Any) -> None:
 
 
 # ---------------------------------------------------------------- moments
-# Their names: optimizer.<moment>.<parameter>, or optimizer.<moment>/<part>.<parameter> where a
+# They are named optimizer.<moment>.<parameter>, or optimizer.<moment>/<part>.<parameter> where a
 # moment has parts.
 
 
 def _moments(optimizer: torch.optim.Optimizer | None, hf_model: Any) -> dict[str, torch.Tensor]:
-    """Live, as they are sharded."""
+    """Return the moments, live, as they are sharded."""
     moments: dict[str, torch.Tensor] = {}
     if optimizer is None:
         return moments
+
     to_saved = getattr(optimizer, "moment_to_saved", None)
     for name, parameter in hf_model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             saved = value if to_saved is None else to_saved(full_tensor(value))
-            parts = (
-                {f"/{part}": tensor for part, tensor in saved.items()}
-                if isinstance(saved, dict)
-                else {"": saved}
-            )
-            moments |= {
-                f"{OPTIMIZER}{kind}{part}.{name}": tensor.detach() for part, tensor in parts.items()
-            }
+            if not isinstance(saved, dict):
+                moments[f"{OPTIMIZER}{kind}.{name}"] = saved.detach()
+                continue
+            for part, tensor in saved.items():
+                moments[f"{OPTIMIZER}{kind}/{part}.{name}"] = tensor.detach()
     return moments
 
 
@@ -267,17 +270,19 @@ def _load_moments(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer)
             found[key] = torch.empty_like(parameter.detach(), dtype=dtype)
         else:
             found[key] = torch.empty(shape, dtype=dtype)
+
         of_name = moments.setdefault(name, {})
         if part:
             of_name.setdefault(kind, {})[part] = found[key]
         else:
             of_name[kind] = found[key]
     saved.read(found)
+
     # In the order in which steps make them; the order in a folder depends on the ranks that wrote
     # it.
     order = {name: number for number, name in enumerate(parameters)}
-    ordered = {
-        name: dict(sorted(moments[name].items(), key=lambda item: (item[0] != "step", item[0])))
-        for name in sorted(moments, key=lambda name: order.get(name, -1))
-    }
+    ordered = {}
+    for name in sorted(moments, key=lambda name: order.get(name, -1)):
+        kinds = sorted(moments[name], key=lambda kind: (kind != "step", kind))
+        ordered[name] = {kind: moments[name][kind] for kind in kinds}
     restore_moments(optimizer, parameters.items(), ordered)

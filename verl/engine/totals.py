@@ -1,5 +1,4 @@
-"""What a loss function returns for a micro-batch, and how its numbers add up to those of a
-mini-batch."""
+"""The answer of a loss function, and how its numbers add up to those of a mini-batch."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from verl.distributed.mesh import Mesh
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function returns for one micro-batch."""
+    """The answer of a loss function for one micro-batch."""
 
     loss: torch.Tensor  # scalar: this micro-batch's share of the mini-batch's loss
     # (M,), averaged over the mini-batch's response_mask
@@ -22,8 +21,7 @@ class LossOutput:
 
 
 class Totals:
-    """Numbers of a mini-batch, added up on the device in float64 so that their order hardly
-    matters."""
+    """Numbers of a mini-batch, added up on the device in float64: their order hardly matters."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._axis = mesh.data  # ranks along the sequence axis count the same tokens
@@ -45,15 +43,14 @@ class Totals:
             self._sums[name] = self._sums.get(name, self._zero) + value.detach()
 
     def read(self) -> tuple[dict[str, float], bool]:
-        """All means and sums of all ranks, and whether the loss is finite."""
-        everything = torch.stack(
-            [self._loss, self._tokens, *self._means.values(), *self._sums.values()]
-        )
+        """Return the means and sums over all ranks, and whether the loss is finite."""
+        mine = [self._loss, self._tokens, *self._means.values(), *self._sums.values()]
+        everything = torch.stack(mine)
         loss, tokens, *numbers = all_reduce_sum(everything, self._axis).tolist()
+
         num_means = len(self._means)
-        metrics = {
-            name: number / max(tokens, 1.0)
-            for name, number in zip(self._means, numbers[:num_means])
-        }
+        metrics = {}
+        for name, number in zip(self._means, numbers[:num_means]):
+            metrics[name] = number / max(tokens, 1.0)
         metrics.update(zip(self._sums, numbers[num_means:]))
         return metrics, math.isfinite(loss)

@@ -16,7 +16,7 @@ from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
 from verl.utils.user_parts import NamedPart
-from verl.workers.losses import loss_in_words
+from verl.workers.losses import RolloutReinforce, loss_in_words
 
 
 def algorithm_in_words(config: TrainConfig) -> list[str]:
@@ -25,7 +25,9 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
     name = algorithm.adv_estimator
     formula = getattr(advantage_estimators.get(name), "formula", "an estimator of your own")
     by_std = ", divided by the group's std + 1e-6" if algorithm.norm_adv_by_std_in_grpo else ""
-    loss = loss_in_words(config.actor_rollout_ref.actor, distillation_term(config))
+    loss = loss_in_words(
+        config.actor_rollout_ref.actor, distillation_term(config), rollout_reinforce(config)
+    )
     lines = [
         (
             f"Advantage A = {name}: "
@@ -45,13 +47,27 @@ def algorithm_in_words(config: TrainConfig) -> list[str]:
         )
 
     correction = algorithm.rollout_correction
-    if correction.rollout_is is not None:
+    if correction.bypass_mode:
+        lines.append("pi_old is the rollout's policy, by its own log-probs.")
+    elif correction.rollout_is is not None:
         lines.append(
             f"The policy loss is weighted by pi_old / rollout by {correction.rollout_is}, bounded "
             f"above by {correction.rollout_is_threshold:g} ({correction.rollout_is_mode})."
         )
 
     return lines
+
+
+def rollout_reinforce(config: TrainConfig) -> RolloutReinforce | None:
+    """Return the policy loss of `algorithm.rollout_correction.loss_type=reinforce`, if asked for."""
+    correction = config.algorithm.rollout_correction
+    if correction.loss_type != "reinforce":
+        return None
+    return RolloutReinforce(
+        weigh_by=correction.rollout_is,
+        weight_band=correction.weight_band,
+        outside=correction.rollout_is_mode,
+    )
 
 
 def penalised_scores(
@@ -210,11 +226,6 @@ def _seed(config: TrainConfig, step: int) -> int:
     return zlib.crc32(f"{config.trainer.seed}-{step}".encode())
 
 
-def is_corrected(config: TrainConfig) -> bool:
-    """Check whether the update weighs or rejects tokens of the rollout."""
-    return config.algorithm.rollout_correction.changes_update
-
-
 def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto, dict[str, float]]:
     """Apply rollout correction: add `rollout_is_weights`, mask rejected tokens; gives the batch and
     metrics.
@@ -222,25 +233,18 @@ def corrected_rollout(batch: DataProto, config: TrainConfig) -> tuple[DataProto,
     The batch itself comes back where no correction is configured.
     """
     options = config.algorithm.rollout_correction
-    if not is_corrected(config):
+    if not options.changes_update:
         return batch, {}
-    lower = options.rollout_is_threshold_lower
-    least = options.rollout_rs_threshold_lower
-    if lower is None:
-        lower = 1 / options.rollout_is_threshold if options.rollout_is_mode == "mask" else 0.0
-    if least is None:
-        least = 1 / options.rollout_rs_threshold
-
     columns = batch.batch
     corrected = correct_rollout(
         columns["old_log_probs"],
         columns["rollout_log_probs"],
         columns["response_mask"],
         weigh_by=options.rollout_is,
-        weight_band=(lower, options.rollout_is_threshold),
+        weight_band=options.weight_band,
         outside=options.rollout_is_mode,
         reject_by=options.rollout_rs,
-        accept_band=(least, options.rollout_rs_threshold),
+        accept_band=options.accept_band,
         veto_below=options.rollout_token_veto_threshold,
     )
 

@@ -27,8 +27,8 @@ from verl.trainer.algorithm import (
     distilled,
     entropy_controller,
     estimated,
-    is_corrected,
     penalised_scores,
+    rollout_reinforce,
 )
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
@@ -197,6 +197,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
                 device=self.device,
             )
         connect_frozen_models(self.config, self.actor_wg, self.ref_policy_wg, self.teacher_wg)
+        reinforce = rollout_reinforce(self.config)
+        if reinforce is not None:
+            self.actor_wg.use_rollout_reinforce(reinforce)
 
         self.weights = self.link_weights()
 
@@ -433,31 +436,18 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     def needs_old_log_probs(self) -> bool:
         """Return whether a pass for the old log-probs is needed.
 
-        If the whole batch is one update, the old policy is the current one, and the update computes
-        its log-probs anyway. The pass still runs if a user's own code between rollout and update
-        may read them.
+        That is `TrainConfig.needs_old_log_probs`, and True wherever a user's own code between the
+        rollout and the update may read them.
         """
-        actor = self.config.actor_rollout_ref.actor
-        data = self.config.data
-        correction = self.config.algorithm.rollout_correction
-        if correction.bypass_mode:
+        if self.config.algorithm.rollout_correction.bypass_mode:
             return False
-        one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size in (
-            None,
-            data.train_batch_size,
-        )
 
-        reads_before = (
-            self.reads_old_log_probs
-            or self.config.advantages_read_old_log_probs
-            or is_corrected(self.config)
-        )
         names = ("fit", "run_step", "step", "estimate_advantages", "update")
         phases = declared_phases(type(self), *names)
         if phases is None or any("old_log_probs" in each.reads for each in phases):
             return True
-
-        return reads_before or not is_our_own(self.estimator) or not one_update
+        may_be_read = self.reads_old_log_probs or not is_our_own(self.estimator)
+        return self.config.needs_old_log_probs or may_be_read
 
     @phase(
         reads="token_level_scores response_mask ref_log_prob values uid",

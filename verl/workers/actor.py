@@ -1,6 +1,7 @@
 """The actor role: computes log-probs, learns, and gives its weights to the rollout."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.utils.imports import import_user_code
 from verl.weight_sync import Endpoint, FingerprintLog, Meeting, Offer, ProofSchedule, Route
-from verl.workers.losses import DistillationTerm, PolicyObjective, mismatch_of_all
+from verl.workers.losses import DistillationTerm, PolicyObjective, RolloutReinforce, mismatch_of_all
 from verl.workers.reference import reference_columns
 from verl.workers.trained import TrainedWorker, add_adapters, parameter_dtype
 from verl.workers.updates import run_updates
@@ -120,7 +121,7 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`reference_columns` of the frozen weights, which are the reference with LoRA."""
+        """Compute `reference_columns` by the frozen weights, which are the reference with LoRA."""
         assert self.config.model.lora_rank > 0, "without adapters the first policy is gone"
         with adapters_off(self.engine.hf_model):
             return reference_columns(self.engine, batch, self.config)
@@ -136,20 +137,28 @@ class ActorWorker(TrainedWorker):
         """Add a divergence from a teacher to the loss."""
         self.objective.distillation = term
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_rollout_reinforce(self, loss: RolloutReinforce) -> None:
+        """Replace the policy loss by the policy gradient weighted against the rollout."""
+        self.objective.reinforce = loss
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(
         self, batch: DataProto, entropy_coeff: float | None = None
     ) -> dict[str, float]:
-        """Every mini-batch of every epoch: forward, backward, step. `entropy_coeff` None: the
-        configuration's.
+        """Run forward, backward and step for every mini-batch of every epoch.
 
         Mini-batches are made of whole prompts, in their order; with `shuffle` of single rows in a
         drawn order.
+
+        Args:
+            entropy_coeff: None: the configuration's.
         """
         actor = self.config.actor
-        self.objective.entropy_coeff = (
-            actor.entropy_coeff if entropy_coeff is None else entropy_coeff
-        )
+        self.objective.entropy_coeff = actor.entropy_coeff
+        if entropy_coeff is not None:
+            self.objective.entropy_coeff = entropy_coeff
+
         started = time.perf_counter()
         metrics = run_updates(
             self.engine,
@@ -170,12 +179,12 @@ class ActorWorker(TrainedWorker):
             entropy=True,
             divergences=self.divergences,
         )
-        flops = actor.ppo_epochs * self.flops.train(batch.batch["attention_mask"].sum(-1).tolist())
-        # Of the average rank; those along the sequence axis share the work on their rows.
-        flops = (
-            all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item()
-            / self.engine.mesh.world.size
-        )
+
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        flops = actor.ppo_epochs * self.flops.train(lengths)
+        # The average rank's; those along the sequence axis share the work on their rows.
+        total = all_reduce_sum(torch.tensor(flops), self.engine.mesh.data).item()
+        flops = total / self.engine.mesh.world.size
         share = model_flops_utilization(flops, time.perf_counter() - started, self.engine.device)
         if share is not None:
             metrics["perf/mfu/actor"] = share
@@ -197,7 +206,7 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_endpoint(self) -> Endpoint:
-        """Where the weights are trained."""
+        """Return the place where the weights are trained."""
         return Endpoint.here(self.engine.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -206,14 +215,12 @@ class ActorWorker(TrainedWorker):
     ) -> list[Meeting]:
         """Open this rank's ends of `routes` to rollouts on ranks of their own.
 
-        Gives the meetings where the receivers find this rank; `accept_receivers` waits for them.
+        Returns the meetings where the receivers find this rank; `accept_receivers` waits for them.
         """
         rank = self.engine.mesh.world.rank
         megabytes = self.config.rollout.update_weights_bucket_megabytes
-        self._rounds = max(
-            sum(route.sender == sender for route in routes)
-            for sender in {route.sender for route in routes}
-        )
+        routes_of_sender = Counter(route.sender for route in routes)
+        self._rounds = max(routes_of_sender.values())
         self._receivers_dtype = dtype
         self._offers = [
             Offer(

@@ -1,4 +1,4 @@
-"""The critic: tells the value before each response token, and learns it."""
+"""The critic role: predict the value before each response token, and learn it."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class CriticWorker(TrainedWorker):
         config: the `critic` section.
         max_length: longest prompt and response together.
         total_steps: training steps of the run, for the learning-rate schedule.
-        seed: of a new value head.
+        seed: draws a new value head.
     """
 
     def __init__(
@@ -44,12 +44,13 @@ class CriticWorker(TrainedWorker):
         self.checkpoint = config.checkpoint
         assert config.model.path is not None
         import_user_code(config.model.external_lib)
-        # A new value head is drawn, and must be the same on every rank.
+
         kind = critic_class(config.model)
         # A user's class may compute with the weights when it is made.
-        empty: dict[str, Any] = (
-            {"weights": False} if kind is CriticModel and not self.reads_weights else {}
-        )
+        empty: dict[str, Any] = {}
+        if kind is CriticModel and not self.reads_weights:
+            empty = {"weights": False}
+        # A new value head is drawn, and must be the same on every rank.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             critic = kind.from_pretrained(
@@ -62,7 +63,8 @@ class CriticWorker(TrainedWorker):
             )
         add_adapters(critic.body, config.model, "critic.model")
         if config.model.lora_rank > 0 and device.type == "cuda":
-            critic.value_head.float()  # trained in full beside the frozen bf16 body
+            critic.value_head.float()  # trained in full, next to the frozen bf16 body
+
         self.objective = ValueObjective(config.cliprange_value)
         self.engine = TrainEngine(
             _value_module(critic, config),
@@ -80,7 +82,7 @@ class CriticWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
-        """`values` (B, R), each before its response token."""
+        """Compute `values` (B, R), each before its response token."""
         budget = TokenBudget(
             *value_micro_batch(self.config),
             key="critic.forward_max_token_len_per_gpu",
@@ -90,7 +92,7 @@ class CriticWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Every mini-batch of every epoch: forward, backward, step."""
+        """Run forward, backward and step for every mini-batch of every epoch."""
         config = self.config
         return run_updates(
             self.engine,
@@ -111,10 +113,12 @@ class CriticWorker(TrainedWorker):
 
 
 def critic_class(config: CriticModelConfig) -> type[CriticModel]:
-    """CriticModel, or what `custom_cls` names instead."""
-    path, name = config.custom_cls.path, config.custom_cls.name
+    """Return CriticModel, or the class that `custom_cls` names instead."""
+    path = config.custom_cls.path
+    name = config.custom_cls.name
     if path is None or name is None:
         return CriticModel
+
     kind = load_extern_type(path, name)
     if not (isinstance(kind, type) and issubclass(kind, CriticModel)):
         raise ConfigError(

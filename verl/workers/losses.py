@@ -1,5 +1,4 @@
-"""What the actor and the critic minimise: packed model outputs and batch columns in, one loss
-out."""
+"""Losses of actor, critic and fine-tuning: packed outputs and batch columns in, one loss out."""
 
 import logging
 import zlib
@@ -22,6 +21,7 @@ from verl.algorithms.policy_losses import (
     policy_losses,
     selections,
 )
+from verl.algorithms.rollout_correction import reinforce_of_rollout
 from verl.algorithms.value_losses import clipped_value_loss
 from verl.config import ActorConfig
 from verl.distributed.collectives import ALONE, Axis, gather_objects
@@ -34,7 +34,7 @@ from verl.utils.user_parts import NamedPart, is_our_own
 
 Columns = dict[str, torch.Tensor]
 
-AGGREGATION_IN_WORDS = {
+AGGREGATION_FORMULAS = {
     "token-mean": "sum over all response tokens of the mini-batch / their number",
     "seq-mean-token-sum": "sum over a response's tokens, mean over the responses of the mini-batch",
     "seq-mean-token-mean": "mean over a response's tokens, mean over the responses of the mini-batch",
@@ -49,20 +49,23 @@ class Objective:
     """A loss function of the engine that also knows which columns it reads."""
 
     def columns(self, available: set[str]) -> list[str]:
-        """The batch columns to pack for it, out of those there are."""
+        """Choose the batch columns to pack for it."""
         raise NotImplementedError
 
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
-        """A mini-batch comes; add the columns that depend on the whole of it. `infer` computes its
-        outputs, (B, R) each, by the weights before the update; every rank along `data` gets
-        here."""
+        """Begin a mini-batch: add the columns that depend on the whole of it.
+
+        Every rank along `data` makes this call.
+
+        Args:
+            infer: compute its outputs, (B, R) each, by the weights before the update.
+        """
 
     def restart(self) -> None:
         """Forget the passes over this mini-batch: they start again, because memory ran out."""
 
     def end(self) -> None:
-        """The passes over this mini-batch are done. Calls from here on look for the rows that
-        spoilt it."""
+        """End the passes over this mini-batch. Later calls look for rows that are not finite."""
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
         raise NotImplementedError
@@ -70,7 +73,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationTerm:
-    """What distillation adds to the actor's loss: coef * divergence from the teacher."""
+    """Term of the actor's loss for distillation: coef * divergence from the teacher."""
 
     kind: str  # of KL_KINDS, or of DIVERGENCES, which the model's pass computes
     coef: float
@@ -88,24 +91,49 @@ class DistillationTerm:
         return kl_penalty(outputs["log_probs"], columns["teacher_log_prob"], self.kind)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutReinforce:
+    """The policy loss that replaces the registered one, see `reinforce_of_rollout`."""
+
+    weigh_by: str | None  # token, sequence, or None for weights of 1
+    weight_band: tuple[float, float]
+    outside: str  # truncate or mask
+
+    def __call__(self, inputs: PolicyLossInputs) -> PolicyLossOutput:
+        return reinforce_of_rollout(
+            inputs, weigh_by=self.weigh_by, weight_band=self.weight_band, outside=self.outside
+        )
+
+    def describe(self) -> str:
+        """Return the formula of a token, as the log gives it."""
+        if self.weigh_by is None:
+            return "reinforce: -A log pi"
+        lower, upper = self.weight_band
+        bounds = f"by {self.weigh_by}, within [{lower:g}, {upper:g}] ({self.outside})"
+        return f"reinforce: -sg(w) A log pi, w = r {bounds}"
+
+
 class PolicyObjective(Objective):
-    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra
-    terms."""
+    """The actor's loss.
+
+    policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference) + extra terms
+    """
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
         self.policy_loss = policy_losses.get(config.policy_loss.loss_mode)
         self.part = NamedPart("policy loss", config.policy_loss.loss_mode, self.policy_loss)
-        self.selection = (
-            selections.get(name) if (name := config.policy_loss.loss_mode) in selections else None
-        )
+        self.selection: Callable[..., torch.Tensor] | None = None
+        if config.policy_loss.loss_mode in selections:
+            self.selection = selections.get(config.policy_loss.loss_mode)
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
         self.entropy_coeff = config.entropy_coeff
         self.distillation: DistillationTerm | None = None
-        self.extra_terms = [
-            (NamedPart("extra loss term", term.name, extra_losses.get(term.name)), term.coef)
-            for term in config.loss_extra
-        ]
+        self.reinforce: RolloutReinforce | None = None
+        self.extra_terms: list[tuple[NamedPart, float]] = []
+        for term in config.loss_extra:
+            part = NamedPart("extra loss term", term.name, extra_losses.get(term.name))
+            self.extra_terms.append((part, term.coef))
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._is_looking_for_offenders = False
 
@@ -124,18 +152,19 @@ class PolicyObjective(Objective):
         if self.distillation is not None:
             wanted.append("teacher_states" if self.distillation.is_exact else "teacher_log_prob")
         if self.extra_terms:  # a user's term may read anything
-            wanted += sorted(
-                available - {"input_ids", "attention_mask", "position_ids", "prompts", *wanted}
-            )
+            unpacked = {"input_ids", "attention_mask", "position_ids", "prompts"}
+            wanted += sorted(available - unpacked.union(wanted))
         return [name for name in wanted if name in available]
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:
-        log_probs, weights = outputs["log_probs"], columns["weights"]
+        log_probs = outputs["log_probs"]
+        weights = columns["weights"]
         is_own_update = "old_log_probs" not in columns and "rollout_log_probs" in columns
         if is_own_update and not self._is_looking_for_offenders:
             self._seen.append(
                 (log_probs.detach(), columns["rollout_log_probs"], columns["response_mask"])
             )
+
         # Without the column the whole batch is one update: the old policy is the current one.
         columns = {"old_log_probs": log_probs.detach(), **columns}
         inputs = PolicyLossInputs(
@@ -147,18 +176,23 @@ class PolicyObjective(Objective):
             mask=columns["response_mask"],
             selected=columns.get("selected"),
         )
-        # The correction is the policy loss's alone: KL and entropy are of the current policy,
-        # whoever drew the token.
+
+        # Only the policy loss is corrected: KL and entropy belong to the current policy, whichever
+        # policy drew the token.
         correction = columns.get("rollout_is_weights")
         corrected = inputs if correction is None else inputs._replace(weights=weights * correction)
         if self.distillation is not None and self.distillation.is_whole_loss:
             policy = PolicyLossOutput(log_probs.new_zeros(()), means_of(inputs))
+        elif self.reinforce is not None:
+            policy = self.reinforce(corrected)
         else:
             policy = self._policy_loss(corrected)
+
         loss = policy.loss
         sums = {"actor/pg_loss": policy.loss.detach()}
         means = {f"actor/{name}": value for name, value in policy.means.items()}
         means["actor/entropy"] = outputs["entropy"].detach()
+
         if self.entropy_coeff != 0:
             loss = loss - self.entropy_coeff * (outputs["entropy"] * weights).sum()
         if self.config.use_kl_loss:
@@ -192,7 +226,7 @@ class PolicyObjective(Objective):
                 "learnt, got one without a gradient (was it detached?)."
             )
         if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
-            self._tell_who_spoilt(loss, inputs)
+            self._warn_of_non_finite(loss, inputs)
         return policy
 
     def _kl(self, outputs: Columns, columns: Columns) -> torch.Tensor:
@@ -202,7 +236,8 @@ class PolicyObjective(Objective):
         kind = self.config.kl_loss_type
         return kl_penalty(outputs["log_probs"], columns["ref_log_prob"], kind)
 
-    def _tell_who_spoilt(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
+    def _warn_of_non_finite(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
+        """Warn where a user's loss is not finite for finite inputs."""
         read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
         if not loss.isfinite() and all(column.isfinite().all() for column in read):
             say_once(
@@ -211,39 +246,43 @@ class PolicyObjective(Objective):
             )
 
     def begin(self, mini_batch: DataProto, infer: Callable[[], Columns], data: Axis) -> None:
-        """See `Objective.begin`: writes `selected` for a loss that has a selection."""
+        """See `Objective.begin`: write `selected` for a loss that has a selection."""
         self._is_looking_for_offenders = False
         is_read = self.distillation is None or not self.distillation.is_whole_loss
         if self.selection is None or not is_read:
             return
-        columns, mask = mini_batch.batch, mini_batch.batch["response_mask"].bool()
+
+        columns = mini_batch.batch
+        mask = columns["response_mask"].bool()
         log_probs = infer()["log_probs"]
         old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_probs
-        mine = [
-            column[mask].cpu()
-            for column in (log_probs, old, columns["advantages"], token_noise(mini_batch))
-        ]
+        read = (log_probs, old, columns["advantages"], token_noise(mini_batch))
+        mine = [column[mask].cpu() for column in read]
         of_all = gather_objects(mine, data)
-        chosen = self.selection(
-            SelectionInputs(*(torch.cat(parts) for parts in zip(*of_all))), **self.settings
-        )
+        whole = SelectionInputs(*(torch.cat(parts) for parts in zip(*of_all)))
+        chosen = self.selection(whole, **self.settings)
+
         first = sum(len(pieces[0]) for pieces in of_all[: data.rank])
         selected = torch.zeros(mask.shape)
         selected[mask] = chosen[first : first + len(mine[0])].float()
         columns["selected"] = selected
 
     def restart(self) -> None:
-        """See `Objective.restart`. What is remembered is of one update of the whole batch."""
+        """See `Objective.restart`."""
         self._seen = []
 
     def end(self) -> None:
-        """See `Objective.end`: rows that are run again are not counted again in the mismatch."""
+        """See `Objective.end`: rows that run again do not count again in the mismatch."""
         self._is_looking_for_offenders = True
 
     def take_mismatch(self, data: Axis = ALONE) -> dict[str, float]:
-        """How far trainer and rollout engine disagree on the tokens of the last update, those of
-        all ranks along `data`, where it computed the old log-probs itself; empty otherwise."""
-        seen, self._seen = self._seen, []
+        """Return how far trainer and rollout engine disagree on the tokens of the last update.
+
+        Tokens are those of all ranks along `data`. Empty unless the update computed the old
+        log-probs itself.
+        """
+        seen = self._seen
+        self._seen = []
         if not seen:
             return {}
         trainer, rollout, mask = (torch.cat(pieces) for pieces in zip(*seen))
@@ -251,18 +290,22 @@ class PolicyObjective(Objective):
 
 
 def _is_shortage(error: Exception) -> bool:
-    """Memory that runs out in a user's function is for the engine, which makes smaller passes."""
+    """Return whether memory ran out: the engine handles that, by smaller passes."""
     return shortage_of(error, torch.device("cpu")) is not None
 
 
-def loss_in_words(config: ActorConfig, distillation: DistillationTerm | None = None) -> str:
-    """Describe the loss that the actor minimises: the formula of a token, with r = pi / pi_old, and
-    how tokens are added up."""
+def loss_in_words(
+    config: ActorConfig,
+    distillation: DistillationTerm | None = None,
+    reinforce: RolloutReinforce | None = None,
+) -> str:
+    """Describe the actor's loss: the formula of a token, r = pi / pi_old, and the aggregation."""
     name = config.policy_loss.loss_mode
     loss = policy_losses.get(name)
-    terms = [
-        f"{name}: " + getattr(loss, "formula", "a loss of your own").format(**loss_settings(config))
-    ]
+    formula = getattr(loss, "formula", "a loss of your own")
+    terms = [f"{name}: {formula.format(**loss_settings(config))}"]
+    if reinforce is not None:
+        terms = [reinforce.describe()]
     if distillation is not None:
         divergence = f"{distillation.coef:g} {distillation.kind}(pi, teacher)"
         terms = [divergence] if distillation.is_whole_loss else [*terms, f"+ {divergence}"]
@@ -271,30 +314,31 @@ def loss_in_words(config: ActorConfig, distillation: DistillationTerm | None = N
     if config.use_kl_loss:
         terms.append(f"+ {config.kl_loss_coef:g} KL(pi, reference) by {config.kl_loss_type}")
     terms += [f"+ {term.coef:g} {term.name}" for term in config.loss_extra]
-    return (
-        f"{' '.join(terms)}. {config.loss_agg_mode}: {AGGREGATION_IN_WORDS[config.loss_agg_mode]}."
-    )
+
+    mode = config.loss_agg_mode
+    return f"{' '.join(terms)}. {mode}: {AGGREGATION_FORMULAS[mode]}."
 
 
 def token_noise(batch: DataProto) -> torch.Tensor:
-    """Uniform in [0, 1) for each response token, (B, R): a function of uid (which tells the step),
-    response and position, so that it does not depend on who has the row and beside which others."""
+    """Draw uniform numbers in [0, 1) for the response tokens, (B, R).
+
+    They are a function of uid (which includes the step), response and position, so they do not
+    depend on the rank that has the row, nor on the other rows.
+    """
     mask = batch.batch["response_mask"].bool()
     tokens = batch.batch["input_ids"][:, -mask.shape[1] :]
     uids = batch.non_tensor_batch.get("uid", np.full(len(mask), "", dtype=object))
-    keys = [
-        [zlib.crc32(str(uid).encode()), zlib.crc32(row[own].cpu().numpy().tobytes())]
-        for uid, row, own in zip(uids, tokens, mask)
-    ]
-    noise = np.stack([np.random.default_rng(key).random(mask.shape[1]) for key in keys])
-    return torch.from_numpy(noise)
+    noise = []
+    for uid, row, own in zip(uids, tokens, mask):
+        key = [zlib.crc32(str(uid).encode()), zlib.crc32(row[own].cpu().numpy().tobytes())]
+        noise.append(np.random.default_rng(key).random(mask.shape[1]))
+    return torch.from_numpy(np.stack(noise))
 
 
 def mismatch_of_all(
     rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, data: Axis
 ) -> dict[str, float]:
-    """`mismatch_metrics` over the tokens of all ranks along `data`. Every one of them must call
-    this."""
+    """Compute `mismatch_metrics` over the tokens of all ranks along `data`; each must call."""
     if data.size > 1:
         keep = mask.bool()
         pieces = gather_objects((rollout[keep].cpu(), trainer[keep].cpu()), data)

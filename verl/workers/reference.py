@@ -15,7 +15,7 @@ from verl.workers.trained import EngineWorker, parameter_dtype
 
 
 def reference_budget(config: RefConfig) -> TokenBudget:
-    """The size of passes for reference log-probs, whoever makes them."""
+    """Return the size of passes for reference log-probs, in any role."""
     return TokenBudget(
         *log_prob_micro_batch(config),
         key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
@@ -40,12 +40,13 @@ def reference_columns(
 
 
 class ReferenceWorker(EngineWorker):
-    """Tells the log-probs that a KL penalty is taken against."""
+    """Compute the log-probs that a KL penalty is taken against."""
 
     def __init__(self, config: ActorRolloutRefConfig, *, device: torch.device) -> None:
         self.config = config
         assert config.model.path is not None
         import_user_code(config.model.external_lib)
+
         model = load_causal_lm(
             config.model.path,
             dtype=parameter_dtype(config.model, device, is_trained=False),

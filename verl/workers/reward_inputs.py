@@ -1,5 +1,4 @@
-"""What a reward model reads: conversations in tokens of its own, none of them longer than it
-takes."""
+"""Prepare the inputs of a reward model: conversations in its own tokens, of bounded length."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ Describe = Callable[[int], str]  # how an error names a row
 
 @dataclass(frozen=True)
 class RewardReader:
-    """From conversations to token ids.
+    """Encode conversations into token ids.
 
     Args:
         tokenizer: the reward model's own, with its chat template.
         max_length: the most tokens of one input; None: no limit.
-        truncation: what becomes of a longer one: "error", or the side that is cut: "left", "right",
+        truncation: treatment of a longer one: "error", or the side that is cut: "left", "right",
             "middle". None: an error, and no key would have it cut.
     """
 
@@ -31,30 +30,27 @@ class RewardReader:
     truncation: str | None = None
 
     def read(self, conversations: Sequence[Messages], describe: Describe) -> list[list[int]]:
-        """Token ids of each conversation, with its answer, under the reward model's chat
-        template."""
+        """Encode each conversation, with its answer, by the reward model's chat template."""
         sequences = encode_conversations(self.tokenizer, conversations, add_generation_prompt=False)
         return self.fit(sequences, describe)
 
     def fit(self, sequences: Sequence[Sequence[int]], describe: Describe) -> list[list[int]]:
-        """The same, none longer than `max_length`. Raises RewardError for a longer one, where none
-        may be cut."""
+        """Cut rows to `max_length`. Raises RewardError for a longer one, where none may be cut."""
         rows = [list(ids) for ids in sequences]
         limit = self.max_length
         too_long = [row for row, ids in enumerate(rows) if limit is not None and len(ids) > limit]
         if too_long and self.truncation in ("error", None):
             longest = max(len(rows[row]) for row in too_long)
-            cut = (
-                ", or set reward_model.truncation=left or right to have inputs cut"
-                if self.truncation
-                else ""
-            )
+            cut = ""
+            if self.truncation:
+                cut = ", or set reward_model.truncation=left or right to have inputs cut"
             raise RewardError(
                 f"The input of {describe(too_long[0])} has {len(rows[too_long[0]])} tokens of the "
                 f"reward model's tokenizer, and it takes {limit}; {len(too_long)} of {len(rows)} "
                 f"are too long, up to {longest}. Raise reward_model.max_length if the model has "
                 f"the positions, shorten data.max_prompt_length or data.max_response_length{cut}."
             )
+
         for row in too_long:
             assert limit is not None
             assert self.truncation is not None
@@ -63,8 +59,7 @@ class RewardReader:
 
 
 def conversations_of(batch: DataProto, tokenizer: Any, describe: Describe) -> list[Messages]:
-    """The messages of each row's prompt (`raw_prompt`) and its response, decoded by the actor's
-    tokenizer."""
+    """Return the messages of each row's prompt (`raw_prompt`) and its decoded response."""
     prompts = batch.non_tensor_batch.get("raw_prompt")
     if prompts is None:
         raise DataError(
@@ -73,19 +68,20 @@ def conversations_of(batch: DataProto, tokenizer: Any, describe: Describe) -> li
             "give it, or, where actor and reward model have one tokenizer, set "
             "reward_model.model.input_tokenizer=null."
         )
+
     responses = batch.batch["responses"]
     real = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
-    texts = tokenizer.batch_decode(
-        [ids[mask].tolist() for ids, mask in zip(responses, real)], skip_special_tokens=True
-    )
-    return [
-        _conversation(prompt, text, describe(row))
-        for row, (prompt, text) in enumerate(zip(prompts, texts))
-    ]
+    sequences = [ids[mask].tolist() for ids, mask in zip(responses, real)]
+    texts = tokenizer.batch_decode(sequences, skip_special_tokens=True)
+
+    conversations = []
+    for row, (prompt, text) in enumerate(zip(prompts, texts)):
+        conversations.append(_conversation(prompt, text, describe(row)))
+    return conversations
 
 
 class Scorer(Protocol):
-    """A reward model, wherever it lives; `verl.models.reward_model.RewardModel` is one."""
+    """A reward model in any place; `verl.models.reward_model.RewardModel` is one."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -97,7 +93,7 @@ class Scorer(Protocol):
 
 
 def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor:
-    """(B,) fp32 scores of B responses, each finite.
+    """Compute fp32 scores (B,) of B responses, each finite.
 
     Args:
         responses: texts; or token ids of the reward model's own tokenizer, as B tensors (or lists),
@@ -120,6 +116,7 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
             "ids, got "
             f"{tuple(responses.shape) if isinstance(responses, Tensor) else responses!r:.80}."
         )
+
     answers = _texts_or_ids(responses, "response", model.tokenizer)
     if prompts is not None and len(prompts) != len(answers):
         raise DataError(
@@ -129,6 +126,7 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
     before: Any = [None] * len(answers) if prompts is None else prompts
     if isinstance(before, Tensor) or _is_ids(before[0]):
         before = _texts_or_ids(before, "prompt", model.tokenizer)
+
     texts: dict[int, Messages] = {}
     sequences: list[list[int]] = [[] for _ in answers]
     for row, (answer, prompt) in enumerate(zip(answers, before)):
@@ -140,12 +138,11 @@ def compute_reward(model: Scorer, responses: Any, prompts: Any = None) -> Tensor
                 "texts."
             )
         else:
-            text = (
-                answer
-                if isinstance(answer, str)
-                else model.tokenizer.decode(answer, skip_special_tokens=True)
-            )
+            text = answer
+            if not isinstance(text, str):
+                text = model.tokenizer.decode(text, skip_special_tokens=True)
             texts[row] = _conversation([] if prompt is None else prompt, text, _response(row))
+
     encoded = encode_conversations(
         model.tokenizer, list(texts.values()), add_generation_prompt=False
     )
@@ -173,7 +170,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int]]:
-    """Texts as they are, and token ids as lists, all of them checked."""
+    """Check texts and token ids; give texts as they are, token ids as lists."""
     checked: list[str | list[int]] = []
     for number, value in enumerate(values):
         name = f"{what} {number}".capitalize()
@@ -185,6 +182,7 @@ def _texts_or_ids(values: Any, what: str, tokenizer: Any) -> list[str | list[int
             continue
         if not isinstance(ids, (list, tuple)) or not all(isinstance(token, int) for token in ids):
             raise RewardError(f"{name} must be a text or token ids (T,), got {value!r:.80}.")
+
         real = [place for place, token in enumerate(ids) if token != tokenizer.pad_token_id]
         if isinstance(values, Tensor):  # rows that were padded to one length
             ids = ids[real[0] : real[-1] + 1] if real else []

@@ -35,6 +35,7 @@ class RewardModelWorker(EngineWorker):
         model = config.model
         assert model.path is not None, "the configuration was checked"
         import_user_code(model.external_lib)
+
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self.retemplates = model.input_tokenizer is not None
         if not self.retemplates and tokenizer.get_vocab() != input_tokenizer.get_vocab():
@@ -50,9 +51,8 @@ class RewardModelWorker(EngineWorker):
             max_length=config.max_length,
             weights=self.reads_weights,
         )
-        limits = [
-            limit for limit in (config.max_length, reward_model.max_length) if limit is not None
-        ]
+        both = (config.max_length, reward_model.max_length)
+        limits = [limit for limit in both if limit is not None]
         self.reader = RewardReader(tokenizer, min(limits, default=None), config.truncation)
         self.engine = TrainEngine(
             reward_model.packed.requires_grad_(False),
@@ -67,8 +67,10 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """`rm_scores` (B, R): the score of each response, at its last token. Raises RewardError
-        naming the row."""
+        """Compute `rm_scores` (B, R): the score of each response, at its last token.
+
+        A RewardError names the row.
+        """
         responses = batch.batch["responses"]
         lengths = batch.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
         describe = self._names(batch)
@@ -76,6 +78,7 @@ class RewardModelWorker(EngineWorker):
             raise RewardError(
                 f"The response of {describe(int(lengths.argmin()))} has no token to be scored at."
             )
+
         if self.retemplates:
             conversations = conversations_of(batch, self.input_tokenizer, describe)
             sequences = self.reader.read(conversations, describe)
@@ -83,24 +86,26 @@ class RewardModelWorker(EngineWorker):
             real = batch.batch["attention_mask"].bool()
             sequences = [ids[mask].tolist() for ids, mask in zip(batch.batch["input_ids"], real)]
             sequences = self.reader.fit(sequences, describe)
+
         scores = torch.zeros(responses.shape, dtype=torch.float32)
         scores[torch.arange(len(batch)), lengths.cpu() - 1] = self._score(sequences, describe)
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def longest_input(self) -> int | None:
-        """The most tokens that an input may have."""
+        """Return the most tokens that an input may have."""
         return self.reader.max_length
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def score_tokens(self, inputs: DataProto) -> DataProto:
-        """`scores` (B,) of the object column `token_ids`, in the reward model's own tokens. Errors
-        name `response`."""
-        sequences, numbers = (
-            list(inputs.non_tensor_batch[name]) for name in ("token_ids", "response")
-        )
+        """Compute `scores` (B,) of the object column `token_ids`, in the reward model's own tokens.
+
+        Errors name `response`.
+        """
+        sequences = list(inputs.non_tensor_batch["token_ids"])
+        numbers = list(inputs.non_tensor_batch["response"])
         short = [number for number, ids in zip(numbers, sequences) if len(ids) < 2]
-        if short:  # what is packed for an engine has a token before the one that is looked at
+        if short:  # a packed row has a token before the one that is scored
             raise RewardError(
                 f"The input of response {short[0]} has one token, and two at least are scored. "
                 "Give it as a text, which comes under the reward model's chat template."
@@ -109,7 +114,7 @@ class RewardModelWorker(EngineWorker):
         return DataProto.from_dict(tensors={"scores": scores})
 
     def _score(self, sequences: Sequence[Sequence[int]], describe: Describe) -> torch.Tensor:
-        """(B,) scores of rows of token ids."""
+        """Compute the scores (B,) of rows of token ids."""
         # Padded on the left, so that the last column is a response of one token: the last one of
         # every row.
         width = max(len(ids) for ids in sequences)
@@ -118,6 +123,7 @@ class RewardModelWorker(EngineWorker):
         for row, ids in enumerate(sequences):
             rows[row, width - len(ids) :] = torch.tensor(ids)
             mask[row, width - len(ids) :] = 1
+
         columns = {"input_ids": rows, "attention_mask": mask, "response_mask": mask[:, -1:]}
         budget = TokenBudget(
             *reward_micro_batch(self.config),
@@ -134,4 +140,9 @@ class RewardModelWorker(EngineWorker):
     def _names(self, batch: DataProto) -> Describe:
         uids = batch.non_tensor_batch.get("uid")
         place = f" of data-parallel rank {self.data_rank}" if self.data_size > 1 else ""
-        return lambda row: f"row {row}{'' if uids is None else f' (uid {uids[row]})'}{place}"
+
+        def describe(row: int) -> str:
+            uid = "" if uids is None else f" (uid {uids[row]})"
+            return f"row {row}{uid}{place}"
+
+        return describe

@@ -10,7 +10,7 @@ import torch
 from verl.config import ActorRolloutRefConfig
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
-from verl.engine.memory import told_as_out_of_memory
+from verl.engine.memory import reports_out_of_memory
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.protocol import DataProto
 from verl.rollout import assemble, create_rollout_engine, generate
@@ -32,7 +32,7 @@ _WAY_OUT_NEXT_TO_THE_ACTOR = (
     "max_num_batched_tokens, or keep the trainer's weights and moments on the host meanwhile: "
     "actor_rollout_ref.actor.fsdp_config.param_offload=True, optimizer_offload=True."
 )
-# The counters of an engine that are added up over all engines; of the others the largest counts.
+# Counters that are added up over all engines; for the others the largest counts.
 _ADDED_UP = ("_tokens", "_steps", "_pages", "preemptions", "_per_s")
 
 
@@ -41,7 +41,7 @@ class RolloutWorker(Worker):
 
     Args:
         config: the `actor_rollout_ref` section; `model` and `rollout` are read.
-        device: where the engine computes, unless an actor of this process says.
+        device: where the engine computes; with an actor in this process, its device counts.
         tokenizer: for stop strings, the padding token and texts.
         actor: the actor of this process. Its weights become the engine's without a copy wherever
             layout and dtype agree. None: the rollout has ranks of its own.
@@ -105,9 +105,9 @@ class RolloutWorker(Worker):
 
         Reads the object columns `raw_prompt_ids` and `prompt_row`, the number of the prompt in the
         whole batch: sample ids, and with them the noise, do not depend on how the batch is dealt to
-        the ranks. Gives the columns of phase "generate".
+        the ranks. Returns the columns of phase "generate".
 
-        Tells (sample id, token ids) of every response when it is finished.
+        Reports (sample id, token ids) of every response when it is finished.
         """
         prompt_ids = [tuple(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
         rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
@@ -149,11 +149,13 @@ class RolloutWorker(Worker):
         """
         prompt_ids = [tuple(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
         rows = [int(row) for row in prompts.non_tensor_batch["prompt_row"]]
-        finished = {
-            each.sample_id: each
-            for each in self._generate(prompt_ids, rows, n, params, seed, step=0)
-        }
-        wanted = [row * n + sample for row in rows for sample in range(n)]
+
+        finished = {}
+        for completion in self._generate(prompt_ids, rows, n, params, seed, step=0):
+            finished[completion.sample_id] = completion
+        wanted: list[int] = []
+        for row in rows:
+            wanted += range(row * n, (row + 1) * n)
         if finished.keys() != set(wanted):
             raise RolloutError(
                 f"Expected {len(wanted)} samples from the engine, got {len(finished)}, or others."
@@ -180,7 +182,7 @@ class RolloutWorker(Worker):
         seed: int,
         step: int,
     ) -> Iterator[Completion]:
-        """Sample ids are those of the whole batch: prompt number times n, plus the sample's."""
+        """Sample n responses to each prompt, with the sample ids of the whole batch."""
         if not self.has_weights:
             raise RolloutError(
                 "The rollout has no weights yet. Hand the actor's over before it generates "
@@ -204,12 +206,12 @@ class RolloutWorker(Worker):
             self.has_weights = False
 
     def _metrics(self) -> dict[str, float]:
-        """Counters of the last generation over all engines."""
+        """Combine the counters of the last generation over all engines."""
         statistics = gather_objects(self.engine.statistics(), self.rollout_mesh.data)
         metrics = {}
         for name in statistics[0]:
             combine = sum if name.endswith(_ADDED_UP) else max
-            # Metrics of a clock are under perf/: all others are the same in every run of a seed.
+            # Times are under perf/; all other metrics are the same in every run of a seed.
             key = f"perf/rollout_{name}" if name.endswith("_s") else f"rollout/{name}"
             metrics[key] = combine(each[name] for each in statistics)
         return metrics
@@ -234,7 +236,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_endpoint(self) -> Endpoint:
-        """Where the engine's weights are."""
+        """Return the place of the engine's weights."""
         return Endpoint.here(self.device, self.engine.weight_dtype)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -273,4 +275,4 @@ class RolloutWorker(Worker):
     def _names_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
-        return told_as_out_of_memory(phase, self.device, way_out, rank=rank)
+        return reports_out_of_memory(phase, self.device, way_out, rank=rank)

@@ -19,7 +19,7 @@ from verl.workers.updates import run_updates
 
 
 class SFTWorker(TrainedWorker):
-    """Supervised fine-tuning of all weights or of adapters: an actor without rollout.
+    """Fine-tune all weights or adapters with supervision: an actor without rollout.
 
     Args:
         config: the `actor_rollout_ref` section, of which `model` and `actor` are read.
@@ -42,6 +42,7 @@ class SFTWorker(TrainedWorker):
         section = config.model
         assert section.path is not None, "the configuration was checked"
         import_user_code(section.external_lib)
+
         model = load_causal_lm(
             section.path,
             dtype=parameter_dtype(section, device),
@@ -52,6 +53,7 @@ class SFTWorker(TrainedWorker):
         )
         check_vocabulary(model, tokenizer)
         add_adapters(model, section, "actor_rollout_ref.model")
+
         self.objective = LanguageModelObjective()
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=section.attention_kernel),
@@ -73,8 +75,7 @@ class SFTWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def train_batch(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on the mean over all tokens of the batch whose `response_mask` is
-        1."""
+        """Make one optimizer step on the mean over all tokens with a `response_mask` of 1."""
         return run_updates(
             self.engine,
             batch,
@@ -89,8 +90,7 @@ class SFTWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def sum_loss(self, batch: DataProto) -> tuple[float, float]:
-        """The cross-entropy of all tokens of the batch whose `response_mask` is 1, and their
-        number."""
+        """Sum the cross-entropy of tokens with a `response_mask` of 1; return it and their number."""
         mask = batch.batch["response_mask"].double()
         log_probs = self.engine.infer(batch, self._budget("validation"))["log_probs"]
         sums = torch.stack([-(log_probs * mask).sum(), mask.sum()])

@@ -17,7 +17,7 @@ from verl.workers.trained import EngineWorker, frozen_dtype
 
 
 class TeacherWorker(EngineWorker):
-    """Gives the targets of distillation for responses that the actor drew.
+    """Compute the targets of distillation for responses that the actor drew.
 
     Args:
         config: the `distillation` section.
@@ -98,7 +98,8 @@ def check_same_vocabulary(
 
     A token that one of them lacks is no contradiction: later models of a family add some.
     """
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    ours = student.get_vocab()
+    theirs = teacher.get_vocab()
     token_of = {number: token for token, number in theirs.items()}
     differing = []
     for token, number in ours.items():
@@ -106,6 +107,7 @@ def check_same_vocabulary(
             differing.append(token)
     if not differing:
         return
+
     example = min(differing)
     raise ModelError(
         f"Distillation needs a teacher with the actor's vocabulary, but '{teacher_path}' and "

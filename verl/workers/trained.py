@@ -1,5 +1,4 @@
-"""What actor and critic have in common: an engine that is trained, its adapters, and its
-checkpoint."""
+"""Base classes of the workers with an engine: its adapters, and its checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from verl.single_controller import Dispatch, Worker, register
 
 
 class EngineWorker(Worker):
-    """A worker with an `engine`, whose mesh says which share of a batch is its own."""
+    """A worker with an `engine`; the engine's mesh decides which share of a batch is its own."""
 
     engine: TrainEngine
 
     @property
     def reads_weights(self) -> bool:
-        """Whether this rank reads its model's files; the others get the weights from rank 0
-        (`apply_fsdp`)."""
+        """Whether this rank reads its model's files; others get the weights (`apply_fsdp`)."""
         return self.rank == 0 or self.world_size == 1
 
     @property
@@ -54,8 +52,10 @@ class EngineWorker(Worker):
 
 
 class TrainedWorker(EngineWorker):
-    """A worker whose engine learns. `tokenizer` is saved beside the weights, `checkpoint` says what
-    else is."""
+    """A worker with an engine that learns.
+
+    `tokenizer` is saved with the weights; `checkpoint` lists the other contents.
+    """
 
     config: Any
     tokenizer: Any
@@ -63,14 +63,18 @@ class TrainedWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_config(self, config: Any) -> None:
-        """Read the sizes of updates and passes from another section; what the model was built by
-        must be the same."""
+        """Read the sizes of updates and passes from another section.
+
+        The settings that the model was built by must be the same.
+        """
         self.config = config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, *, in_background: bool = False) -> None:
-        """What `checkpoint.save_contents` names, see `TrainEngine.save`; every rank writes its
-        shards."""
+        """Save the contents that `checkpoint.save_contents` names, see `TrainEngine.save`.
+
+        Every rank writes its shards.
+        """
         contents = self.checkpoint.save_contents
         self.engine.save(
             folder,
@@ -81,10 +85,12 @@ class TrainedWorker(EngineWorker):
             in_background=in_background,
         )
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)  # which is told of the other ranks' failures too
+    @register(dispatch_mode=Dispatch.RANK_ZERO)  # it learns of the other ranks' failures too
     def checkpoint_is_written(self, *, wait: bool) -> bool:
-        """Whether all ranks have written what they began in the background. Raises what went wrong
-        with it."""
+        """Return whether all ranks have written their part of a checkpoint in the background.
+
+        Raises the error that stopped one.
+        """
         return self.engine.is_saved(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -97,23 +103,26 @@ class TrainedWorker(EngineWorker):
 def parameter_dtype(
     config: ModelConfig | CriticModelConfig, device: torch.device, *, is_trained: bool = True
 ) -> torch.dtype | str:
-    """What weights are loaded in: fp32 if they are trained; frozen ones, also under LoRA, in what
-    CUDA computes in."""
+    """Return the dtype to load weights in: fp32 if they are trained.
+
+    Frozen weights, also those under LoRA, get `frozen_dtype`.
+    """
     if config.dtype is not None:
         return config.dtype
-    return frozen_dtype(device) if not is_trained or config.lora_rank > 0 else torch.float32
+    if is_trained and config.lora_rank <= 0:
+        return torch.float32
+    return frozen_dtype(device)
 
 
 def frozen_dtype(device: torch.device) -> torch.dtype:
-    """Of weights that are not trained: what CUDA computes in."""
+    """Return the dtype of weights that are not trained: the one that CUDA computes in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def add_adapters(
     model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str
 ) -> None:
-    """Put in the adapters that the configuration asks for, if any; before anything else is done to
-    the model."""
+    """Add the adapters that the configuration asks for, before any other change to the model."""
     if config.lora_rank > 0:
         apply_lora(
             model,

@@ -21,40 +21,46 @@ from verl.workers.losses import Objective
 def mini_batches(
     batch: DataProto, rows: int, *, epochs: int, shuffle: bool, seed: int
 ) -> Iterator[DataProto]:
-    """Consecutive slices of `rows` rows, the last one shorter if it must be; each epoch in a new
-    order if shuffled."""
+    """Give consecutive slices of `rows` rows, the last one shorter if it must be.
+
+    Shuffled, each epoch has a new order.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        order = (
-            torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
-        )
+        if not shuffle and rows >= len(batch):
+            if len(batch):
+                yield batch
+            continue
+
+        if shuffle:
+            order = torch.randperm(len(batch), generator=generator)
+        else:
+            order = torch.arange(len(batch))
         for start in range(0, len(batch), rows):
-            yield (
-                batch
-                if rows >= len(batch) and not shuffle
-                else batch.select_idxs(order[start : start + rows])
-            )
+            yield batch.select_idxs(order[start : start + rows])
 
 
 def global_weights(response_mask: torch.Tensor, mode: str, data: Axis) -> torch.Tensor:
-    """`aggregation_weights` (B, R) of this rank's rows, by counts of the whole mini-batch on all
-    ranks of `data`."""
+    """Compute `aggregation_weights` (B, R) of this rank's rows, by counts over all ranks."""
     mask = response_mask.bool()
     tokens, sequences = all_reduce_sum(torch.stack([mask.sum(), mask.any(-1).sum()]), data).tolist()
     if mode == "token-mean":
-        # One over all tokens each, which is how seq-mean-token-sum weighs with as many sequences.
+        # Each weighs one over all tokens, as seq-mean-token-sum does with as many sequences.
         return aggregation_weights(mask, "seq-mean-token-sum", num_sequences=tokens)
     return aggregation_weights(mask, mode, num_sequences=sequences)
 
 
 def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int | None) -> int:
-    """How many of a mini-batch's rows each data-parallel rank has, where they are dealt evenly.
-    None: all it has.
+    """Return how many of a mini-batch's rows each data-parallel rank has, dealt evenly.
+
+    Args:
+        mini_batch_rows: rows of all ranks together; None: all that each has.
 
     Raises ConfigError or DataError, on every rank, where mini-batches would not be the same on all.
     """
     data = engine.mesh.data
-    most, fewest = max_of(len(batch), data), -max_of(-len(batch), data)
+    most = max_of(len(batch), data)
+    fewest = -max_of(-len(batch), data)
     if most != fewest:
         raise DataError(
             f"Every data-parallel rank needs as many rows of a batch as the others, got {fewest} "
@@ -63,21 +69,21 @@ def rows_of_a_rank(engine: TrainEngine, batch: DataProto, mini_batch_rows: int |
         )
     if mini_batch_rows is None:
         return len(batch)
+
     if mini_batch_rows % data.size:
+        below = mini_batch_rows // data.size * data.size
         raise ConfigError(
             "The data-parallel ranks must divide the rows of a mini-batch (ppo_mini_batch_size * "
-            f"rollout.n), got {data.size} and {mini_batch_rows}. Nearest that fit: "
-            f"{mini_batch_rows // data.size * data.size} or "
-            f"{(mini_batch_rows // data.size + 1) * data.size} rows."
+            f"rollout.n), got {data.size} and {mini_batch_rows}. Nearest that fit: {below} or "
+            f"{below + data.size} rows."
         )
     return mini_batch_rows // data.size
 
 
 def _seed(batch: DataProto) -> int:
-    """Of the order of rows: another one for every batch, and the same for the same batch in a
-    resumed run."""
+    """Return the seed of the order of rows: new for every batch, equal in a resumed run."""
     first = batch.non_tensor_batch["uid"][0] if "uid" in batch.non_tensor_batch else ""
-    # Of the trainer's "step-row" the step: the same on all ranks, whose first rows differ.
+    # The trainer's uid is "step-row". The step is equal on all ranks, the first row is not.
     return zlib.crc32(str(first).split("-")[0].encode())
 
 
@@ -94,27 +100,31 @@ def run_updates(
     budget: TokenBudget,
     **forward_arguments: Any,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch, one step of the schedule; metrics are means over the
-    optimizer steps.
+    """Make one optimizer step per mini-batch, and one step of the schedule.
 
-    `mini_batch_rows` counts the rows of all data-parallel ranks together, `batch` has those of this
-    one (None: one mini-batch of all). Every rank must call this, with equally many rows. The
-    learning rate and the number of skipped steps are reported as `<name>/lr` and
+    Every rank must call this, with equally many rows. Returned metrics are means over the optimizer
+    steps. The learning rate and the number of skipped steps are `<name>/lr` and
     `<name>/skipped_updates`.
+
+    Args:
+        batch: rows of this rank.
+        mini_batch_rows: rows of all data-parallel ranks together; None: one mini-batch of all.
     """
     collected: dict[str, list[float]] = {}
-    skipped, lr = 0, 0.0
+    skipped = 0
+    lr = 0.0
     rows = rows_of_a_rank(engine, batch, mini_batch_rows)
     with engine.on_device(optimizer=True):
         order = mini_batches(batch, rows, epochs=epochs, shuffle=shuffle, seed=_seed(batch))
         total = epochs * -(-len(batch) // rows)
         for number, mini_batch in enumerate(order):
             note_progress(number, total, "mini-batches")
-            mini_batch = mini_batch.select()  # a column more, and the caller's batch stays as it is
+            mini_batch = mini_batch.select()  # the caller's batch gets no further column
             mask = mini_batch.batch["response_mask"]
             mini_batch.batch["weights"] = global_weights(mask, loss_agg_mode, engine.mesh.data)
             infer = partial(engine.infer, mini_batch, budget, **forward_arguments)
             objective.begin(mini_batch, infer, engine.mesh.data)
+
             columns = objective.columns(set(mini_batch.batch.keys()))
             metrics = engine.forward_backward(
                 mini_batch,
@@ -125,6 +135,7 @@ def run_updates(
                 **forward_arguments,
             )
             objective.end()
+
             result = engine.step()
             lr = result.lr
             metrics[f"{name}/grad_norm"] = result.grad_norm
@@ -133,6 +144,7 @@ def run_updates(
                 _warn_of_skipped_step(engine, name, result.offenders)
             for key, value in metrics.items():
                 collected.setdefault(key, []).append(value)
+
     engine.step_schedule()
     means = {key: sum(values) / len(values) for key, values in collected.items()}
     return {**means, f"{name}/lr": lr, f"{name}/skipped_updates": float(skipped)}
