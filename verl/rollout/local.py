@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.rollout.base import Completions, RolloutEngine, generate
+from verl.rollout.base import Completions, EngineClass, RolloutEngine, generate
 from verl.rollout.checks import check_params, check_requests, longest_sequence
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import ModelTwin, engine_dtype
@@ -17,8 +17,8 @@ from verl.utils.errors import EngineAsleepError, RolloutError
 from verl.weight_sync.fingerprint import Fingerprint
 
 
-class LocalEngine:
-    """Weights, sleep, and the checks at the door of `submit`."""
+class LocalEngine(EngineClass):
+    """Weights, sleep, and the checks of configuration, model and requests."""
 
     def __init__(
         self,
@@ -30,6 +30,8 @@ class LocalEngine:
         attention: str,
         cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> None:
+        self.check(config)
+        self.check_model(config, model.config, on_cuda=device.type == "cuda")
         self.config = config
         self.device = device
         self.tokenizer = tokenizer

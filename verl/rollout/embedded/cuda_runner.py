@@ -28,7 +28,7 @@ from verl.rollout.embedded.kernels.paged_attention import (
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance, feed
-from verl.rollout.embedded.runner import Draws, ModelRunner, refuse_on_cuda
+from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
@@ -77,7 +77,6 @@ class CudaRunner(ModelRunner):
                 f"actor_rollout_ref.rollout.dtype={str(twin.dtype).removeprefix('torch.')}."
             )
         super().__init__(twin.module, **base)
-        refuse_on_cuda(self.paging, self.module.config.model_type)
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
             raise ConfigError(
                 "On CUDA actor_rollout_ref.rollout.page_size must be a power of two of at least 8, "

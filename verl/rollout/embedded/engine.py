@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis, max_of
-from verl.rollout.base import rollout_engines
+from verl.rollout.base import Capabilities, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.embedded.attention import IMPLEMENTATION
+from verl.rollout.embedded.families import check_attention
 from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
-from verl.rollout.embedded.tensor_parallel import TensorParallel
+from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_parallel
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
@@ -49,6 +50,15 @@ class EmbeddedEngine(LocalEngine):
     not the trainer's, pages, and on CPU what else is kept between steps), capture_s (of all graphs
     since the engine was made), generate_s, tokens_per_s.
     """
+
+    capabilities = Capabilities(deterministic=True, tensor_parallel=True, aliases_weights=True)
+
+    @classmethod
+    def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
+        """See `EngineClass.check_model`."""
+        check_attention(config, model, on_cuda=on_cuda)
+        if config.tensor_model_parallel_size > 1:
+            check_tensor_parallel(model, config.tensor_model_parallel_size)
 
     def __init__(
         self,
@@ -492,16 +502,4 @@ class _Progress:
         )
 
 
-@rollout_engines.register("embedded")
-def embedded(
-    *,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    config: RolloutConfig,
-    device: torch.device,
-    ranks: Axis = ALONE,
-) -> EmbeddedEngine:
-    """Factory of the registry."""
-    return EmbeddedEngine(
-        model=model, tokenizer=tokenizer, config=config, device=device, ranks=ranks
-    )
+rollout_engines.register("embedded")(EmbeddedEngine)

@@ -21,7 +21,6 @@ from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import send
-from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 
@@ -32,20 +31,6 @@ class Draws(NamedTuple):
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
     result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
-
-
-def refuse_on_cuda(paging: Paging, family: str) -> None:
-    """Raise ConfigError for attention that the decode kernel for CUDA does not compute."""
-    reason = None
-    if paging.latent_layers:
-        reason = "multi-head latent attention (MLA)"
-    elif paging.has_key_bias:
-        reason = "ALiBi biases"
-    if reason is not None:
-        raise ConfigError(
-            "On CUDA actor_rollout_ref.rollout.name=embedded needs attention without "
-            f"{reason}, got the family '{family}'. Set it to hf."
-        )
 
 
 # Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
@@ -87,12 +72,6 @@ class ModelRunner:
         if parallel is not None:
             parallel.sum_outputs(module)
         self.paging = Paging(module, invariant=deterministic)
-        if deterministic and (self.paging.latent_layers or self.paging.has_key_bias):
-            raise ConfigError(
-                "actor_rollout_ref.rollout.deterministic=true does not support multi-head latent "
-                f"attention (MLA) or ALiBi biases, got the family '{module.config.model_type}'. Set "
-                "it to false."
-            )
         self.head = head_of(module)
         self.num_pages = 0
         self.capture_s = 0.0
