@@ -1,4 +1,4 @@
-"""What the engines that compute in the trainer's own process have in common."""
+"""The common base of the engines that compute in the trainer's own process."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,8 +52,10 @@ class LocalEngine(EngineClass):
         return generate(cast(RolloutEngine, self), requests, params, seed=seed, step=step)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the
-        trainer's own parameters become aliases again and are not copied."""
+        """Take new weights; see `RolloutEngine.update_weights`.
+
+        On CPU, tensors that are the trainer's own parameters become aliases again, without a copy.
+        """
         if self._asleep:
             raise EngineAsleepError(
                 "The rollout engine is asleep; call wake() before update_weights()."
@@ -86,27 +88,29 @@ class LocalEngine(EngineClass):
         return self.twin.fingerprints()
 
     def sleep(self) -> None:
-        """Drop what lies on the device: on CUDA the weights too, on CPU they are the trainer's or
-        stay."""
+        """Free device memory. On CUDA this frees the weights, too.
+
+        On CPU the weights stay, or are the trainer's own.
+        """
         self._asleep = True
         if self.device.type == "cuda":
             self.twin.release()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Make room for the weights again; after a sleep on CUDA `update_weights` has to fill
-        them."""
+        """Allocate the weights again. After a sleep on CUDA, `update_weights` has to fill them."""
         self.twin.restore()
         self._asleep = False
 
     def forget_prefixes(self) -> None:
-        """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says
-        so."""
+        """See `RolloutEngine.forget_prefixes`. Without a cache of prefixes this does nothing."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the last `generate`; the engine's class says which. And of the last
-        `update_weights` that copied: update_weights_s (gathering included),
-        update_weights_gb_per_s."""
+        """Return the counters of the last `generate`, which the engine's class lists.
+
+        Adds those of the last `update_weights` that copied: update_weights_s (with gathering) and
+        update_weights_gb_per_s.
+        """
         return {**self._statistics, **self._hand_over}
 
     def _refuse_while_busy(self) -> None:
@@ -124,7 +128,7 @@ class LocalEngine(EngineClass):
             )
 
     def check_call(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
-        """Raise what is wrong with requests; gives the rule that their responses end by."""
+        """Check requests. Return the rule that ends their responses."""
         self._require_ready()
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
@@ -132,7 +136,7 @@ class LocalEngine(EngineClass):
 
 
 def not_finite(sample_id: int) -> RolloutError:
-    """The error for a draw from logits with NaN or infinity in them."""
+    """Return the error for a draw from logits that contain NaN or infinity."""
     return RolloutError(
         f"The model gave logits that are not finite for sample {sample_id}. The weights have "
         "probably diverged: lower the learning rate or resume from an earlier checkpoint."
