@@ -178,7 +178,7 @@ class EmbeddedEngine(LocalEngine):
         super().sleep()
         if not self._has_slept:
             self._has_slept = True
-            self._tell_what_stays()
+            self._log_bytes_kept()
 
     def kept_asleep(self) -> dict[str, int]:
         """Return the engine's bytes that stay on a CUDA device during `sleep`, by purpose.
@@ -199,14 +199,14 @@ class EmbeddedEngine(LocalEngine):
         else:
             self._pages.check_integrity([])
 
-    def _tell_what_stays(self) -> None:
+    def _log_bytes_kept(self) -> None:
         kept = self.kept_asleep()
         if kept:
             whole = torch.cuda.get_device_properties(self.device).total_memory
-            told = ", ".join(f"{what} {size / GIB:.3f} GiB" for what, size in kept.items())
+            parts = ", ".join(f"{name} {size / GIB:.3f} GiB" for name, size in kept.items())
             logger.info(
                 f"rollout: asleep, of the device {sum(kept.values()) / whole:.2%} stay in use: "
-                f"{told}"
+                f"{parts}"
             )
 
     def _make_runner(self) -> ModelRunner:
