@@ -147,10 +147,6 @@ CORRECTION = "algorithm.rollout_correction"
             f"{ROLLOUT}.tensor_model_parallel_size=2",
             "must divide the number of ranks, got 2 and 1. Set it to 1",
         ),
-        (
-            f"{ROLLOUT}.name=hf {ROLLOUT}.tensor_model_parallel_size=2 trainer.n_gpus_per_node=2",
-            "name=hf. Set name=emb",
-        ),
         (f"{ACTOR}.strategy=megatron", "no Megatron backend.*fsdp.*tensor_model_parallel_size"),
         ("critic.strategy=megatron", "critic.strategy=megatron: there is no Megatron backend"),
     ],

@@ -12,7 +12,7 @@ from tests.diagnostics.configs import LLAMA_8B, QWEN_7B, make_config
 from tests.diagnostics.live_bytes import taken_by
 from tests.diagnostics.test_plan import phase_of
 from tests.engine.batches import make_batch
-from tests.tiny_models import save_tiny, tiny_tokenizer
+from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 from tests.tiny_reward_models import save_reward_model, tiny_classifier
 from verl.config import FSDPConfig
 from verl.diagnostics.memory_plan import plan_memory
@@ -302,6 +302,18 @@ def test_ranks_that_share_an_engine_have_their_part_of_pages_and_weights(tmp_pat
             ),
             80,
         )
+
+
+def test_a_plan_refuses_settings_and_models_that_the_engine_does_not_support(tmp_path: Path):
+    engine = "actor_rollout_ref.rollout.name"
+    shared = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    with pytest.raises(ConfigError, match="name=hf. Set name=embedded"):
+        plan_memory(make_config(tmp_path, QWEN_7B, f"{engine}=hf", shared), 80)
+
+    latent = tiny_model("deepseek_v3").config
+    with pytest.raises(ConfigError, match="On CUDA .*MLA.*'deepseek_v3'. Set it to hf"):
+        plan_memory(make_config(tmp_path, latent), 80)
+    plan_memory(make_config(tmp_path, latent, f"{engine}=hf"), 80)
 
 
 def test_tied_embeddings_are_there_once(tmp_path: Path):

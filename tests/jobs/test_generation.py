@@ -175,6 +175,14 @@ def test_only_what_is_missing_is_generated(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_settings_that_the_engine_lacks_are_refused_under_the_names_of_the_job(tmp_path, capsys):
+    assert generate(tmp_path / "out.parquet", "rollout.name=hf") == 1
+    told = capsys.readouterr().err
+    assert "rollout.deterministic=true needs an engine" in told
+    assert "got rollout.name=hf" in told
+    assert "actor_rollout_ref" not in told
+
+
 def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
     output = tmp_path / "out.parquet"
 

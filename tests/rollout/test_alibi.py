@@ -4,10 +4,11 @@ import pytest
 
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
 from tests.rollout.test_embedded import worst_log_prob_error
-from tests.tiny_models import ALIBI_FAMILIES
+from tests.tiny_models import ALIBI_FAMILIES, LATENT_FAMILIES
+from verl.config.rollout import RolloutConfig
+from verl.rollout import check_engine_model
 from verl.rollout.embedded import attention as paged
 from verl.rollout.embedded import host_rows, host_runner
-from verl.rollout.embedded.runner import refuse_on_cuda
 from verl.utils.errors import ConfigError
 
 
@@ -70,7 +71,24 @@ def test_the_deterministic_engine_refuses_biases_by_name():
 
 @pytest.mark.parametrize(("family", "feature"), [("bloom", "ALiBi"), ("deepseek_v3", "MLA")])
 def test_the_engine_on_cuda_refuses_by_name(family, feature):
-    runner = make_engine(talkative_model(family)).runner
+    model = talkative_model(family)
+    config = RolloutConfig()
+    check_engine_model(config, model.config, on_cuda=False)
     with pytest.raises(ConfigError, match=f"On CUDA .*{feature}.*'{family}'. Set it to hf"):
-        refuse_on_cuda(runner.paging, family)
-    refuse_on_cuda(make_engine(talkative_model("qwen2")).runner.paging, "qwen2")
+        check_engine_model(config, model.config, on_cuda=True)
+
+    config.name = "hf"
+    check_engine_model(config, model.config, on_cuda=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2", *ALIBI_FAMILIES, *LATENT_FAMILIES])
+def test_a_configuration_says_as_much_of_the_attention_as_the_module(family):
+    model = talkative_model(family)
+    paging = make_engine(model).runner.paging
+    is_special = bool(paging.latent_layers) or paging.has_key_bias
+    deterministic = RolloutConfig(deterministic=True)
+    if is_special:
+        with pytest.raises(ConfigError, match="does not support"):
+            check_engine_model(deterministic, model.config, on_cuda=False)
+    else:
+        check_engine_model(deterministic, model.config, on_cuda=True)

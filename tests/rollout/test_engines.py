@@ -267,7 +267,7 @@ def test_engines_of_other_projects_have_no_adapter_yet(name):
 
 
 def test_only_the_embedded_engine_is_deterministic():
-    with pytest.raises(ConfigError, match="needs the engine 'embedded'"):
+    with pytest.raises(ConfigError, match="name=hf. Set name=embedded, or deterministic=false"):
         make_engine(talkative_model("qwen2"), "hf", deterministic=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 from tests.trainer.runs import TOY, metric_lines, run, same_bits, step_lines, weights, write_lines
 from verl.data.toy import toy_files
 from verl.models.load import resolve_path
@@ -395,6 +395,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds(tmp_path, capfd):
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     text = message(capfd, run(tmp_path, f"actor_rollout_ref.model.path={tmp_path / 'model'}"))
     assert "The model embeds 64 tokens" in text
+
+
+def test_a_model_that_the_engine_does_not_support_is_refused_before_weights(tmp_path, capfd):
+    save_tiny(tmp_path / "model", "deepseek_v3")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    keys = [
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        "actor_rollout_ref.rollout.deterministic=True",
+    ]
+    assert run(tmp_path / "run", *keys) == 1
+    assert "does not support multi-head latent attention (MLA)" in capfd.readouterr().err
 
 
 def test_several_launched_ranks(tmp_path, capfd, monkeypatch):

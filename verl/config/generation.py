@@ -8,7 +8,7 @@ from typing import Any
 from verl.config.data import DataConfig
 from verl.config.model import ModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.rules import engine_can_be_shared, is_greedy, ranks_can_be_divided, sequences_fit
+from verl.config.rules import is_greedy, ranks_can_be_divided, sequences_fit
 from verl.config.setting import setting
 from verl.config.shared_keys import SharedKeys, as_in
 from verl.config.trainer import RayInitConfig, TrainerConfig
@@ -207,7 +207,7 @@ def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
 
 RULES = (
     files_and_model_are_named,
-    *map(SHARED.rule_here, (engine_can_be_shared, ranks_can_be_divided, sequences_fit)),
+    *map(SHARED.rule_here, (ranks_can_be_divided, sequences_fit)),
 )
 
 

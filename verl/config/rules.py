@@ -307,17 +307,6 @@ def is_greedy(sampling: RolloutConfig | SamplingValConfig) -> bool:
     return sampling.temperature == 0 or not sampling.do_sample
 
 
-def engine_can_be_shared(config: TrainConfig) -> Iterator[str]:
-    name = config.actor_rollout_ref.rollout.name
-    shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if shared_by > 1 and name not in ("embedded", "vllm", "sglang"):
-        yield (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={shared_by} is for the engine "
-            f"'embedded', got actor_rollout_ref.rollout.name={name}. Set name=embedded, or "
-            "tensor_model_parallel_size=1."
-        )
-
-
 def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
     roles = config.actor_rollout_ref
     for section, model, key, optim in (
@@ -440,7 +429,6 @@ RULES: tuple[Rule, ...] = (
     losses_make_sense,
     kl_in_reward_is_estimated,
     training_samples_vary,
-    engine_can_be_shared,
     adapters_can_be_trained,
     run_has_an_end_and_a_start,
     checkpoint_parts_are_known,

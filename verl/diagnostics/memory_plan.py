@@ -12,7 +12,7 @@ from verl.diagnostics.batch import BatchPlan
 from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.diagnostics.roles import Passes, Role, roles_of, work_of
-from verl.diagnostics.rollout_memory import RolloutPlan, plan_rollout
+from verl.diagnostics.rollout_memory import RolloutPlan, as_planned, plan_rollout
 from verl.engine.model_shape import ModelShape
 from verl.utils.units import GIB
 
@@ -97,7 +97,8 @@ class _Planner:
         self.batch = BatchPlan.of(config, len(placement.roles["actor"]))
         self.roles = roles_of(config, placement, shapes)
         model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        shapes.check_tensor_parallel(model, rollout.tensor_model_parallel_size)
+        self._rollout_config = as_planned(rollout)
+        shapes.check_rollout(model, self._rollout_config, placement.device)
         self.rollout = self._rollout(shapes.policy(model, placement.device, is_trained=False))
 
     def plan(self) -> MemoryPlan:
@@ -337,9 +338,9 @@ class _Planner:
         setup = self.roles["actor"].footprint.setup
         beside = self._beside("rollout", brings_parameters=False, brings_moments=False)
         usable = self.placement.usable_bytes
-        model, rollout = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.rollout
+        model = self.config.actor_rollout_ref.model
         return plan_rollout(
-            rollout,
+            self._rollout_config,
             plain,
             self.batch,
             on_cuda=self.placement.on_cuda,

@@ -17,6 +17,7 @@ from verl.config import (
     CriticModelConfig,
     ModelConfig,
     RewardModelModelConfig,
+    RolloutConfig,
     TeacherModelConfig,
 )
 from verl.engine.footprint import EngineFootprint, EngineSetup
@@ -24,7 +25,7 @@ from verl.engine.model_shape import ModelShape
 from verl.models.critic import CriticModel
 from verl.models.load import load_model_config, torch_dtype
 from verl.models.reward_model import load_reward_config
-from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
+from verl.rollout import check_engine_model
 from verl.utils.imports import import_user_code
 from verl.workers.trained import add_adapters, frozen_dtype, parameter_dtype
 
@@ -34,7 +35,7 @@ class ModelShapes:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], ModelShape] = {}
-        self._cut: set[tuple[str | None, int]] = set()
+        self._configs: dict[tuple[Any, ...], Any] = {}  # of policies
         self._footprints: dict[tuple[int, EngineSetup], EngineFootprint] = {}
 
     def footprint(self, shape: ModelShape, setup: EngineSetup) -> EngineFootprint:
@@ -99,11 +100,14 @@ class ModelShapes:
         key = (device.type, model.model_path, model.dtype, repr(model.override_config))
         return self._shape(("teacher", *key), make)
 
-    def check_tensor_parallel(self, model: ModelConfig, size: int) -> None:
-        """Raises ConfigError where so many ranks cannot share an engine of the model."""
-        if size > 1 and (model.path, size) not in self._cut:
-            check_tensor_parallel(_config(model), size)
-            self._cut.add((model.path, size))
+    def check_rollout(
+        self, model: ModelConfig, rollout: RolloutConfig, device: torch.device
+    ) -> None:
+        """Raise ConfigError where the rollout engine does not support the model."""
+        key = _key(model, device)
+        if key not in self._configs:
+            self._configs[key] = _config(model)
+        check_engine_model(rollout, self._configs[key], on_cuda=device.type == "cuda")
 
     def _shape(self, name: tuple[Any, ...], make: Callable[[], nn.Module]) -> ModelShape:
         if name not in self._known:

@@ -1,21 +1,19 @@
-"""What the rollout engine holds on one device: weights of its own, key-value pages, and what a step
-works with."""
+"""The memory of the rollout engine on one device: weights, key-value pages, a step's tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.config import RolloutConfig
 from verl.diagnostics.batch import BatchPlan
 from verl.engine.model_shape import ModelShape
+from verl.rollout import check_engine, rollout_engines
+from verl.rollout.base import capabilities_of, plan_engine
+from verl.rollout.memory import EngineLoad
 from verl.rollout.twin import ROLLOUT_DTYPES
-
-# Logits in fp32 that `CudaRunner.other_bytes` keeps room for: of a first draw, of a step outside of
-# a graph, and in the pool of the graphs.
-_LOGITS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Bytes of one device, and what they are good for."""
+    """Bytes on one device, and the samples that they have room for."""
 
     itemsize: int  # of weights and pages
     weights: int
@@ -33,7 +31,7 @@ class RolloutPlan:
 
     @property
     def at_once(self) -> int:
-        """Samples that run side by side when all are as long as may be."""
+        """Samples that run at once when all of them have full length."""
         return min(self.samples, self.most_at_once, self.pages // self.pages_a_sample)
 
     @property
@@ -51,6 +49,18 @@ class RolloutPlan:
         )
 
 
+def as_planned(config: RolloutConfig) -> RolloutConfig:
+    """Return the section with a registered engine.
+
+    An engine that this version does not have is planned as the default one. Raises ConfigError for
+    a setting that the engine does not support.
+    """
+    if config.name not in rollout_engines:
+        config = replace(config, name=RolloutConfig().name)
+    check_engine(config)
+    return config
+
+
 def plan_rollout(
     config: RolloutConfig,
     shape: ModelShape,
@@ -61,60 +71,66 @@ def plan_rollout(
     ranks: int,
     room: float | None,
 ) -> RolloutPlan:
-    """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they
-    are, `ranks` those that generate, `room` the bytes that are free beside the trainer (None: not known)."""
-    itemsize = (
-        ROLLOUT_DTYPES[config.dtype].itemsize
-        if config.dtype
-        else 2
-        if on_cuda
-        else shape.weights[0].itemsize
-    )
+    """Plan one rollout engine.
+
+    Args:
+        shape: that of the plain model.
+        aliases: whether the trainer's weights can serve as they are.
+        ranks: those that generate.
+        room: bytes that the trainer leaves free; None: not known.
+    """
     parts = config.tensor_model_parallel_size
-    # Matrices of the layers are cut; embeddings, norms and head are whole on every rank.
-    numel = sum(
-        w.numel() // (parts if w.in_layer and len(w.shape) > 1 else 1) for w in shape.weights
-    )
-    weights = 0 if aliases else numel * itemsize
+    itemsize = _itemsize(config, shape, on_cuda)
+    is_copy = not (aliases and capabilities_of(config.name).aliases_weights)
+    weights = _weight_numbers(shape, parts) * itemsize if is_copy else 0
     token_bytes = shape.layers * shape.cached // parts * itemsize
+
     longest = config.max_model_len or batch.longest
     engines = max(1, ranks // parts)
     prompts = -(-batch.prompts // engines)
     samples = prompts * batch.samples
-    logits = (_LOGITS if on_cuda else 1) * config.max_num_seqs * shape.vocabulary * 4
-    if config.name == "hf":
-        # Rows of full length side by side, and eager attention: the scores of all prompts, also in
-        # fp32 and as a mask.
-        page_tokens, a_sample, useful = longest, 1, min(samples, config.max_num_seqs)
-        prompt = round(longest * batch.prompt_share)
-        prefill = useful * shape.heads * prompt**2 * (2 * itemsize + 4)
-    else:
-        page_tokens = config.page_size
-        a_sample = -(-(longest - 1) // page_tokens)  # the last token is never fed back
-        useful = a_sample * min(samples, config.max_num_seqs) + prompts
-        prefill = (
-            itemsize
-            * config.max_num_batched_tokens
-            * (3 * shape.intermediate // parts + 5 * shape.hidden)
-        )
-    page_bytes = token_bytes * page_tokens
-    pages = useful
-    if config.name != "hf" and config.num_pages is not None:
-        pages = config.num_pages
-    elif config.name != "hf" and room is not None:
-        # As the engine does: prompts computed so far count as free, graphs' logits do not.
-        pages = min(
-            useful,
-            max(0, int(config.gpu_memory_utilization * (room - weights - logits)) // page_bytes),
-        )
+
+    load = EngineLoad(
+        prompts=prompts,
+        samples=samples,
+        longest=longest,
+        longest_prompt=round(longest * batch.prompt_share),
+        ranks=parts,
+        heads=shape.heads,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        vocabulary=shape.vocabulary,
+        itemsize=itemsize,
+        token_bytes=token_bytes,
+        on_cuda=on_cuda,
+        room=None if room is None else room - weights,
+    )
+    memory = plan_engine(config, load)
+
     return RolloutPlan(
         itemsize=itemsize,
         weights=weights,
-        page_bytes=page_bytes,
-        pages=pages,
-        page_tokens=page_tokens,
-        pages_a_sample=a_sample,
+        page_bytes=token_bytes * memory.page_tokens,
+        pages=memory.pages,
+        page_tokens=memory.page_tokens,
+        pages_a_sample=memory.pages_a_sample,
         samples=samples,
         most_at_once=config.max_num_seqs,
-        working=prefill + logits,
+        working=memory.working,
     )
+
+
+def _itemsize(config: RolloutConfig, shape: ModelShape, on_cuda: bool) -> int:
+    """Return the bytes of a number in the engine's weights and cache."""
+    if config.dtype:
+        return ROLLOUT_DTYPES[config.dtype].itemsize
+    return 2 if on_cuda else shape.weights[0].itemsize
+
+
+def _weight_numbers(shape: ModelShape, parts: int) -> int:
+    """Count the weights of one rank: layers' matrices are cut; embeddings, norms, head are not."""
+    total = 0
+    for weight in shape.weights:
+        is_cut = weight.in_layer and len(weight.shape) > 1
+        total += weight.numel() // (parts if is_cut else 1)
+    return total

@@ -13,6 +13,7 @@ import torch
 
 from verl.config.generation import PLACE_AND_SPEED, SHARED, GenerationConfig
 from verl.config.keys import keys_of, value_at
+from verl.config.rollout import RolloutConfig
 from verl.data.files import ArrowRows
 from verl.data.lengths import tokenizer_fingerprint
 from verl.data.rl_dataset import RLDataset
@@ -20,11 +21,11 @@ from verl.data.toy import TOY, toy_files
 from verl.jobs.finished_batches import FinishedBatches
 from verl.models.load import resolve_path
 from verl.protocol import DataProto
-from verl.rollout import rollout_engines
+from verl.rollout import check_engine
 from verl.trainer import setup
 from verl.trainer.pools import join_pool
 from verl.utils.devices import describe_device, visible_device
-from verl.utils.errors import DataError
+from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
 from verl.workers import RolloutWorker
 
@@ -69,6 +70,14 @@ class Prompts(RLDataset):
         return table
 
 
+def _check_engine(rollout: RolloutConfig) -> None:
+    """Raise ConfigError, with the names that keys have here, for what the engine lacks."""
+    try:
+        check_engine(rollout)
+    except ConfigError as error:
+        raise ConfigError(SHARED.names_here(str(error))) from error
+
+
 def generate(config: GenerationConfig) -> None:
     """Generate responses for every prompt.
 
@@ -81,7 +90,7 @@ def generate(config: GenerationConfig) -> None:
         torch.set_num_threads(config.trainer.num_threads)
     device = visible_device(config.trainer.device)
     setup.load_user_code(train)
-    rollout_engines.get(rollout.name)
+    _check_engine(rollout)
     pool = join_pool(train, device)
 
     tokenizer = setup.build_tokenizer(train)

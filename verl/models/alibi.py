@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 
@@ -42,6 +42,11 @@ def alibi_slopes(heads: int, device: torch.device | str) -> Tensor:
 def has_key_bias(module: nn.Module) -> bool:
     """Whether `module` is an attention that adds ALiBi biases to its scores."""
     return type(module).__name__ in _FORWARDS
+
+
+def config_has_key_bias(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration has attention with ALiBi biases."""
+    return config.model_type in _FAMILIES
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
@@ -98,6 +103,7 @@ _FORWARDS = {
     "BloomAttention": _bloom_attention,
     "MptAttention": _mpt_attention,
 }
+_FAMILIES = ("bloom", "mpt")  # the model types with these modules
 
 
 def _mpt_body(body: Any, input_ids: Tensor | None = None, **kwargs: Any) -> Any:

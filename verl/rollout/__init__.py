@@ -6,29 +6,42 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
+from verl.config.setting import setting_of
 from verl.distributed.collectives import ALONE, Axis
 from verl.rollout.assemble import assemble
-from verl.rollout.base import GenerateOnly, RolloutEngine, generate, rollout_engines
+from verl.rollout.base import (
+    Capabilities,
+    EngineClass,
+    GenerateOnly,
+    RolloutEngine,
+    check_engine,
+    check_engine_model,
+    generate,
+    rollout_engines,
+)
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.utils.errors import ConfigError
 
 __all__ = [
+    "Capabilities",
     "Completion",
     "EmbeddedEngine",
+    "EngineClass",
     "HFEngine",
     "Request",
     "RolloutEngine",
     "SamplingParams",
     "assemble",
+    "check_engine",
+    "check_engine_model",
     "create_rollout_engine",
     "generate",
     "rollout_engines",
 ]
 
-# Engines of other projects that users know by name.
-_OTHER_ENGINES = ("vllm", "sglang")
+_VERBS = {"submit", "step", "abort", "has_work"}
 
 
 def create_rollout_engine(
@@ -39,23 +52,21 @@ def create_rollout_engine(
     device: torch.device,
     ranks: Axis = ALONE,
 ) -> RolloutEngine:
-    """The engine that `config.name` says, over the weights of `model`; one engine for all `ranks`,
-    each of which makes every call on it alike.
+    """Make the engine that `config.name` names, over the weights of `model`.
 
-    Raises ConfigError for an unknown name.
+    `ranks` share one engine, and each of them makes every call on it alike. Raises ConfigError for
+    an unknown name, and for a setting or a model that the engine does not support.
     """
-    if config.name in _OTHER_ENGINES and config.name not in rollout_engines:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={config.name}: this version has no adapter for "
-            f"'{config.name}', but the engines {', '.join(sorted(rollout_engines))}. Set "
-            "actor_rollout_ref.rollout.name=embedded."
-        )
+    _refuse_planned(config.name)
+    check_engine(config)
+    check_engine_model(config, model.config, on_cuda=device.type == "cuda")
+
     factory = rollout_engines.get(config.name)
-    # by the rules only `embedded` can be
+    # Only an engine with the capability takes the argument.
     shared: dict[str, Any] = {"ranks": ranks} if ranks.size > 1 else {}
     engine: Any = factory(model=model, tokenizer=tokenizer, config=config, device=device, **shared)
-    verbs = {"submit", "step", "abort", "has_work"}
-    missing = sorted(verbs - set(dir(engine)))
+
+    missing = sorted(_VERBS - set(dir(engine)))
     if not missing:
         return engine
     if callable(getattr(engine, "generate", None)):
@@ -64,3 +75,15 @@ def create_rollout_engine(
         f"The rollout engine '{config.name}' lacks {', '.join(missing)}. It needs submit, step, "
         "abort and has_work, or generate alone (verl.rollout.RolloutEngine)."
     )
+
+
+def _refuse_planned(name: str) -> None:
+    """Raise ConfigError for an engine of another project that the key declares as planned."""
+    key = setting_of(RolloutConfig.__dataclass_fields__["name"])
+    assert key is not None
+    if name in key.planned_values and name not in rollout_engines:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name}: this version has no adapter for '{name}', "
+            f"but the engines {', '.join(sorted(rollout_engines))}. Set "
+            f"actor_rollout_ref.rollout.name={RolloutConfig().name}."
+        )

@@ -1,4 +1,4 @@
-"""From completions to the padded columns of a batch."""
+"""Turn completions into the padded columns of a batch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,14 @@ def assemble(
     response_length: int,
     pad_token_id: int,
 ) -> dict[str, Tensor]:
-    """The tensor columns of phase "generate": row i is `prompts[i]` with the completion whose
-    sample id is i.
+    """Return the tensor columns of phase "generate".
 
-    Gives prompts (B, P), responses (B, R), input_ids, attention_mask, position_ids (B, T),
-    response_mask (B, R) and rollout_log_probs (B, R) fp32. Raises RolloutError naming the sample
-    that is missing, doubled, unknown, empty or longer than its columns, or whose log-probs are not
-    one finite number a token.
+    Row i is `prompts[i]` with the completion of sample id i. The columns are prompts (B, P),
+    responses (B, R), input_ids, attention_mask, position_ids (B, T), response_mask (B, R) and
+    rollout_log_probs (B, R) fp32.
+
+    Raises RolloutError naming the sample that is missing, doubled, unknown, empty or longer than
+    its columns, or that does not have one finite log-prob for each token.
     """
     rows = len(prompts)
     by_sample = _by_sample(completions, rows)
@@ -33,6 +34,7 @@ def assemble(
     responses = torch.full((rows, response_length), pad_token_id, dtype=torch.int64)
     response_mask = torch.zeros((rows, response_length), dtype=torch.int64)
     log_probs = torch.zeros((rows, response_length), dtype=torch.float32)
+
     for row, prompt in enumerate(prompts):
         completion = by_sample[row]
         _check(completion, prompt, prompt_length, response_length)
@@ -42,6 +44,7 @@ def assemble(
         responses[row, :count] = torch.tensor(completion.token_ids, dtype=torch.int64)
         response_mask[row, :count] = 1
         log_probs[row, :count] = torch.tensor(completion.log_probs, dtype=torch.float32)
+
     attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
     return {
         "prompts": prompt_ids,
@@ -68,6 +71,7 @@ def _by_sample(completions: Iterable[Completion], rows: int) -> dict[int, Comple
                 "once."
             )
         by_sample[completion.sample_id] = completion
+
     missing = [row for row in range(rows) if row not in by_sample]
     if missing:
         shown = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
@@ -95,6 +99,7 @@ def _check(
             f"The response of {name} has {count} tokens, its column {response_length}. Ask the "
             "engine for at most data.max_response_length new tokens."
         )
+
     if len(completion.log_probs) != count or not all(map(math.isfinite, completion.log_probs)):
         raise RolloutError(
             f"Expected {count} finite log-probs for {name}, got {len(completion.log_probs)}"

@@ -1,48 +1,53 @@
-"""The contract of a rollout engine, and the registry of engines."""
+"""The contract of a rollout engine: its verbs, the facts that its class declares, the registry."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
+from transformers import PreTrainedConfig
+
+from verl.config.rollout import RolloutConfig
+from verl.rollout.memory import EngineLoad, EngineMemory, paged_memory
 from verl.rollout.types import Completion, Request, SamplingParams
-from verl.utils.errors import RolloutError
+from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import Registry
 from verl.weight_sync import WeightTaker
 
 
 class RolloutEngine(WeightTaker, Protocol):
-    """Turns requests into completions. It can be asked at any time.
+    """Turns requests into completions. Requests may come at any time.
 
-    The engine owns its KV cache; where its dtype and layout agree with the trainer's, its weights
-    alias them, otherwise it owns copies at stable addresses. Between `sleep` and `wake` no page and
-    no weight copy stays on the device and `submit` raises EngineAsleepError. Completions come as
+    The engine owns its KV cache. Where its dtype and layout agree with the trainer's, its weights
+    alias them; otherwise it owns copies at stable addresses. Between `sleep` and `wake` no page and
+    no weight copy stays on the device, and `submit` raises EngineAsleepError. Completions come as
     they finish, each sample exactly once.
     """
 
     @property
     def has_work(self) -> bool:
-        """Whether some sample that was submitted has not been given back yet."""
+        """Whether some submitted sample has not been returned yet."""
         ...
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
     ) -> None:
-        """Add requests to those at work.
+        """Add requests to those that run.
 
-        The noise of a sample depends on (seed, step, sample id, position) alone. Raises
-        RolloutError for a request that cannot be served, and takes none of them then.
+        The noise of a sample depends on (seed, step, sample id, position) alone. If any request
+        cannot be served, raises RolloutError and adds none of them.
         """
         ...
 
     def step(self) -> list[Completion]:
-        """Go on for a while; gives the samples that have ended, often none."""
+        """Work for a while. Return the samples that have ended, often none."""
         ...
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Give up samples, or all of them.
+        """Abort some samples, or all of them.
 
-        Gives each with the tokens drawn so far, maybe none, their log-probs, and the finish reason
-        "abort". An id that is not at work is ignored.
+        Returns each with the tokens drawn so far (maybe none), their log-probs, and the finish
+        reason "abort". Ignores the ids of samples that are not running.
         """
         ...
 
@@ -55,18 +60,125 @@ class RolloutEngine(WeightTaker, Protocol):
         ...
 
     def forget_prefixes(self) -> None:
-        """Keep nothing of earlier prompts. A resumed run starts without them, and draws what this
-        one draws only if this one does, too."""
+        """Drop the cached keys of earlier prompts.
+
+        A resumed run starts without them. It draws the same tokens as an uninterrupted run only if
+        that run drops them, too.
+        """
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the engine last began to work: prefill_tokens, decode_steps, preemptions,
-        peak_pages ..."""
+        """Return counters since the engine last began to work.
+
+        Examples are prefill_tokens, decode_steps, preemptions and peak_pages.
+        """
         ...
 
 
+# ---------------------------------------------------------------- declared facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Features of an engine class that other rooms read before an engine exists.
+
+    A registered factory without an attribute `capabilities` has these defaults.
+    """
+
+    deterministic: bool = False  # honors rollout.deterministic: bits do not depend on the batch
+    tensor_parallel: bool = False  # ranks can share an engine, which takes them as `ranks`
+    aliases_weights: bool = False  # on a CPU it can compute with the trainer's own tensors
+
+
+class EngineClass:
+    """Base of engine classes: what a class declares about the engines it makes, with defaults."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @classmethod
+    def check(cls, config: RolloutConfig) -> None:
+        """Raise ConfigError for a setting that the engine does not support."""
+        check_capabilities(config, cls.capabilities)
+
+    @classmethod
+    def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
+        """Raise ConfigError for a model that the engine does not support. Reads no weights."""
+
+    @classmethod
+    def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
+        """Return the memory terms of the engine; by default those of a paged cache."""
+        return paged_memory(config, load)
+
+
+# name -> engine class or factory, called with model, tokenizer, config (the rollout's) and device,
+# and with `ranks` where several share the engine
+rollout_engines: Registry[Callable[..., RolloutEngine]] = Registry(
+    "rollout engine (actor_rollout_ref.rollout.name)"
+)
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """Return the capabilities that the engine registered under `name` declares."""
+    return _declared(name, "capabilities")
+
+
+def check_engine(config: RolloutConfig) -> None:
+    """Raise ConfigError for an unknown engine, or a setting that the engine does not support."""
+    own_check = getattr(rollout_engines.get(config.name), "check", None)
+    if own_check is not None:
+        own_check(config)
+    else:
+        check_capabilities(config, capabilities_of(config.name))
+
+
+def check_engine_model(config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
+    """Raise ConfigError for a model that the engine does not support. Reads no weights."""
+    _declared(config.name, "check_model")(config, model, on_cuda=on_cuda)
+
+
+def plan_engine(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
+    """Return the memory terms of the engine that `config` names."""
+    return _declared(config.name, "plan")(config, load)
+
+
+def check_capabilities(config: RolloutConfig, capabilities: Capabilities) -> None:
+    """Raise ConfigError for a setting that needs a capability which is missing."""
+    section = "actor_rollout_ref.rollout"
+    ranks = config.tensor_model_parallel_size
+
+    if config.deterministic and not capabilities.deterministic:
+        raise ConfigError(
+            f"{section}.deterministic=true needs an engine that computes each sample independently "
+            f"of its batch, got {section}.name={config.name}. "
+            f"Set {_names_with('deterministic')}deterministic=false."
+        )
+    if ranks > 1 and not capabilities.tensor_parallel:
+        raise ConfigError(
+            f"{section}.tensor_model_parallel_size={ranks} needs an engine that ranks can share, "
+            f"got {section}.name={config.name}. "
+            f"Set {_names_with('tensor_parallel')}tensor_model_parallel_size=1."
+        )
+
+
+def _declared(name: str, fact: str) -> Any:
+    """Return an attribute of the registered class or factory, or the default of `EngineClass`."""
+    return getattr(rollout_engines.get(name), fact, getattr(EngineClass, fact))
+
+
+def _names_with(capability: str) -> str:
+    """Return the engines with a capability as the beginning of a way out: "name=embedded, or "."""
+    names = []
+    for name in sorted(rollout_engines):
+        if getattr(capabilities_of(name), capability):
+            names.append(f"name={name}, or ")
+    return "".join(names)
+
+
+# ---------------------------------------------------------------- the loop
+
+
 class Completions(Iterator[Completion]):
-    """Steps an engine until it has no work. Closing it early aborts what is left."""
+    """Steps an engine until it has no work. Closing it early aborts the unfinished samples."""
 
     def __init__(self, engine: RolloutEngine, sample_ids: Iterable[int]) -> None:
         self._engine = engine
@@ -84,7 +196,7 @@ class Completions(Iterator[Completion]):
         return self._finished.popleft()
 
     def close(self) -> None:
-        """Abort what is left of these samples; an engine may be at others by now."""
+        """Abort the unfinished samples alone; the engine may run others by now."""
         if self._unfinished:
             self._engine.abort(self._unfinished)
             self._unfinished = set()
@@ -101,7 +213,7 @@ def generate(
     seed: int,
     step: int,
 ) -> Completions:
-    """Sample every request with an engine that has no other work; gives completions as they finish.
+    """Sample every request with an idle engine. Return completions as they finish.
 
     Raises RolloutError at once for a request that cannot be served.
     """
@@ -110,14 +222,15 @@ def generate(
             "A generate() of this engine is not finished; exhaust or close its iterator first."
         )
     engine.submit(requests, params, seed=seed, step=step)
-    return Completions(engine, [number for each in requests for number in each.sample_ids])
+    sample_ids = [sample_id for request in requests for sample_id in request.sample_ids]
+    return Completions(engine, sample_ids)
 
 
 class GenerateOnly:
-    """An engine that has `generate` alone, with the verbs of a `RolloutEngine` on top.
+    """The verbs of a `RolloutEngine` on top of an engine that has `generate` alone.
 
-    Requests of one `submit` are one call of `generate`, begun when those before it have ended. What
-    has been drawn of an aborted sample is not known, so it comes back empty.
+    Requests of one `submit` are one call of `generate`, begun when the calls before it have ended.
+    The tokens drawn so far of an aborted sample are not known, so it comes back empty.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -160,13 +273,8 @@ class GenerateOnly:
             aborted.append(
                 Completion(sample_id=sample_id, token_ids=[], log_probs=[], finish_reason="abort")
             )
+
         self._unfinished = self._unfinished - wanted
         if not self._unfinished:
             self._calls.clear()
         return aborted
-
-
-# name -> factory(model, tokenizer, rollout config, device) -> engine
-rollout_engines: Registry[Callable[..., RolloutEngine]] = Registry(
-    "rollout engine (actor_rollout_ref.rollout.name)"
-)

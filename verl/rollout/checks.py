@@ -1,4 +1,4 @@
-"""What every engine of ours asks of its configuration and of the requests it is given."""
+"""Checks of configuration and requests that all engines of this package share."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,9 @@ from verl.utils.errors import ConfigError, RolloutError
 
 
 def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
-    """The most tokens a prompt and its response may have together: max_model_len, or prompt_length
-    + response_length.
+    """Return the most tokens that a prompt and its response may have together.
 
-    Raises ConfigError where the model has fewer positions.
+    This is max_model_len, or prompt_length + response_length. Raises ConfigError where the model has fewer positions.
     """
     length = config.max_model_len or config.prompt_length + config.response_length
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -27,7 +26,7 @@ def longest_sequence(config: RolloutConfig, model: PreTrainedModel) -> int:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise ConfigError for sampling parameters that mean nothing."""
+    """Raise ConfigError for sampling parameters outside of their range."""
     expected = {
         "max_new_tokens must be at least 1": params.max_new_tokens >= 1,
         "temperature must be 0 (greedy) or at least 1e-37": params.temperature == 0
@@ -43,7 +42,7 @@ def check_params(params: SamplingParams) -> None:
 
 
 def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabulary: int) -> None:
-    """Raise RolloutError for a prompt that cannot be continued, or a sample id given twice."""
+    """Raise RolloutError for a prompt that cannot be continued, or for a repeated sample id."""
     seen: set[int] = set()
     for number, request in enumerate(requests):
         prompt = request.prompt_ids
@@ -62,6 +61,7 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
                 f"Request {number} has token ids {min(prompt)}..{max(prompt)}, the model knows "
                 f"0..{vocabulary - 1}. Use the tokenizer that belongs to the model."
             )
+
         limits = request.limits
         if limits is not None and (
             len(limits) != len(request.sample_ids) or min(limits, default=1) < 1
@@ -70,6 +70,7 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
                 f"Request {number} has {len(request.sample_ids)} samples and the limits {limits}; "
                 "each sample needs one of at least 1."
             )
+
         for sample_id in request.sample_ids:
             if not -(2**63) <= sample_id < 2**63:
                 raise RolloutError(
@@ -83,6 +84,6 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocabular
 
 
 def response_limits(request: Request, params: SamplingParams, max_model_len: int) -> list[int]:
-    """How many tokens each sample of `request` may draw."""
+    """Return how many tokens each sample of `request` may draw."""
     most = min(params.max_new_tokens, max_model_len - len(request.prompt_ids))
     return [min(most, limit) for limit in request.limits or [most] * len(request.sample_ids)]

@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from verl.config.rollout import RolloutConfig
-from verl.rollout.base import rollout_engines
+from verl.rollout.base import Capabilities, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.local import LocalEngine, not_finite
+from verl.rollout.memory import EngineLoad, EngineMemory, padded_memory
 from verl.rollout.sampling import row_keys, sample, sample_keys
 from verl.rollout.stopping import StopRule
 from verl.rollout.types import Completion, Request, SamplingParams
-from verl.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,25 @@ class _Batch:
 
 
 class HFEngine(LocalEngine):
-    """A `RolloutEngine` without a cache of its own: left-padded batches of max_num_seqs samples,
-    eager attention.
+    """A `RolloutEngine` without a cache of its own, over left-padded batches of max_num_seqs rows.
 
-    Eager, because every family has it, soft caps and sinks included. Statistics: prefill_tokens
-    (each sample's prompt counts), decode_steps, generated_tokens, generate_s, tokens_per_s.
+    Rows of a padded batch change each other's last bits, so it is not deterministic. It uses eager
+    attention, because every family has it, soft caps and sinks included.
+
+    Statistics: prefill_tokens (each sample's prompt counts), decode_steps, generated_tokens,
+    generate_s, tokens_per_s.
     """
+
+    capabilities = Capabilities(aliases_weights=True)
+
+    @classmethod
+    def plan(cls, config: RolloutConfig, load: EngineLoad) -> EngineMemory:
+        """See `EngineClass.plan`."""
+        return padded_memory(config, load)
 
     def __init__(
         self, *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
     ) -> None:
-        if config.deterministic:
-            raise ConfigError(
-                "actor_rollout_ref.rollout.deterministic=true needs the engine 'embedded'; 'hf' "
-                "computes in padded batches, whose results depend on one another. Set "
-                "actor_rollout_ref.rollout.name=embedded."
-            )
         super().__init__(
             model=model, tokenizer=tokenizer, config=config, device=device, attention="eager"
         )
@@ -258,9 +261,4 @@ class _Ended(StoppingCriteria):
         return torch.from_numpy(self.recorder.ended()).to(input_ids.device)
 
 
-@rollout_engines.register("hf")
-def hf(
-    *, model: PreTrainedModel, tokenizer: Any, config: RolloutConfig, device: torch.device
-) -> HFEngine:
-    """Factory of the registry."""
-    return HFEngine(model=model, tokenizer=tokenizer, config=config, device=device)
+rollout_engines.register("hf")(HFEngine)

@@ -1,4 +1,4 @@
-"""What the engines that compute in the trainer's own process have in common."""
+"""The common base of the engines that compute in the trainer's own process."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
-from verl.rollout.base import Completions, RolloutEngine, generate
+from verl.rollout.base import Completions, EngineClass, RolloutEngine, generate
 from verl.rollout.checks import check_params, check_requests, longest_sequence
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import ModelTwin, engine_dtype
@@ -17,8 +17,8 @@ from verl.utils.errors import EngineAsleepError, RolloutError
 from verl.weight_sync.fingerprint import Fingerprint
 
 
-class LocalEngine:
-    """Weights, sleep, and the checks at the door of `submit`."""
+class LocalEngine(EngineClass):
+    """Weights, sleep, and the checks of configuration, model and requests."""
 
     def __init__(
         self,
@@ -30,6 +30,8 @@ class LocalEngine:
         attention: str,
         cuts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> None:
+        self.check(config)
+        self.check_model(config, model.config, on_cuda=device.type == "cuda")
         self.config = config
         self.device = device
         self.tokenizer = tokenizer
@@ -50,8 +52,10 @@ class LocalEngine:
         return generate(cast(RolloutEngine, self), requests, params, seed=seed, step=step)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights; see `RolloutEngine.update_weights`. On CPU, tensors that are the
-        trainer's own parameters become aliases again and are not copied."""
+        """Take new weights; see `RolloutEngine.update_weights`.
+
+        On CPU, tensors that are the trainer's own parameters become aliases again, without a copy.
+        """
         if self._asleep:
             raise EngineAsleepError(
                 "The rollout engine is asleep; call wake() before update_weights()."
@@ -84,27 +88,29 @@ class LocalEngine:
         return self.twin.fingerprints()
 
     def sleep(self) -> None:
-        """Drop what lies on the device: on CUDA the weights too, on CPU they are the trainer's or
-        stay."""
+        """Free device memory. On CUDA this frees the weights, too.
+
+        On CPU the weights stay, or are the trainer's own.
+        """
         self._asleep = True
         if self.device.type == "cuda":
             self.twin.release()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Make room for the weights again; after a sleep on CUDA `update_weights` has to fill
-        them."""
+        """Allocate the weights again. After a sleep on CUDA, `update_weights` has to fill them."""
         self.twin.restore()
         self._asleep = False
 
     def forget_prefixes(self) -> None:
-        """See `RolloutEngine.forget_prefixes`. Nothing is kept, unless the engine's class says
-        so."""
+        """See `RolloutEngine.forget_prefixes`. Without a cache of prefixes this does nothing."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the last `generate`; the engine's class says which. And of the last
-        `update_weights` that copied: update_weights_s (gathering included),
-        update_weights_gb_per_s."""
+        """Return the counters of the last `generate`, which the engine's class lists.
+
+        Adds those of the last `update_weights` that copied: update_weights_s (with gathering) and
+        update_weights_gb_per_s.
+        """
         return {**self._statistics, **self._hand_over}
 
     def _refuse_while_busy(self) -> None:
@@ -122,7 +128,7 @@ class LocalEngine:
             )
 
     def check_call(self, requests: Sequence[Request], params: SamplingParams) -> StopRule:
-        """Raise what is wrong with requests; gives the rule that their responses end by."""
+        """Check requests. Return the rule that ends their responses."""
         self._require_ready()
         check_params(params)
         check_requests(requests, max_model_len=self.max_model_len, vocabulary=self.vocabulary)
@@ -130,7 +136,7 @@ class LocalEngine:
 
 
 def not_finite(sample_id: int) -> RolloutError:
-    """The error for a draw from logits with NaN or infinity in them."""
+    """Return the error for a draw from logits that contain NaN or infinity."""
     return RolloutError(
         f"The model gave logits that are not finite for sample {sample_id}. The weights have "
         "probably diverged: lower the learning rate or resume from an earlier checkpoint."

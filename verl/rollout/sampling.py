@@ -1,10 +1,10 @@
-"""How a token is drawn: counter-based noise and one draw, shared by every engine of ours.
+"""Draw tokens: counter-based noise and one draw, shared by all engines of this package.
 
 The noise of a draw is a hash of (seed, step, sample id, position) and of the token id. It depends
-neither on the batch a sample sits in nor on how many draws came before, so two engines with equal
-logits draw equal tokens, and a sample that was pre-empted goes on as if nothing had happened. The
-integers behind the noise are the same bits on every device; their logarithm is the device's own and
-may differ in the last place.
+neither on the batch of a sample nor on the number of earlier draws, so two engines with equal
+logits draw equal tokens, and pre-emption does not change a sample. The integers behind the noise
+are the same bits on every device. Their logarithm is the device's own and may differ in the last
+place.
 """
 
 import functools
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from verl.rollout.types import SamplingParams
 
-# Rows are drawn in chunks of so many logits: 64 MiB for each fp32 temporary at any vocabulary.
+# Logits in one chunk of rows: 64 MiB for each fp32 temporary at any vocabulary.
 CHUNK_LOGITS = 1 << 24
-# How many of the heaviest tokens top-p looks at before it looks at more.
+# Number of heaviest tokens that top-p examines first.
 FIRST_CANDIDATES = 128
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,20 +28,22 @@ _MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
 
 def sample_keys(seed: int, step: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One 64-bit key per sample from (seed, step, sample id)."""
+    """Return one 64-bit key per sample, from (seed, step, sample id)."""
     mask = (1 << 64) - 1
     start = _splitmix64(np.array([int(seed) & mask], np.uint64)) ^ np.uint64(int(step) & mask)
     return _splitmix64(_splitmix64(start) ^ np.asarray(sample_ids, np.int64).astype(np.uint64))
 
 
 def row_keys(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Keys of one draw each, (b, 2) int32, for samples with `keys` (b,) at response positions (b,)
-    counted from 0."""
+    """Return the keys of one draw each, (b, 2) int32.
+
+    The samples have `keys` (b,) and draw at response positions (b,), counted from 0.
+    """
     return _splitmix64(keys + positions.astype(np.uint64) * _GOLDEN).view(np.int32).reshape(-1, 2)
 
 
 def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
+    """Return uniform integers in [0, 2**31), (b, V) int32, from row keys (b, 2) int32."""
     # Two finaliser rounds over column hash ^ key; the second half of the key enters between them,
     # so that rows whose first halves collide still differ. A shift spreads over an exclusive or, so
     # the first one of the (b, V) integers is done for each column and each row.
@@ -54,7 +56,7 @@ def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """-E with E ~ Exp(1), (b, V) fp32.
+    """Return -E with E ~ Exp(1), (b, V) fp32.
 
     log1p of a small uniform keeps the winners' end (E near 0) exact to 2**-32; log of a uniform
     near 1 would round one draw in 2**25 to E = 0, which then wins against any weight.
@@ -70,16 +72,19 @@ def negative_exponential_noise(keys: torch.Tensor, vocabulary: int) -> torch.Ten
 
 
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The same noise as Gumbel variables, (b, V) fp32: `argmax(logits / temperature +
-    gumbel_noise)` is the draw."""
+    """Return the same noise as Gumbel variables, (b, V) fp32.
+
+    The draw is `argmax(logits / temperature + gumbel_noise)`.
+    """
     return negative_exponential_noise(keys, vocabulary).neg_().log_().neg_()
 
 
 def sample(
     logits: torch.Tensor, params: SamplingParams, keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row: (tokens (b,) int64, log_probs (b,) fp32) from logits (b, V) and row
-    keys (b, 2) int32.
+    """Draw one token a row from logits (b, V) and row keys (b, 2) int32.
+
+    Returns tokens (b,) int64 and log-probs (b,) fp32.
 
     The log-prob is of log_softmax(logits / temperature) over the whole vocabulary in fp32, before
     top-k, top-p and min-p. Temperature 0 takes the largest logit and needs no keys; its log-prob is
@@ -124,19 +129,21 @@ def _sample_chunk(
 
 
 def _argmin(values: torch.Tensor) -> torch.Tensor:
-    """`argmin` over the last dimension. On CPU numpy's is vectorised, and ten times as fast as
-    torch's."""
+    """Return `argmin` over the last dimension.
+
+    On CPU numpy's is vectorized, and ten times as fast as torch's.
+    """
     if values.device.type != "cpu":
         return values.argmin(dim=-1)
     return torch.from_numpy(values.numpy().argmin(axis=-1))
 
 
 def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The weight (b, 1) below which top-k, then top-p, then min-p drop a token of `weights` (b, V).
+    """Return the weight (b, 1) below which top-k, top-p and min-p drop a token of `weights` (b, V).
 
-    top-k keeps the k heaviest; top-p, of what top-k left, the fewest whose share reaches p; min-p
-    what has at least min_p of the heaviest one's weight. Tokens as heavy as the last one kept are
-    kept, so ties never depend on an order.
+    They apply in this order. top-k keeps the k heaviest tokens. top-p keeps the fewest of these
+    that have a share of p together. min-p keeps tokens with at least min_p times the largest
+    weight. Tokens as heavy as the last one kept are kept, so ties never depend on an order.
     """
     vocabulary = weights.shape[1]
     top_k = params.top_k if 0 < params.top_k < vocabulary else vocabulary
@@ -145,20 +152,23 @@ def smallest_kept_weight(weights: torch.Tensor, params: SamplingParams) -> torch
         if top_k == vocabulary:
             return floor
         return torch.maximum(floor, weights.topk(top_k, dim=-1).values[:, -1:])
+
     if top_k < vocabulary:
         heaviest = weights.topk(top_k, dim=-1).values
         wanted = params.top_p * heaviest.sum(dim=-1, keepdim=True)
     else:
         wanted = params.top_p * weights.sum(dim=-1, keepdim=True)
         heaviest = _heaviest(weights, wanted)
+
     before = heaviest.cumsum(dim=-1) - heaviest
     kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
     return torch.maximum(floor, heaviest.gather(1, kept - 1))
 
 
 def _heaviest(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """(b, n) the heaviest of `weights` (b, V) in falling order, enough to sum to `wanted` (b, 1) in
-    every row.
+    """Return the heaviest of `weights` (b, V) in falling order, (b, n).
+
+    They are enough to sum to `wanted` (b, 1) in every row.
 
     A few hundred tokens carry nearly all the probability of a language model, and sorting a whole
     vocabulary takes ten times as long as picking them.
@@ -181,15 +191,17 @@ def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _xor_shift_(bits: torch.Tensor, count: int, scratch: torch.Tensor) -> torch.Tensor:
-    """bits ^= bits >>> count, in place. int32 shifts copy the sign bit, which the mask takes off
-    again."""
+    """Compute bits ^= bits >>> count in place.
+
+    int32 shifts copy the sign bit, which the mask removes.
+    """
     torch.bitwise_right_shift(bits, count, out=scratch)
     return bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - count)) - 1))
 
 
 @functools.lru_cache(maxsize=8)
 def column_hashes(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """(1, V) int32, one hash a token id, after the first shift of a round."""
+    """Return (1, V) int32, one hash for each token id, after the first shift of a round."""
     hashes = torch.from_numpy(
         _splitmix64(np.arange(vocabulary, dtype=np.uint64)).view(np.int32)[::2].copy()
     )

@@ -1,4 +1,4 @@
-"""When a response ends: end-of-sequence and stop tokens, stop strings."""
+"""The end of a response: end-of-sequence and stop tokens, stop strings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +11,10 @@ from verl.utils.errors import ConfigError
 
 
 def end_of_sequence_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that the model's generation config, its config or the tokenizer calls end of
-    sequence, sorted."""
+    """Return every end-of-sequence id, sorted.
+
+    Sources are the model's generation config, its config and the tokenizer.
+    """
     ids: set[int] = set()
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
         value = None if source is None else getattr(source, "eos_token_id", None)
@@ -21,7 +23,7 @@ def end_of_sequence_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 class StopRule:
-    """Tells which rows end with the token they have just drawn."""
+    """Decides which rows end with the token they have just drawn."""
 
     def __init__(self, params: SamplingParams, eos_ids: Iterable[int], tokenizer: Any) -> None:
         if params.stop and tokenizer is None:
@@ -31,6 +33,7 @@ class StopRule:
             )
         if "" in params.stop:
             raise ConfigError("A stop string must have at least one character, got ''.")
+
         ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         self.token_ids: NDArray[np.int64] = np.array(sorted(ids), np.int64)
         self.strings = params.stop
@@ -46,17 +49,19 @@ class StopRule:
         self.longest = max((len(text.encode()) for text in self.strings), default=0)  # in bytes
 
     def ends(self, drawn: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """(b,) bool: which of the tokens (b,) just drawn are stop tokens."""
+        """Return (b,) bool: which of the tokens (b,) just drawn are stop tokens."""
         if self.token_ids.size == 0:
             return np.zeros(drawn.shape, np.bool_)
         return np.isin(drawn, self.token_ids)
 
     def completes_string(self, token_ids: NDArray[np.int64]) -> bool:
-        """Whether the response `token_ids` (n,) contains a stop string. Asked after every token, so
-        only its end is decoded."""
-        # Most tokens stand for a byte or more; some, as those that only pad a vocabulary, for none.
-        # The margins keep what decoders do to the first token of a text (dropped spaces, broken
-        # characters) away from it.
+        """Whether the response `token_ids` (n,) contains a stop string.
+
+        Called after every token, so it decodes only the end of the response.
+        """
+        # Most tokens stand for at least one byte, but tokens that only pad a vocabulary for none.
+        # The margins cover the changes that decoders make to the first token of a text (dropped
+        # spaces, broken characters).
         window = self.longest + 8
         while True:
             text = self.tokenizer.decode(token_ids[-window:].tolist(), skip_special_tokens=False)

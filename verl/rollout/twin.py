@@ -1,4 +1,4 @@
-"""A second module object of the trainer's model class, whose weights an engine reads."""
+"""A second module of the trainer's model class; an engine reads its weights."""
 
 import copy
 import functools
@@ -32,8 +32,10 @@ ROLLOUT_DTYPES = {**DTYPES, "half": torch.float16}
 
 
 def engine_dtype(name: str | None, model: PreTrainedModel, device: torch.device) -> torch.dtype:
-    """The dtype that `rollout.dtype` names; None is bfloat16 on CUDA and the trainer's own dtype on
-    CPU."""
+    """Return the dtype that `rollout.dtype` names.
+
+    None is bfloat16 on CUDA, and the trainer's own dtype on CPU.
+    """
     if name is None:
         return torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype
     if name not in ROLLOUT_DTYPES:
@@ -106,13 +108,16 @@ class ModelTwin:
 
     @property
     def copied_bytes(self) -> int:
-        """Memory of the parameters that are not the trainer's own."""
+        """Bytes of the parameters that are not the trainer's own."""
         return sum(self._num_bytes(name) for name in self._parameters if name not in self._aliased)
 
     @torch.no_grad()
     def update(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every parameter by name. Raises RolloutError where a name is unknown, missing or of
-        another shape; the weights count as incomplete then, until an update succeeds."""
+        """Take every parameter by name.
+
+        Raises RolloutError where a name is unknown or missing, or a shape differs. The weights are
+        incomplete then, until an update succeeds.
+        """
         self.ready = False
         self._num_updates += 1
         missing = set(self._parameters)
@@ -133,6 +138,7 @@ class ModelTwin:
             self._take(name, tensor)
             del tensor  # or it would live while the next one is made
             missing.discard(name)
+
         if missing:
             shown = ", ".join(sorted(missing)[:5])
             raise RolloutError(
@@ -142,13 +148,17 @@ class ModelTwin:
         self.ready = True
 
     def place(self, name: str) -> torch.Tensor | None:
-        """Where a whole new value may be written before `update` is given it; None: `update` has to
-        see it first."""
+        """Return the memory that may receive a whole new value before `update` does.
+
+        None means that `update` must get the value first.
+        """
         return None if name in self._aliased or name in self._cuts else self._held.get(name)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Of every parameter as it stands here; of one that is cut, the part's share of the whole
-        one's."""
+        """Return the fingerprint of every parameter as it is here.
+
+        For a parameter that is cut, it is this part's share of the whole one.
+        """
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         parts: list[Part] = []
@@ -203,7 +213,7 @@ class ModelTwin:
         return self._memory.tensor(offset, (rows, *first.shape[1:]), first.dtype)
 
     def _lay_out(self) -> tuple[dict[str, int], int]:
-        """Where each parameter starts, and how many bytes all take."""
+        """Return the offset of each parameter, and the bytes of all."""
         offsets: dict[str, int] = {}
         end = 0
         for names in _stacks(self.module, list(self._parameters)):
@@ -228,7 +238,7 @@ class ModelTwin:
         self._placed(name).copy_(self._cut(name, tensor))
 
     def _alias(self, name: str) -> None:
-        """Compute with the trainer's own parameter, whose changes `version` then has to see."""
+        """Compute with the trainer's own parameter; `version` then has to see its changes."""
         _count_optimizer_steps()
         self._aliased.add(name)
         self._place(name, self._parameters[name])
@@ -282,8 +292,7 @@ class ModelTwin:
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """Autograd counts what changes a tensor in place, but not what fused kernels of optimizers
-    do."""
+    """Count optimizer steps as changes. Autograd does not count those of fused kernels."""
 
     def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -297,7 +306,7 @@ def _like(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Where each parameter stands: its own name, and those of the modules tied to it."""
+    """List the places of each parameter: its own name, and those tied to it."""
     first_name = {id(parameter): name for name, parameter in parameters.items()}
     places: dict[str, list[str]] = {name: [] for name in parameters}
     for name, parameter in plain_parameters(model, remove_duplicate=False):
@@ -306,7 +315,7 @@ def _places(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, 
 
 
 def _stacks(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """`names` of parameters, those that belong behind one another together."""
+    """Group `names` of parameters: those of one group are stacked in memory."""
     stacks: list[list[str]] = []
     for path, owner in module.named_modules():
         for siblings in _ONE_INPUT:
@@ -331,8 +340,7 @@ def _meta_copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def _share_other_tensors(model: nn.Module, twin: nn.Module, device: torch.device) -> None:
-    """Give the twin the model's buffers, and the tensors that stand on modules as plain
-    attributes."""
+    """Give the twin the model's buffers, and tensors that are plain attributes of modules."""
     for name, original in plain_modules(model):
         mine = twin.get_submodule(name)
         for key, buffer in original._buffers.items():

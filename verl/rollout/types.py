@@ -1,13 +1,14 @@
-"""What a rollout engine takes and gives."""
+"""The input and output of a rollout engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. Log-probs are always of log_softmax(logits / temperature) over the
-    whole vocabulary, before top-k, top-p and min-p; with temperature 0 (greedy) they are those of
-    temperature 1.
+    """Settings of the draw.
+
+    Log-probs are always those of log_softmax(logits / temperature) over the whole vocabulary,
+    before top-k, top-p and min-p. With temperature 0 (greedy) they are those of temperature 1.
     """
 
     max_new_tokens: int
@@ -15,21 +16,24 @@ class SamplingParams:
     top_k: int = -1  # -1 or 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     stop: tuple[str, ...] = ()  # text that ends a response; the token that completes it is kept
     ignore_eos: bool = False
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some tokens are not drawn from."""
+        """Whether top-k, top-p or min-p excludes tokens from the draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and the samples wanted from it. `sample_ids` are unique within one `generate` call
-    and, with the seed and the step, fix the noise of every sample. `limits` are the most tokens
-    that each sample may draw, where that is less than `SamplingParams.max_new_tokens`."""
+    """One prompt and the ids of its samples.
+
+    `sample_ids` are unique within one `generate` call. With the seed and the step, they fix the
+    noise of every sample. `limits` are the most tokens that each sample may draw, where that is
+    less than `SamplingParams.max_new_tokens`.
+    """
 
     prompt_ids: tuple[int, ...]
     sample_ids: tuple[int, ...]
@@ -38,8 +42,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample: R token ids (the end-of-sequence token included) and their R
-    log-probs."""
+    """One finished sample: R token ids, with the end-of-sequence token, and R log-probs."""
 
     sample_id: int
     token_ids: list[int]

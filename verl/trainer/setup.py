@@ -15,19 +15,20 @@ from verl.algorithms.policy_losses import extra_losses, policy_losses
 from verl.config import RewardModelConfig, RolloutConfig, TrainConfig
 from verl.data import RLDataLoader, RLDataset
 from verl.data.build import build_dataset, build_sampler
-from verl.models.load import load_tokenizer
+from verl.models.load import load_model_config, load_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.build import build_reward as build_reward
 from verl.rewards.manager import RewardManager, check_result, ground_truth_of
 from verl.rewards.managers import reward_managers
 from verl.rewards.preflight import preflight
 from verl.rewards.rules import find_rule, require_truth
-from verl.rollout import rollout_engines
+from verl.rollout import check_engine, check_engine_model
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
 from verl.utils.logging import logger, say_once
 from verl.utils.user_parts import is_our_own
+from verl.workers.actor import model_source
 
 ALL_DROPPED = (
     "All samples of {} were dropped: no reward could be had for any. Mend the reward function (the "
@@ -51,7 +52,7 @@ def check_names(config: TrainConfig) -> None:
     for term in actor.loss_extra:
         extra_losses.get(term.name)
     reward_managers.get(config.reward_model.reward_manager)
-    rollout_engines.get(config.actor_rollout_ref.rollout.name)
+    check_engine(config.actor_rollout_ref.rollout)
     loss = policy_losses.get(actor.policy_loss.loss_mode)
 
     if (
@@ -63,6 +64,16 @@ def check_names(config: TrainConfig) -> None:
             "weigh its tokens, which algorithm.rollout_correction.rollout_is asks for. Register it "
             "by verl.algorithms.policy_losses.policy_losses, or set rollout_is=null."
         )
+
+
+def check_rollout_model(config: TrainConfig, device: torch.device) -> None:
+    """Raise ConfigError for a model that the rollout engine does not support.
+
+    Reads the model's config.json alone, so it fails before any weight is loaded.
+    """
+    roles = config.actor_rollout_ref
+    model = load_model_config(**model_source(roles.model))
+    check_engine_model(roles.rollout, model, on_cuda=device.type == "cuda")
 
 
 def check_step(config: TrainConfig) -> None:

@@ -13,8 +13,7 @@ from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import reports_out_of_memory
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.protocol import DataProto
-from verl.rollout import assemble, create_rollout_engine, generate
-from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
+from verl.rollout import assemble, check_engine_model, create_rollout_engine, generate
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.single_controller import Dispatch, Worker, note_progress, register, tell
 from verl.utils.errors import RolloutError
@@ -71,8 +70,8 @@ class RolloutWorker(Worker):
         self.mesh = mesh
         self.device = mesh.device
         self.rollout_mesh = init_rollout_mesh(mesh, size)
-        if size > 1:
-            check_tensor_parallel(load_model_config(**model_source(config.model)), size)
+        model_config = load_model_config(**model_source(config.model))
+        check_engine_model(config.rollout, model_config, on_cuda=self.device.type == "cuda")
 
         with self._names_out_of_memory("loading"):
             model = self._load(loads_weights) if actor is None else actor.engine.hf_model

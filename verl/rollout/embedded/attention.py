@@ -35,8 +35,10 @@ GATHER_TOKENS = 1 << 18
 
 
 class LayerShape(NamedTuple):
-    """What one layer keeps a token, `heads` keys of `key_dim` and values of `value_dim` numbers,
-    and how it attends."""
+    """The cache of one layer, and how the layer attends.
+
+    For each token it keeps `heads` keys of `key_dim` numbers and values of `value_dim` numbers.
+    """
 
     heads: int
     key_dim: int
@@ -57,7 +59,7 @@ class LayerPages(NamedTuple):
 
 
 class Step(Protocol):
-    """What the layers of a model do with their queries, keys and values at the moment."""
+    """The computation of the current step on the queries, keys and values of a layer."""
 
     def attend(
         self, paging: "Paging", pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, facts: Facts
@@ -95,8 +97,7 @@ class RowChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One new token for each of b rows. What several layers need is computed once a step and kept
-    here."""
+    """One new token for each of b rows. Keeps tensors that several layers need."""
 
     pages: Tensor  # (b,) where the new token's key and value go
     offsets: Tensor  # (b,)
@@ -125,8 +126,10 @@ class DecodeStep:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def gather_index(self, number: int, heads: int) -> Tensor:
-        """Rows of a cache viewed as (num_pages * Hk, page_size * D) that make up chunk `number`:
-        (rows, Hk, width)."""
+        """Return the rows (rows, Hk, width) of a cache that make up chunk `number`.
+
+        The cache is viewed as (num_pages * Hk, page_size * D).
+        """
         key = ("gather", number, heads)
         if key not in self._kept:
             table = self.chunks[number].table
@@ -135,7 +138,7 @@ class DecodeStep:
         return self._kept[key]
 
     def visible(self, number: int, window: int | None) -> Tensor:
-        """(rows, L) bool: which gathered positions of chunk `number` the new token sees."""
+        """Return (rows, L) bool: the gathered positions of chunk `number` that the new token sees."""
         if window is not None and window >= self.longest:
             window = None
         key = ("visible", number, window)
@@ -148,7 +151,7 @@ class DecodeStep:
         return self._kept[key]
 
     def score_offset(self, number: int, facts: Facts, heads: int, dtype: torch.dtype) -> Tensor:
-        """(rows * Hk, 1, L): 0 where `visible`, -inf elsewhere. With biases (rows * Hk, G, L)."""
+        """Return (rows * Hk, 1, L): 0 where `visible`, else -inf. With biases (rows * Hk, G, L)."""
         window = facts.window
         if window is not None and window >= self.longest:
             window = None
@@ -166,10 +169,13 @@ class DecodeStep:
 
 
 def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[RowChunk, ...]:
-    """Cut b rows, whose rows of `table` (b, W) use `widths` pages, where gathering them would
-    exceed GATHER_TOKENS."""
+    """Cut b rows into chunks, so that gathering one does not exceed GATHER_TOKENS.
+
+    The rows of `table` (b, W) use `widths` pages.
+    """
     if len(widths) * max(widths) * page_size <= GATHER_TOKENS:
         return (RowChunk(slice(0, len(widths)), table[:, : max(widths)]),)
+
     chunks = []
     start, widest = 0, 0
     for row, width in enumerate(widths):
@@ -182,11 +188,11 @@ def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[R
 
 
 class Paging:
-    """The pages of one engine, and the step that its model computes at the moment."""
+    """The pages of one engine, and the step that its model computes now."""
 
     def __init__(self, model: PreTrainedModel, *, invariant: bool = False) -> None:
         self.packing = prepare(model)
-        self.invariant = invariant  # whether a row's bits must not depend on the rows beside it
+        self.invariant = invariant  # whether a row's bits must not depend on other rows
         self.has_key_bias = any(has_key_bias(module) for module in model.modules())
         self.latent_layers: dict[nn.Module, LatentLayer] = {}
         for module in model.modules():
@@ -205,8 +211,10 @@ class Paging:
         return isinstance(self.step, PrefillStep)
 
     def workspace(self, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Memory to gather into, used again by every layer and step: fresh memory costs a page
-        fault every 4 KiB."""
+        """Return memory to gather into, shared by all layers and steps.
+
+        Fresh memory would cost a page fault every 4 KiB.
+        """
         count = shape[0] * shape[1]
         kept = self._workspaces.get(name)
         if kept is None or kept.numel() < count or kept.dtype != like.dtype:
@@ -224,7 +232,7 @@ class Paging:
         dropout: float = 0.0,
         **asked: Any,
     ) -> tuple[Tensor, None]:
-        """`packed_attention`, sequence by sequence where the bits of a row matter."""
+        """Compute `packed_attention`, sequence by sequence for an invariant engine."""
         if not self.invariant:
             return packed_attention(module, query, key, value, mask, scaling, dropout, **asked)
         refuse_unsupported(module, mask, dropout, asked)
@@ -235,13 +243,13 @@ class Paging:
         return invariant.prefill_attention(q, k, v, layout, facts)[None], None
 
     def release(self) -> None:
-        """Forget the pages of all layers, and the memory they are gathered into."""
+        """Drop the pages of all layers, and the memory they are gathered into."""
         self.layers.clear()
         self._workspaces.clear()
 
     @contextmanager
     def computing(self, step: PrefillStep | Step) -> Iterator[None]:
-        """A context in which the model's layers compute `step`."""
+        """Let the model's layers compute `step` inside the context."""
         self.step = step
         try:
             with self.packing.holding(step.layout if isinstance(step, PrefillStep) else None):
@@ -251,8 +259,7 @@ class Paging:
 
     @contextmanager
     def counting(self) -> Iterator[dict[nn.Module, LayerShape]]:
-        """A context in which a prefill writes no page and only records the shape of every layer's
-        cache."""
+        """Record the shape of every layer's cache; a prefill inside the context writes no page."""
         self.seen = {}
         try:
             yield self.seen
@@ -270,11 +277,11 @@ def paged_attention(
     dropout: float = 0.0,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Write this step's keys and values into their pages, then attend to everything the rows have.
+    """Write this step's keys and values into their pages, then attend to all keys of the rows.
 
     query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv). In a prefill the
-    rows' keys are those of this step, and packed attention computes it; it also refuses what packed
-    attention cannot honour.
+    rows' keys are those of this step, and packed attention computes it. It also refuses arguments that
+    packed attention does not support.
     """
     paging: Paging = getattr(module, _PAGING)
     step = paging.step
@@ -290,6 +297,7 @@ def paged_attention(
         return paging.prefill_attention(
             module, query, key, value, attention_mask, scaling, dropout, **asked
         )
+
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     q = query[0].transpose(0, 1)
     if latent is None:
@@ -304,8 +312,10 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 def _token_index(pages: Tensor, offsets: Tensor, heads: int, page_size: int) -> Tensor:
-    """(N * Hk,): rows of a cache viewed as (num_pages * Hk * page_size, D) that N tokens go to,
-    token by token."""
+    """Return the rows (N * Hk,) of a cache that N tokens go to, token by token.
+
+    The cache is viewed as (num_pages * Hk * page_size, D).
+    """
     head = torch.arange(heads, device=pages.device)
     return (((pages * heads)[:, None] + head) * page_size + offsets[:, None]).flatten()
 
@@ -320,7 +330,7 @@ def _store(pages: LayerPages, k: Tensor, v: Tensor, index: Tensor) -> None:
 def _attend(
     q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts
 ) -> Tensor:
-    """(rows, Hq, D) -> (rows, Hq, Dv): each row's new token attends to its pages."""
+    """Let each row's new token attend to its pages: (rows, Hq, D) -> (rows, Hq, Dv)."""
     rows, heads = q.shape[0], pages.keys.shape[1]
     index = step.gather_index(number, heads)
     gathered = []
@@ -342,8 +352,10 @@ def _attend(
 
 
 def add_bias(offset: Tensor, bias: KeyBias, positions: Tensor, heads: int) -> Tensor:
-    """offset (b, L) of keys at `positions` (b or 1, L) -> (b * Hk, G, L) with the bias of every
-    query head."""
+    """Add the bias of every query head to offset (b, L); return (b * Hk, G, L).
+
+    The keys are at `positions` (b or 1, L).
+    """
     rows, length = offset.shape
     biases = bias.at(positions).to(offset.dtype).unflatten(0, (heads, -1))
     total = offset[:, None, None] + biases.permute(2, 0, 1, 3)
@@ -359,10 +371,10 @@ def attend_keys(
     visible: Callable[[], Tensor],
     offset: Callable[[torch.dtype], Tensor],
 ) -> Tensor:
-    """q (b, Hq, D), k (b * Hk, L, D), v (b * Hk, L, Dv) -> (b, Hq, Dv).
+    """Attend with q (b, Hq, D) to k (b * Hk, L, D) and v (b * Hk, L, Dv); return (b, Hq, Dv).
 
-    What a row sees is asked for in the form that is needed: `visible` (b, L) bool, or `offset` (b *
-    Hk, 1 or G, L), 0 or a bias or -inf in the given dtype.
+    The mask comes in the form that is needed: `visible` (b, L) bool, or `offset` (b * Hk, 1 or G,
+    L), which is 0 or a bias or -inf, in the given dtype.
     """
     rows, heads = q.shape[0], k.shape[0] // q.shape[0]
     # query heads that share a key head are its "sequence"
@@ -378,6 +390,7 @@ def attend_keys(
             scale=facts.scale,
         )
         return out.reshape(rows, -1, v.shape[-1])
+
     precise = torch.promote_types(q.dtype, torch.float32)
     grouped = grouped.to(precise)
     scores = offset(precise)
@@ -387,14 +400,15 @@ def attend_keys(
         latents = v.to(precise).transpose(1, 2)
         scores = torch.baddbmm(scores, grouped[..., k.shape[-1] :], latents, alpha=facts.scale)
         grouped = grouped[..., : k.shape[-1]]
+
     weights = _weights(grouped, k.to(precise), scores, facts)
     return torch.bmm(weights.to(v.dtype), v).view(rows, -1, v.shape[-1])
 
 
 def _weights(q: Tensor, k: Tensor, offset: Tensor, facts: Facts) -> Tensor:
-    """Attention probabilities (rows * Hk, G, L) in fp32, with soft cap and sinks.
+    """Return attention probabilities (rows * Hk, G, L) in fp32, with soft cap and sinks.
 
-    A sink is one more score a head that takes probability and has no value.
+    A sink is one more score of a head, which takes probability and has no value.
     """
     if facts.cap is None:
         scores = torch.baddbmm(offset, q, k.transpose(1, 2), alpha=facts.scale)
@@ -403,6 +417,7 @@ def _weights(q: Tensor, k: Tensor, offset: Tensor, facts: Facts) -> Tensor:
             torch.bmm(q, k.transpose(1, 2)).mul_(facts.scale / facts.cap).tanh_().mul_(facts.cap)
         )
         scores = capped.add_(offset)
+
     if facts.sinks is None:
         return scores.softmax(-1)
     groups = scores.shape[1]

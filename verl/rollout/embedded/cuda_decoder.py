@@ -1,5 +1,4 @@
-"""A decode step on CUDA: where it finds what it reads, and its way through the layers of Llama-like
-models."""
+"""A decode step on CUDA: its inputs, and its computation for Llama-like models."""
 
 from typing import Any, NamedTuple
 
@@ -16,14 +15,13 @@ from verl.rollout.embedded.kernels.slots import store_tokens
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.twin import ModelTwin
 
-# A product whose output has fewer tiles of so many rows and columns than a device has processors is
-# cut along K, into parts of at least so many numbers.
+# A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a device
+# has processors. The parts have at least _SHORTEST numbers.
 _TILE, _TILES, _MOST_SPLITS, _SHORTEST = 128, 132, 4, 1024
 
 
 class Slots(NamedTuple):
-    """What a step knows of each slot. The last slot is nobody's: rows that fill a batch up point to
-    it."""
+    """The state of each slot. The last slot belongs to no sample; rows that pad a batch use it."""
 
     tokens: Tensor  # (S,) int64, to be fed next
     positions: Tensor  # (S,) int32, where that token stands
@@ -44,7 +42,7 @@ class Slots(NamedTuple):
 
 
 class DeviceStep(NamedTuple):
-    """One new token for each of b rows, all of it on the device."""
+    """One new token for each of b rows, with all inputs on the device."""
 
     slots: Tensor  # (b,) int32
     state: Slots
@@ -53,7 +51,7 @@ class DeviceStep(NamedTuple):
     num_splits: int
     split_tokens: int | None  # instead of `num_splits`
     workspace: SplitWorkspace | None
-    # attention turns and stores the new tokens; then no two rows are of one sequence
+    # Attention rotates and stores the new tokens. Needs rows of different sequences.
     takes_fresh: bool
 
     def attend(
@@ -67,8 +65,10 @@ class DeviceStep(NamedTuple):
     def attend_stored(
         self, pages: LayerPages, q: Tensor, facts: Facts, fresh: Fresh | None = None
     ) -> Tensor:
-        """q (b, Hq, D) -> (b, Hq, Dv), over keys that include the new token's, which `fresh` is to
-        bring there."""
+        """Attend with q (b, Hq, D) to all keys; return (b, Hq, Dv).
+
+        The keys include that of the new token, which `fresh` stores if it is given.
+        """
         out = q.new_empty(q.shape[0], q.shape[1], pages.values.shape[3])
         decode_attention(
             q,
@@ -90,7 +90,7 @@ class DeviceStep(NamedTuple):
 
 
 class DevicePrefillStep(PrefillStep):
-    """A prefill into pages whose layers interleave."""
+    """A prefill into pages in which layers interleave."""
 
     def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
         """See `PrefillStep.store`."""
@@ -125,9 +125,12 @@ class TritonDecoder(FusedDecoder):
         self._inner_norms = {layer.post_norm for layer in self.layers}
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`. A layer of the trainer is compiled by itself: what it ends
-        with is the sum of three, rounded once, and the last norm, outside of all, rounds as
-        transformers does."""
+        """See `FusedDecoder.add_norm`.
+
+        Rounding follows the trainer, which compiles each layer by itself: a layer ends with a sum
+        of three that is rounded once, and the last norm, outside of the layers, rounds as
+        transformers does.
+        """
         writes = norm not in self._inner_norms
         normed = add_rms_norm(
             parts,
@@ -139,7 +142,7 @@ class TritonDecoder(FusedDecoder):
         return normed, parts[:1] if writes else parts
 
     def places(self, positions: Tensor) -> Tensor:
-        """The positions themselves."""
+        """Return the positions themselves."""
         return positions
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
@@ -154,11 +157,13 @@ class TritonDecoder(FusedDecoder):
         }
         num_keys, dim = pages.keys.shape[1], pages.keys.shape[3]
         q, k, v = qkv.unflatten(1, (-1, dim)).tensor_split((-2 * num_keys, -num_keys), dim=1)
+
         fresh = None
         if isinstance(step, DeviceStep) and step.takes_fresh:
             fresh = Fresh(k, v, self.cos, self.sin, **norms)
         else:
             rope_store(qkv, self.cos, self.sin, places, step.pages, step.offsets, *pages, **norms)
+
         if isinstance(step, PrefillStep):
             attended = self._prefill_attention(layer, q, k, v)
         else:
@@ -179,13 +184,12 @@ class TritonDecoder(FusedDecoder):
         return self._output_projection(swiglu(gate_up), layer.mlp.down_proj)
 
     def _output_projection(self, x: Tensor, linear: Any) -> Tensor:
-        """x W^T + b, (b, N), or (S, b, N) in fp32: the products of S parts of x and W, left for
-        `add_norm` to add up.
+        """Return x W^T + b (b, N), or the products (S, b, N) of S parts of x and W in fp32.
 
-        An output of few tiles keeps few processors busy, so K is cut. cuBLAS does so too, but adds
-        up in a kernel of its own: on an H200 and with 256 rows, a step's last product of a layer
-        took 10.4 us at 0.5B, 19.2 at 1.5B and 58.4 at 7B by it, and takes 7.3, 14.0 and 53.7 here;
-        the norm takes 0.6 to 1 us more.
+        `add_norm` sums the parts. An output of few tiles keeps few processors busy, so K is cut.
+        cuBLAS cuts K, too, but sums in a separate kernel. On an H200 with 256 rows, the last
+        product of a layer took 10.4 us at 0.5B, 19.2 at 1.5B and 58.4 at 7B with cuBLAS. It takes
+        7.3, 14.0 and 53.7 here, and the norm takes 0.6 to 1 us more.
         """
         (rows, inner), columns = x.shape, linear.weight.shape[0]
         splits = _MOST_SPLITS if self._may_split and linear.bias is None else 1
@@ -195,6 +199,7 @@ class TritonDecoder(FusedDecoder):
             inner < splits * _SHORTEST or inner % (8 * splits) or tiles * splits > _TILES
         ):
             splits //= 2
+
         if splits == 1:
             return F.linear(x, linear.weight, linear.bias)
         parts, weights = (

@@ -1,8 +1,8 @@
 """The runner of a CUDA device: decode steps are graphs, and the host is always one step behind.
 
-What a step reads from one replay to the next stands at fixed addresses: the weights, the pages, and
-for each slot its last token, position, page table and sampling key. A step draws its tokens itself
-and notes them for the next, so that steps follow each other without the host.
+The inputs of a step are at fixed addresses in every replay: the weights, the pages, and for each
+slot its last token, position, page table and sampling key. A step draws its tokens and stores them
+for the next step, so that steps follow each other without the host.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from verl.rollout.embedded.kernels.paged_attention import (
 )
 from verl.rollout.embedded.kernels.sampling import DrawState, Workspace, draw
 from verl.rollout.embedded.kernels.slots import advance, feed
-from verl.rollout.embedded.runner import Draws, ModelRunner, refuse_on_cuda
+from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
@@ -43,17 +43,17 @@ from verl.utils.reserved_memory import ReservedMemory
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # Tokens of one part of a row's keys where the parts must not depend on the batch.
 FIXED_SPLIT = 256
-# So many programs of attention run at once on a multiprocessor, and what each does first for a
-# fresh token costs less than a kernel of its own. Where there are more, that kernel is small beside
-# them, and they are faster without.
+# Up to this many attention programs run at once on a multiprocessor. Then handling the fresh token
+# inside each program costs less than a separate kernel. With more programs the separate kernel is
+# comparatively small, and the programs are faster without this work.
 FRESH_PROGRAMS = 4
-# A prefill of few tokens costs almost what one of many does, so a running batch is not interrupted
-# for a slot or two.
+# A prefill of few tokens costs almost as much as one of many, so a slot or two that are free do not
+# interrupt a running batch.
 REFILL_SHARE = 1 / 16
 
 
 def ladder(most: int) -> list[int]:
-    """Batch sizes to capture, rising. Large batches pay for every row, in tiles of 64 and more."""
+    """Return the batch sizes to capture, rising. Large batches pay for every padded row."""
     sizes = [size for size in _SMALL if size < most]
     size = _SMALL[-1]
     while (size := size + (32 if size < 512 else max(64, size // 16))) < most:
@@ -62,8 +62,11 @@ def ladder(most: int) -> list[int]:
 
 
 class CudaRunner(ModelRunner):
-    """A `ModelRunner` of a CUDA device. Pages and weights keep their addresses over `release` and
-    `allocate`, so graphs are captured once; each at the first step of its batch size."""
+    """A `ModelRunner` of a CUDA device.
+
+    Pages and weights keep their addresses over `release` and `allocate`, so each graph is captured
+    once, at the first step of its batch size.
+    """
 
     lag = 1
     refill_share = REFILL_SHARE
@@ -77,12 +80,12 @@ class CudaRunner(ModelRunner):
                 f"actor_rollout_ref.rollout.dtype={str(twin.dtype).removeprefix('torch.')}."
             )
         super().__init__(twin.module, **base)
-        refuse_on_cuda(self.paging, self.module.config.model_type)
         if self.page_size < 8 or self.page_size & (self.page_size - 1):
             raise ConfigError(
                 "On CUDA actor_rollout_ref.rollout.page_size must be a power of two of at least 8, "
                 f"got {self.page_size}. 16 is the default."
             )
+
         self.twin = twin
         one_by_one = getattr(
             self.module.config, "_experts_implementation", None
@@ -93,6 +96,7 @@ class CudaRunner(ModelRunner):
                 "graphs"
             )
         self.enforce_eager = enforce_eager or one_by_one
+
         self.sizes = ladder(max_num_seqs)
         self.state = Slots.allocate(
             max_num_seqs + 1, -(-self.max_model_len // self.page_size), self.device
@@ -117,7 +121,7 @@ class CudaRunner(ModelRunner):
         )
         vocabulary: int = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         self._workspace = Workspace(max_num_seqs, vocabulary, self.device)
-        # the slots that `_slots` names at the moment
+        # the slots that `_slots` names now
         self._shown: NDArray[np.int64] = np.empty(0, np.int64)
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -130,14 +134,12 @@ class CudaRunner(ModelRunner):
 
     @property
     def other_bytes(self) -> int:
-        """Logits in fp32: of a first draw, of a step outside of a graph, and in the pool of the
-        graphs."""
+        """Bytes of logits in fp32: a first draw, a step outside of a graph, the pool of graphs."""
         return 3 * self._workspace.max_rows * self._workspace.vocabulary * 4
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
-        """See `ModelRunner.allocate`. One page more is nobody's: the rows that fill a batch up
-        write to it."""
+        """See `ModelRunner.allocate`. Adds one page for the rows that pad a batch to write to."""
         page = self.page_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
         if (num_pages + 1) * page > total:
@@ -169,8 +171,10 @@ class CudaRunner(ModelRunner):
             self._memory.release()
 
     def kept_asleep(self) -> dict[str, int]:
-        """See `ModelRunner.kept_asleep`. Kernels and workspaces of libraries are the trainer's as
-        well."""
+        """See `ModelRunner.kept_asleep`.
+
+        Does not count kernels and workspaces of libraries, which the trainer uses as well.
+        """
         here = torch.cuda.memory_snapshot()
         pool = [
             segment["total_size"]
@@ -214,8 +218,8 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
         """See `ModelRunner.decode`."""
-        # Samples of a prompt stand together, so that its pages are read from memory once and from
-        # the L2 cache after.
+        # Samples of a prompt are adjacent, so that its pages are read from memory once and then
+        # from the L2 cache.
         slots = slots[np.argsort(scheduler.table[slots, 0], kind="stable")]
         rows = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         self._show(slots, scheduler)
@@ -250,8 +254,10 @@ class CudaRunner(ModelRunner):
         return DevicePrefillStep(layout, pages, offsets)
 
     def _show(self, slots: NDArray[np.int64], scheduler: Scheduler) -> None:
-        """Bring what the host has decided since the last step to the device: the batch's slots,
-        rows of the table."""
+        """Copy the host's decisions since the last step to the device.
+
+        These are the slots of the batch, and the changed rows of the page table.
+        """
         changed = scheduler.take_changed()
         parts: list[tuple[Tensor, NDArray[np.int64]]] = []
         if not np.array_equal(slots, self._shown):
@@ -259,6 +265,7 @@ class CudaRunner(ModelRunner):
             filled = np.full(len(self._slots), len(self._slots), np.int64)
             filled[: len(slots)] = slots
             parts.append((self._slots, filled))
+
         width = scheduler.table.shape[1]
         if changed.size:
             targets = torch.empty(len(changed), dtype=torch.int32, device=self.device)
@@ -266,7 +273,7 @@ class CudaRunner(ModelRunner):
             parts += [(targets, changed), (news, scheduler.table[changed])]
         if not parts:
             return
-        # One copy for all: what a copy costs is being asked for.
+        # One copy for all, because the cost of a copy is its launch.
         arrived = self.to_device(
             np.concatenate([array.ravel() for _, array in parts]).astype(np.int32)
         )
@@ -276,7 +283,7 @@ class CudaRunner(ModelRunner):
             self.state.table[:, :width].index_copy_(0, targets.long(), news)
 
     def _step(self, rows: int) -> None:
-        """Feed the first `rows` of `_slots`, draw for them, note what was drawn."""
+        """Feed the first `rows` of `_slots`, draw their next tokens and store them."""
         assert self._body is not None
         ids, positions, pages, offsets = (fed[:rows] for fed in self._fed)
         slots = self._slots[:rows]
@@ -311,8 +318,10 @@ class CudaRunner(ModelRunner):
         advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
 
     def _device_step(self, slots: Tensor, pages: Tensor, offsets: Tensor) -> DeviceStep:
-        """A step of b rows, with memory for partial results that is enough for the layer with most
-        heads."""
+        """Return a step of b rows.
+
+        Its memory for partial results is large enough for the layer with the most heads.
+        """
         rows = len(slots)
         shapes = self.layer_shapes().values()
         fewest = min(shape.heads for shape in shapes)
@@ -321,12 +330,14 @@ class CudaRunner(ModelRunner):
             splits = choose_num_splits(rows, fewest, self._num_sms)
         else:
             splits = fixed_num_splits(self.state.table.shape[1], self.page_size, fixed)
+
         workspace = None
         if splits > 1:
             heads: int = self.module.config.get_text_config().num_attention_heads
             heads //= 1 if self.parallel is None else self.parallel.axis.size
             widest = max(shape.value_dim for shape in shapes)
             workspace = split_workspace(rows, heads, widest, splits, self.device)
+
         takes_fresh = fixed is None and rows * fewest <= FRESH_PROGRAMS * self._num_sms
         return DeviceStep(slots, self.state, pages, offsets, splits, fixed, workspace, takes_fresh)
 
@@ -339,8 +350,8 @@ class CudaRunner(ModelRunner):
         return self._graphs[key]
 
     def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
-        # Kernels are compiled at their first call, which a capture must not be. Rows of nobody
-        # change nothing.
+        # Kernels are compiled at their first call, so that call must not be captured. The padding
+        # slot is fed in all rows, which changes no sample.
         shown = self._slots.clone()
         self._slots.fill_(len(self._slots))
         stream = self._capture_stream
@@ -350,19 +361,19 @@ class CudaRunner(ModelRunner):
             self._step(rows)
             torch.cuda.synchronize(self.device)
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache at every
-            # capture. What is collected meanwhile may free device memory, which ends a capture.
+            # capture. A collection during the capture may free device memory, which breaks it.
             with not_collecting():
-                # NCCL's watchdog asks for events on a thread of its own meanwhile.
+                # NCCL's watchdog thread queries events during the capture.
                 errors_of = "global" if self.parallel is None else "thread_local"
                 try:
                     graph.capture_begin(pool=self._pool, capture_error_mode=errors_of)
                     self._step(rows)
-                # an interrupt, too: what captures on refuses all other work
+                # Interrupts too: a stream that is still capturing refuses all other work.
                 except BaseException as error:
-                    # it says that the capture is broken, which is known
+                    # This error only repeats that the capture is broken.
                     with suppress(RuntimeError):
                         graph.capture_end()
-                    # the old one may still count as recorded to
+                    # The old pool may still count as in use by the capture.
                     self._pool = torch.cuda.graph_pool_handle()
                     if isinstance(error, torch.OutOfMemoryError) or not isinstance(
                         error, RuntimeError
@@ -378,12 +389,13 @@ class CudaRunner(ModelRunner):
         return graph
 
     def _fetch(self, scheduler: Scheduler, slots: NDArray[np.int64]) -> Draws:
-        """Send what was drawn on its way to the host."""
+        """Start the copy of the drawn tokens to the host."""
         count = len(slots)
         tokens = torch.empty(count, dtype=torch.int64, pin_memory=True)
         log_probs = torch.empty(count, dtype=torch.float32, pin_memory=True)
         tokens.copy_(self._draw.tokens[:count], non_blocking=True)
         log_probs.copy_(self._draw.log_probs[:count], non_blocking=True)
+
         arrived = torch.cuda.Event()
         arrived.record()
 

@@ -1,5 +1,4 @@
-"""The embedded engine: continuous batching over a paged cache, through the Hugging Face module
-itself."""
+"""The embedded engine: continuous batching over a paged cache, with the Hugging Face module."""
 
 import importlib
 import os
@@ -11,18 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import ALONE, Axis, max_of
-from verl.rollout.base import rollout_engines
+from verl.rollout.base import Capabilities, rollout_engines
 from verl.rollout.checks import response_limits
 from verl.rollout.embedded.attention import IMPLEMENTATION
+from verl.rollout.embedded.families import check_attention
 from verl.rollout.embedded.host_runner import HostRunner
 from verl.rollout.embedded.pages import PageAllocator
 from verl.rollout.embedded.runner import Draws, ModelRunner
 from verl.rollout.embedded.scheduler import Admission, Group, Sample, Scheduler
-from verl.rollout.embedded.tensor_parallel import TensorParallel
+from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_parallel
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
@@ -39,16 +39,25 @@ _COUNTS = ("prefill_tokens", "cached_tokens", "decode_steps", "generated_tokens"
 
 
 class EmbeddedEngine(LocalEngine):
-    """A `RolloutEngine` inside the trainer's process, asked at any time.
+    """A `RolloutEngine` inside the trainer's process.
 
-    Several `ranks` share one engine (`TensorParallel`): each makes every call with the same
-    arguments, takes every completion, and gives all of them.
+    Several `ranks` can share one engine (`TensorParallel`). Each of them makes every call with the
+    same arguments and gets all completions.
 
     Statistics: prefill_tokens, cached_tokens (of prompts, found in the cache), decode_steps,
     generated_tokens, preemptions, copied_pages, peak_pages, num_pages, memory_gib (weights that are
-    not the trainer's, pages, and on CPU what else is kept between steps), capture_s (of all graphs
-    since the engine was made), generate_s, tokens_per_s.
+    not the trainer's, pages, and on CPU everything else that is kept between steps), capture_s (all
+    graphs since the engine was made), generate_s, tokens_per_s.
     """
+
+    capabilities = Capabilities(deterministic=True, tensor_parallel=True, aliases_weights=True)
+
+    @classmethod
+    def check_model(cls, config: RolloutConfig, model: PreTrainedConfig, *, on_cuda: bool) -> None:
+        """See `EngineClass.check_model`."""
+        check_attention(config, model, on_cuda=on_cuda)
+        if config.tensor_model_parallel_size > 1:
+            check_tensor_parallel(model, config.tensor_model_parallel_size)
 
     def __init__(
         self,
@@ -74,7 +83,7 @@ class EmbeddedEngine(LocalEngine):
         self._run: _Run | None = None
         self._has_slept = False
         self._pages = PageAllocator(0)
-        # of the weights that the keys in the pages were computed with
+        # version of the weights that computed the keys in the pages
         self._pages_version: object = None
 
     @property
@@ -87,7 +96,7 @@ class EmbeddedEngine(LocalEngine):
     ) -> None:
         """Add requests, also while others run; see `RolloutEngine.submit`.
 
-        Requests that do not fit the tables of those that run make all of them wait for larger
+        Where requests do not fit the tables of the running ones, all of them wait for larger
         tables, which costs a prefill each.
         """
         rule = self.check_call(requests, params)
@@ -123,7 +132,7 @@ class EmbeddedEngine(LocalEngine):
             run.finished = []
             launched = self._launch(run)
             run.flight.extend(launched)
-            # Tokens are looked at while the device computes the step after theirs.
+            # The host reads tokens while the device computes the next step.
             while run.flight and (not launched or len(run.flight) > self.runner.lag):
                 completions += self._collect(run)
         except BaseException as error:
@@ -134,7 +143,7 @@ class EmbeddedEngine(LocalEngine):
         return completions
 
     def abort(self, sample_ids: Iterable[int] | None = None) -> list[Completion]:
-        """Give samples up; see `RolloutEngine.abort`. Tokens still on the device are waited for."""
+        """Abort samples; see `RolloutEngine.abort`. Waits for tokens still on the device."""
         run = self._run
         if run is None:
             return []
@@ -151,25 +160,31 @@ class EmbeddedEngine(LocalEngine):
         return aborted
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights; see `RolloutEngine.update_weights`. Not during a `generate`, whose keys
-        are of the old."""
+        """Take new weights; see `RolloutEngine.update_weights`.
+
+        Raises RolloutError during a `generate`, because its keys are those of the old weights.
+        """
         self._refuse_while_busy()
         super().update_weights(named_tensors)
 
     def sleep(self) -> None:
-        """Drop the key-value cache and, on CUDA, the weights. The cache comes back with the next
-        `generate` after `wake`, which knows how much it needs."""
+        """Drop the key-value cache and, on CUDA, the weights.
+
+        The next `generate` after `wake` allocates the cache, because it knows the size.
+        """
         self._refuse_while_busy()
         self.runner.release()
         self._begin_books()
         super().sleep()
         if not self._has_slept:
             self._has_slept = True
-            self._tell_what_stays()
+            self._log_bytes_kept()
 
     def kept_asleep(self) -> dict[str, int]:
-        """Bytes of the engine's that stay on a CUDA device over `sleep`, by what they are: graphs
-        stay valid. Awake or asleep, they are the same."""
+        """Return the engine's bytes that stay on a CUDA device during `sleep`, by purpose.
+
+        Graphs stay valid, for example. The sizes are the same awake and asleep.
+        """
         return self.runner.kept_asleep()
 
     def forget_prefixes(self) -> None:
@@ -178,20 +193,20 @@ class EmbeddedEngine(LocalEngine):
         self._begin_books()
 
     def check_integrity(self) -> None:
-        """Assert that the pages' books are right; outside of a `generate` no page is in use."""
+        """Assert that page counts are right. Outside of a `generate` no page is in use."""
         if self._run is not None:
             self._run.scheduler.check_integrity()
         else:
             self._pages.check_integrity([])
 
-    def _tell_what_stays(self) -> None:
+    def _log_bytes_kept(self) -> None:
         kept = self.kept_asleep()
         if kept:
             whole = torch.cuda.get_device_properties(self.device).total_memory
-            told = ", ".join(f"{what} {size / GIB:.3f} GiB" for what, size in kept.items())
+            parts = ", ".join(f"{name} {size / GIB:.3f} GiB" for name, size in kept.items())
             logger.info(
                 f"rollout: asleep, of the device {sum(kept.values()) / whole:.2%} stay in use: "
-                f"{told}"
+                f"{parts}"
             )
 
     def _make_runner(self) -> ModelRunner:
@@ -206,7 +221,7 @@ class EmbeddedEngine(LocalEngine):
         if self.device.type == "cpu":
             return HostRunner(self.twin, **settings)
         require("triton", "Generation on a GPU", "pip install triton")
-        # triton exists beside CUDA only
+        # triton is installed with CUDA only
         cuda = importlib.import_module("verl.rollout.embedded.cuda_runner")
         return cuda.CudaRunner(
             self.twin,
@@ -230,16 +245,16 @@ class EmbeddedEngine(LocalEngine):
                     for sample_id, limit in zip(request.sample_ids, limits)
                 ]
             )
-        # Longest first: what starts last should not run longest, alone, while the device idles.
+        # Longest first: otherwise the last to start could run longest, alone, on an idle device.
         groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
         return [sample for samples in groups for sample in samples]
 
     def _provide_pages(self, samples: Sequence[Sample]) -> None:
         """Allocate the cache, or a larger one where this call can use it."""
         size = self.config.page_size
-        # The last token drawn is never fed back, so its key is never kept.
+        # The last drawn token is never fed back, so its key is never kept.
         most = [-(-(len(sample.group.prompt) + sample.limit - 1) // size) for sample in samples]
-        # One page more a prompt, whose samples have not all started.
+        # One more page for each prompt that has samples yet to start.
         prompts = len({id(sample.group) for sample in samples})
         useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + prompts
         wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
@@ -262,8 +277,7 @@ class EmbeddedEngine(LocalEngine):
         )
 
     def _most_bytes(self) -> int:
-        """What the cache may fill of the memory that is free or its own: on each of the ranks that
-        share the engine."""
+        """Return the most bytes that the cache may take, on every rank that shares the engine."""
         most = self._most_bytes_here()
         return most if self.parallel is None else -max_of(-most, self.parallel.axis)
 
@@ -279,7 +293,7 @@ class EmbeddedEngine(LocalEngine):
         )
 
     def _fresh_pages(self) -> PageAllocator:
-        """The books of the pages, without the keys of other weights than the present ones."""
+        """Return the page allocator, without keys that older weights computed."""
         if self._pages_version != self.twin.version:
             self._begin_books()
             self._pages_version = self.twin.version
@@ -288,13 +302,13 @@ class EmbeddedEngine(LocalEngine):
         return self._pages
 
     def _begin_books(self) -> None:
-        """No page is in use, and none is known to hold the keys of any tokens."""
+        """Start with an empty allocator: no page is in use, and none is registered."""
         self._pages = PageAllocator(self.runner.num_pages)
 
     def _begin_run(
         self, samples: Sequence[Sample], params: SamplingParams, rule: StopRule, slots: int = 0
     ) -> "_Run":
-        """Make the tables for `samples`; `slots` of them at least run at once."""
+        """Make the tables for `samples`, for at least `slots` samples at once."""
         scheduler = Scheduler(
             samples,
             self._fresh_pages(),
@@ -302,8 +316,7 @@ class EmbeddedEngine(LocalEngine):
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             refill=max(1, int(self.runner.refill_share * self.config.max_num_seqs)),
-            # The keys of a token are not the same bits when they are computed with others, or after
-            # the prompt.
+            # Keys have other bits when they are computed in another batch, or after the prompt.
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
             least_slots=slots,
@@ -312,7 +325,7 @@ class EmbeddedEngine(LocalEngine):
         return _Run(params, rule, scheduler, _Progress(len(samples)))
 
     def _begin_again(self, run: "_Run", samples: Sequence[Sample]) -> None:
-        """Let everything wait, and go on with larger tables that `samples` fit in too."""
+        """Return all samples to the queue, and continue with tables that `samples` fit in, too."""
         try:
             self._drain(run)
             old = run.scheduler
@@ -328,7 +341,7 @@ class EmbeddedEngine(LocalEngine):
             raise
 
     def _drain(self, run: "_Run") -> None:
-        """Wait for the tokens that are on their way; what they finish comes with the next step."""
+        """Wait for launched tokens. The next step returns the samples that they finish."""
         while run.flight:
             run.finished += self._collect(run)
 
@@ -337,11 +350,11 @@ class EmbeddedEngine(LocalEngine):
         if self._run is None:
             return
         if isinstance(error, RolloutError):
-            # Keys may be NaN. A masked one would have weight 0 for the next sample in its page: NaN
-            # again.
+            # Keys may be NaN. For the next sample in the page a masked key has weight 0, and 0 * NaN
+            # is NaN.
             self.runner.release()
-        # Not given back one by one: pages are registered before their keys are computed, and an
-        # interrupt may have come when one was handed out and not noted yet.
+        # Not freed one by one: pages are registered before their keys are computed, and an interrupt
+        # may have come between the allocation of a page and its record.
         self._begin_books()
         self._end_run()
 
@@ -365,8 +378,10 @@ class EmbeddedEngine(LocalEngine):
         }
 
     def _launch(self, run: "_Run") -> list[Draws]:
-        """Start samples, or let the running ones draw on; nothing where what is in flight must come
-        back first."""
+        """Start samples, or launch the next steps of the running ones.
+
+        Launches nothing where tokens in flight must come back first.
+        """
         scheduler = run.scheduler
         counts = run.counts
         admission = scheduler.admit()
@@ -397,8 +412,10 @@ class EmbeddedEngine(LocalEngine):
         return launched
 
     def _prefill(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
-        """Compute what the admission needs; gives the hidden state (b, H) each admitted slot draws
-        from."""
+        """Compute the prefills of an admission.
+
+        Returns the hidden states (b, H) that the admitted slots draw from.
+        """
         states: dict[int, torch.Tensor] = {}  # by number of the prefill
         for cached in (False, True):
             numbers = [
@@ -413,9 +430,11 @@ class EmbeddedEngine(LocalEngine):
             else:
                 hidden = self.runner.prefill(sequences, pages)
             states.update(zip(numbers, hidden))
+
         for number, prefill in enumerate(admission.prefills):
             if prefill.group is not None:
                 prefill.group.hidden = states[number]
+
         rows = []
         for slot in admission.slots:
             if slot in admission.resumed:
@@ -425,12 +444,12 @@ class EmbeddedEngine(LocalEngine):
         return torch.stack(rows)
 
     def _collect(self, run: "_Run") -> list[Completion]:
-        """Note the oldest tokens that are on their way and end the samples that are done."""
+        """Record the oldest launched tokens, and end the samples that are done."""
         scheduler = run.scheduler
         draws = run.flight.popleft()
         tokens, log_probs = draws.result()
-        # A sample that ended at the draw before left this slot, and the device has drawn once more
-        # for it.
+        # A sample that ended at the previous draw has left its slot, but the device has drawn once
+        # more for it.
         current = scheduler.epoch[draws.slots] == draws.epochs
         slots, tokens, log_probs = draws.slots[current], tokens[current], log_probs[current]
         run.counts["generated_tokens"] += len(slots)
@@ -444,6 +463,7 @@ class EmbeddedEngine(LocalEngine):
             for row in np.flatnonzero(~stopped).tolist():
                 so_far = scheduler.token_ids[slots[row], : drawn[row]]
                 stopped[row] = run.rule.completes_string(so_far)
+
         done = stopped | (drawn >= scheduler.limits[slots])
         completions: list[Completion] = []
         if done.any():
@@ -454,7 +474,7 @@ class EmbeddedEngine(LocalEngine):
 
 @dataclass
 class _Run:
-    """The requests at work, from the first `submit` until the last of them has ended."""
+    """The running requests, from the first `submit` until the last of them has ended."""
 
     params: SamplingParams
     rule: StopRule
@@ -462,7 +482,7 @@ class _Run:
     progress: "_Progress"
     counts: Counter[str] = field(default_factory=Counter)
     flight: deque[Draws] = field(default_factory=deque)
-    finished: list[Completion] = field(default_factory=list)  # for the next step to give
+    finished: list[Completion] = field(default_factory=list)  # returned by the next step
 
 
 class _Progress:
@@ -492,16 +512,4 @@ class _Progress:
         )
 
 
-@rollout_engines.register("embedded")
-def embedded(
-    *,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    config: RolloutConfig,
-    device: torch.device,
-    ranks: Axis = ALONE,
-) -> EmbeddedEngine:
-    """Factory of the registry."""
-    return EmbeddedEngine(
-        model=model, tokenizer=tokenizer, config=config, device=device, ranks=ranks
-    )
+rollout_engines.register("embedded")(EmbeddedEngine)

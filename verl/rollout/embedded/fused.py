@@ -40,8 +40,10 @@ class Layer:
 
 
 def can_fuse(module: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` computes what `module` does: its parts are transformers' own, not a
-    user's subclasses."""
+    """Whether `FusedDecoder` can replace `module`.
+
+    The parts of the module must be transformers' own classes, not a user's subclasses.
+    """
     config: Any = module.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
@@ -67,7 +69,7 @@ Parts = tuple[Tensor, ...]
 
 
 class FusedDecoder(ABC):
-    """A decode step's way through the layers. Subclasses say how the parts of a layer are computed.
+    """Computes the layers of a decode step. Subclasses compute the parts of a layer.
 
     `rotary` tables cover the positions 0..max_positions - 1.
     """
@@ -109,7 +111,7 @@ class FusedDecoder(ABC):
             )
 
     def __call__(self, ids: Tensor, positions: Tensor, step: PrefillStep | Step) -> Tensor:
-        """Token ids (b,) at positions (b,) -> hidden states (b, H)."""
+        """Compute hidden states (b, H) of token ids (b,) at positions (b,)."""
         parts: Parts = (F.embedding(ids, self.embeddings.weight),)
         places = self.places(positions)
         with InvariantOperations() if self.paging.invariant else nullcontext():
@@ -122,25 +124,26 @@ class FusedDecoder(ABC):
 
     @abstractmethod
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """The RMS norm of the sum of `parts`, and parts with the same sum, the first of which may
-        be overwritten."""
+        """Return the RMS norm of the sum of `parts`, and parts with the same sum.
+
+        May overwrite the first part.
+        """
 
     @abstractmethod
     def places(self, positions: Tensor) -> Any:
-        """What the layers need to know of the positions (b,)."""
+        """Return the form of the positions (b,) that the layers need."""
 
     @abstractmethod
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Any) -> Tensor:
-        """Attention of the normed states (b, H), its output projection included; this rank's share
-        of it."""
+        """Return this rank's share of attention with its output projection, for states (b, H)."""
 
     @abstractmethod
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
-        """The gated feed-forward part of the normed states (b, H); this rank's share of it."""
+        """Return this rank's share of the gated feed-forward part, for normed states (b, H)."""
 
 
 def _added_up(parts: Parts) -> Tensor:
-    """The sum of `parts`, written to the first."""
+    """Return the sum of `parts`, written to the first."""
     residual, *others = parts
     for other in others:
         residual += other
@@ -148,8 +151,10 @@ def _added_up(parts: Parts) -> Tensor:
 
 
 class TorchDecoder(FusedDecoder):
-    """`FusedDecoder` by plain operations of torch, which round where transformers rounds: in bf16 a
-    log-prob is nearer to the trainer's by a seventh."""
+    """`FusedDecoder` by plain operations of torch, which round where transformers rounds.
+
+    In bf16 a log-prob is nearer to the trainer's by a seventh.
+    """
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
         """See `FusedDecoder.add_norm`."""
@@ -185,13 +190,12 @@ class TorchDecoder(FusedDecoder):
 
 
 class StackedDecoder(FusedDecoder):
-    """`FusedDecoder` for small models on CPU, where calls and passes over activations cost as much
-    as arithmetic.
+    """`FusedDecoder` for small models on CPU, where calls cost as much as arithmetic.
 
-    Weights that read one input are one matrix, and the factors of the norm before it are multiplied
-    into it. The two numbers of a head that turn together lie side by side, as one complex number;
-    scores do not depend on the order. These matrices are copies: `refresh` after every change of
-    the weights.
+    Weights that read one input are one matrix, multiplied by the factors of the norm before it. The
+    two numbers of a head that rotate together are adjacent, as one complex number; scores do not
+    depend on the order. These matrices are copies: call `refresh` after every change of the
+    weights.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -204,12 +208,12 @@ class StackedDecoder(FusedDecoder):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the copies."""
+        """Bytes of the copies."""
         return _num_bytes(self.stacks)
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Take the weights as they are now."""
+        """Copy the current weights."""
         self.stacks, self._layer_stacks = None, {}  # whose memory the new ones may take
         self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
         self._layer_stacks = {
@@ -218,14 +222,13 @@ class StackedDecoder(FusedDecoder):
         self.last_factors = self.norm.weight * self.norm.weight.shape[0] ** 0.5
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
-        """See `FusedDecoder.add_norm`. The factors of all norms but the last are in the next
-        matrix."""
+        """See `FusedDecoder.add_norm`. The next matrix has the factors of all but the last norm."""
         residual = _added_up(parts)
         unit = _unit_rows(residual, norm.variance_epsilon)
         return unit.mul_(self.last_factors) if norm is self.norm else unit, (residual,)
 
     def places(self, positions: Tensor) -> Any:
-        """Rotary factors (b, 1, D / 2), complex."""
+        """Return rotary factors (b, 1, D / 2), complex."""
         return self.turns.index_select(0, positions)
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
@@ -307,7 +310,7 @@ class Stacks(NamedTuple):
 
 
 def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
-    """One matrix for all, behind `_unit_rows` where a norm is given."""
+    """Return one matrix for all weights, to follow `_unit_rows` where a norm is given."""
     weight = torch.cat(tuple(linear.weight for linear in linears))
     if norm is not None:
         weight *= norm.weight * weight.shape[1] ** 0.5
@@ -317,7 +320,7 @@ def _stack(linears: Sequence[nn.Linear], norm: Any = None) -> Matrix:
 
 
 def _stacked(parts: Sequence[Any]) -> Any:
-    """n alike, one behind the other: tensors (n, ...), within tuples."""
+    """Stack n equal tuples: each tensor becomes (n, ...)."""
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*map(_stacked, zip(*parts)))
@@ -325,7 +328,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
 
 
 def _part(stacked: Any, number: int) -> Any:
-    """What went into `_stacked` as one of many, without a copy."""
+    """Return one input of `_stacked`, without a copy."""
     if isinstance(stacked, tuple):
         return type(stacked)(*(_part(field, number) for field in stacked))
     return stacked[number] if isinstance(stacked, Tensor) else stacked
@@ -343,21 +346,23 @@ def _paired(heads: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, matrix: Matrix) -> Tensor:
-    """(b, N): x (b, K) times a matrix."""
+    """Return x (b, K) times a matrix, (b, N)."""
     weight, bias = matrix
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
 def _products(x: Tensor, matrices: Matrix) -> Tensor:
-    """(n, b, N): x (b, K) times each of n matrices, which MKL computes faster than one product of n
-    * N columns."""
+    """Return x (b, K) times each of n matrices, (n, b, N).
+
+    MKL computes this faster than one product of n * N columns.
+    """
     weight, bias = matrices
     each = x.expand(weight.shape[0], -1, -1)
     return torch.bmm(each, weight) if bias is None else torch.baddbmm(bias, each, weight)
 
 
 def _unit_rows(x: Tensor, epsilon: float) -> Tensor:
-    """The RMS norm of x (..., D) without its factors, divided by the root of D."""
+    """Return the RMS norm of x (..., D) without its factors, divided by the root of D."""
     # The root of (sum of squares + D * epsilon), in one operation less.
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(
         _constant((epsilon * x.shape[-1]) ** 0.5)
@@ -370,8 +375,7 @@ def _constant(value: float) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads (b, h, D): cos and sin (b, 1, D) hold each angle twice, half of D
-    apart."""
+    """Rotate heads (b, h, D); cos and sin (b, 1, D) hold each angle twice, half of D apart."""
     half = heads.shape[-1] // 2
     low, high = heads[..., :half], heads[..., half:]
     out = heads * cos

@@ -1,5 +1,7 @@
-"""Decode steps of small models on CPU in lanes: every thread takes a share of the rows all the way
-from their last tokens to the next ones."""
+"""Decode steps of small models on CPU in lanes.
+
+Every thread computes whole steps for a share of the rows, from their last tokens to the next ones.
+"""
 
 import functools
 import importlib
@@ -39,8 +41,10 @@ Answer = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens (b,) and their 
 
 
 def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
-    """Whether calls of up to `most_tokens` tokens go in lanes. The same in every process that makes
-    the same call."""
+    """Whether lanes are faster for calls of up to `most_tokens` tokens.
+
+    The answer is the same in every process that makes the same call.
+    """
     return (
         isinstance(decoder, StackedDecoder)
         and decoder.cos.dtype == torch.float32
@@ -50,8 +54,10 @@ def pay(decoder: Any, most_tokens: int) -> TypeGuard[StackedDecoder]:
 
 
 def count_lanes(rows: int, threads: int, weight_bytes: int) -> int:
-    """How many lanes a step of so many rows goes in: one lane has all of torch's threads for its
-    products, each of several has one thread. 0 where torch's own operations are faster."""
+    """Return the number of lanes of a step; 0 where torch's own operations are faster.
+
+    One lane has all of torch's threads for its products. Each of several lanes has one thread.
+    """
     if rows >= threads * ROWS_PER_LANE:
         return threads
     if weight_bytes <= CACHED_BYTES:
@@ -61,7 +67,7 @@ def count_lanes(rows: int, threads: int, weight_bytes: int) -> int:
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
-    """The module of numba's kernels; None, and why in the log, without numba."""
+    """Return the module of numba's kernels; None without numba, which is logged."""
     if not is_installed("numba"):
         logger.info("rollout: with numba this model would decode faster on CPU: pip install numba")
         return None
@@ -81,10 +87,10 @@ def load_kernels() -> ModuleType | None:
 
 
 class Lanes:
-    """A `StackedDecoder` whose threads meet once in some steps, where those of torch meet in each
-    of 150 operations.
+    """A `StackedDecoder` with threads that synchronize once in some steps.
 
-    Their steps are one call of `kernels.host`, while other threads have Python.
+    torch's threads synchronize in each of 150 operations. The steps are one call of `kernels.host`
+    without the GIL.
     """
 
     def __init__(self, decoder: StackedDecoder, head: Any) -> None:
@@ -97,8 +103,7 @@ class Lanes:
     def run(
         self, weights: Any, rows: int, count: int, steps: Callable[["Lane"], list[Answer]]
     ) -> list[Answer]:
-        """Have each of `count` lanes take `steps` of a batch of so many rows; gives each step's
-        answer of all rows."""
+        """Let each of `count` lanes compute its rows. Return each step's answer of all rows."""
         lanes = self._lanes_of(weights, rows, count)
 
         def run(lane: Lane) -> list[Answer]:
@@ -147,8 +152,10 @@ class Lanes:
         )
 
     def memory_of_logits(self, lane: int, rows: int, vocabulary: int) -> torch.Tensor:
-        """(n, V) for n rows at most, the same in every step: fresh memory costs a page fault every
-        4 KiB."""
+        """Return memory (n, V) for at most n rows, the same in every step.
+
+        Fresh memory would cost a page fault every 4 KiB.
+        """
         rows = max(1, min(rows, LANE_LOGITS // vocabulary))
         kept = self._logits.get(lane)
         if kept is None or kept.numel() < rows * vocabulary:
@@ -170,7 +177,7 @@ class Lanes:
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:
-    """Threads in which torch's operations ask no other threads for help."""
+    """Make threads in which torch's operations use no other threads."""
     threads = torch.get_num_threads()
 
     def begin() -> None:
@@ -185,7 +192,7 @@ def _single_threads(count: int) -> ThreadPoolExecutor:
 
 
 class Lane:
-    """The rows of one thread, and memory for them that every step uses again."""
+    """The rows of one thread, and memory that all of its steps share."""
 
     def __init__(self, owner: Lanes, weights: Any, number: int, rows: slice) -> None:
         self.owner = owner
@@ -244,8 +251,11 @@ class Lane:
     def hidden(
         self, ids: NDArray[np.int64], weights: Any, arrays: RowArrays, column: int
     ) -> torch.Tensor:
-        """The last hidden states (b, H) of these rows, whose tokens' keys and values go to a column
-        of the arrays. The memory is written to again in the next step."""
+        """Return the last hidden states (b, H) of these rows.
+
+        Writes the keys and values of their tokens to a column of the arrays. The next step
+        overwrites the result.
+        """
         self._have_scores(arrays)
         self.owner.kernels.step(
             ids,

@@ -28,8 +28,10 @@ _BY_COLUMN = (0, 3, 1, 2, 4)
 
 
 class _Stack(NamedTuple):
-    """Rows of n layers of one shape: keys (n, R, Hk, C, D) and values (n, R, Hk, C, Dv), and the
-    pages they are of."""
+    """Rows of n layers of one shape, and the pages that they copy.
+
+    Keys are (n, R, Hk, C, D), values (n, R, Hk, C, Dv).
+    """
 
     keys: Tensor
     values: Tensor
@@ -37,8 +39,7 @@ class _Stack(NamedTuple):
 
 
 class _LayerRows(NamedTuple):
-    """What a step needs of one layer: where the new tokens go, and b * Hk matrices with all
-    tokens."""
+    """The tensors of one layer in a step: places of new tokens, and b * Hk matrices of all."""
 
     new_keys: Tensor  # (b, Hk, D)
     new_values: Tensor  # (b, Hk, Dv)
@@ -47,7 +48,7 @@ class _LayerRows(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """The rows of n layers of one shape, as numpy has them."""
+    """The rows of n layers of one shape, as numpy arrays."""
 
     keys: NDArray  # (n, C, R, Hk, D)
     values: NDArray  # (n, C, R, Hk, Dv)
@@ -56,12 +57,12 @@ class RowArrays(NamedTuple):
 
 
 class KeyRows:
-    """Keys and values of the running samples once more, each sample's behind one another: what a
-    decode step would otherwise gather out of the pages for every token.
+    """A second copy of the running samples' keys and values, contiguous for each sample.
 
-    All rows end at one column, whatever their lengths: a step writes to one column, and a sliding
-    window is the same columns for all. The columns before a row's first token are masked. A page
-    gets its tokens when it is full, which is before anybody may look for it.
+    Without it a decode step would gather them from the pages for every token. All rows end at one
+    column, whatever their lengths: a step writes to one column, and a sliding window is the same
+    columns for all. The columns before a row's first token are masked. A page gets its tokens when
+    it is full, which is before it can be found by `PageAllocator.find`.
     """
 
     def __init__(self, paging: Paging) -> None:
@@ -79,16 +80,16 @@ class KeyRows:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all rows."""
+        """Bytes of all rows."""
         return sum(stack.keys.nbytes + stack.values.nbytes for stack in self._stacks)
 
     def clear(self) -> None:
-        """Forget all samples."""
+        """Drop all samples."""
         self._slots = self._epochs = self._starts = np.empty(0, np.int64)
         self._first = self._end = 0
 
     def release(self) -> None:
-        """Forget all samples and give the memory back."""
+        """Drop all samples and free the memory."""
         self.clear()
         self._num_rows = self._num_columns = 0
         self._stacks.clear()
@@ -98,11 +99,11 @@ class KeyRows:
     def arrange(
         self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int, *, by_column: bool
     ) -> NDArray[np.int64]:
-        """Have a row for each of `slots` (b,), read from its pages where its sample is new, and
-        columns for the next `steps` tokens. Gives the slots in the order of their rows.
+        """Provide a row for each of `slots` (b,), and columns for the next `steps` tokens.
 
-        `by_column` memory holds one column of all rows behind the other, as `arrays` gives them,
-        otherwise one row behind the other, as `attend` is fastest.
+        Reads the row of a new sample from its pages. Returns the slots in the order of their rows.
+        With `by_column`, memory holds one column of all rows after the other, as `arrays` returns
+        them; otherwise one row after the other, which is fastest for `attend`.
         """
         if by_column != self._by_column:
             self._by_column = by_column
@@ -119,7 +120,7 @@ class KeyRows:
         return self._slots
 
     def lay_out(self) -> None:
-        """Have ready what `attend` needs in this step."""
+        """Prepare the tensors that `attend` reads in this step."""
         rows, last = len(self._slots), self._end
         first = min(self._first, last + 1 - FEWEST_COLUMNS)
         for stack in self._stacks:
@@ -130,7 +131,7 @@ class KeyRows:
                 self._layers[id(pages)] = _LayerRows(*mine)
 
     def arrays(self) -> RowArrays:
-        """What steps by column need of all layers, in place of `lay_out` and `attend`."""
+        """Return the rows for steps by column, which replace `lay_out` and `attend`."""
         (stack,) = self._stacks
         keys, values = (cache.permute(_BY_COLUMN).numpy() for cache in (stack.keys, stack.values))
         return RowArrays(keys, values, self._starts, self._end)
@@ -176,8 +177,10 @@ class KeyRows:
         return fill_pages
 
     def _caches(self) -> Iterator[tuple[NDArray, NDArray]]:
-        """Pages (num_pages, Hk, page_size, D) and rows (R, Hk, C, D), of the keys and of the values
-        of every layer."""
+        """Yield pages (num_pages, Hk, page_size, D) and rows (R, Hk, C, D).
+
+        They are the keys and then the values of every layer.
+        """
         for stack in self._stacks:
             for layer, *mine in zip(stack.pages, stack.keys, stack.values):
                 yield from ((words(pages), words(rows)) for pages, rows in zip(layer, mine))
@@ -185,7 +188,7 @@ class KeyRows:
     def _seat(
         self, scheduler: Scheduler, slots: NDArray[np.int64], kept: NDArray[np.int64], steps: int
     ) -> None:
-        """Let the rows be those of `slots`; those numbered `kept` have their sample still."""
+        """Assign the rows to `slots`. Rows numbered `kept` still have their sample."""
         new = slots[~np.isin(slots, self._slots[kept])]
         lengths = scheduler.cached[new]
         if not kept.size:
@@ -285,8 +288,10 @@ class KeyRows:
             )
 
     def _mask(self, heads: int, dtype: torch.dtype, bias: KeyBias | None = None) -> Tensor:
-        """(b * heads, 1, C): -inf before a row's first token, else 0. With a bias (b * heads, G,
-        C)."""
+        """Return (b * heads, 1, C): -inf before a row's first token, else 0.
+
+        With a bias, it is (b * heads, G, C).
+        """
         key = (heads, dtype)
         if key not in self._masks:
             position = torch.arange(self._num_columns) - torch.from_numpy(self._starts)[:, None]
@@ -304,13 +309,15 @@ def _spare_columns(length: int) -> int:
 
 
 def most_bytes(scheduler: Scheduler, page_bytes: int) -> int:
-    """What the rows of all slots may come to take."""
+    """Return the most bytes that the rows of all slots can take."""
     num_slots, width = scheduler.table.shape
     columns = max(width * scheduler.page_size, FEWEST_COLUMNS - 1 + STEPS_AT_ONCE)
     return num_slots * columns * page_bytes // scheduler.page_size
 
 
 def words(tensor: Tensor) -> NDArray:
-    """The memory of a tensor for numpy, which copies it faster and knows no bfloat16: as integers
-    of the same size."""
+    """Return the memory of a tensor as integers of the same size.
+
+    numpy copies faster than torch, and has no bfloat16.
+    """
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).numpy()

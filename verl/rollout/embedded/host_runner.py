@@ -1,4 +1,4 @@
-"""The runner of a CPU: every step is computed when it is asked for."""
+"""The runner of a CPU: it computes every step when it is called."""
 
 import functools
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from verl.rollout.sampling import row_keys, sample
 from verl.rollout.twin import ModelTwin
 from verl.rollout.types import SamplingParams
 
-# Logits of so many (row, token) pairs are alive at once: 256 MiB in fp32.
+# The most (row, token) pairs with logits in memory at once: 256 MiB in fp32.
 ALIVE_LOGITS = 1 << 26
 # Models up to this size keep a second copy of their weights, laid out for fast decode steps.
 STACKED_BYTES = 1 << 28
-# `KeyRows` are kept where they could not come to take more than this.
+# `KeyRows` are kept where they can never take more than this.
 ROWS_BYTES = 1 << 31
 
 
@@ -49,7 +49,7 @@ class InvariantDecodeStep(DecodeStep):
 
 
 class HostRunner(ModelRunner):
-    """A `ModelRunner` whose draws are there when they are launched."""
+    """A `ModelRunner` that finishes draws when it launches them."""
 
     params: SamplingParams
 
@@ -94,6 +94,7 @@ class HostRunner(ModelRunner):
         elif isinstance(self._body, StackedDecoder) and self._weights_version != self.twin.version:
             self._body.refresh()
         self._weights_version = self.twin.version
+
         self._key_rows.clear()
         self._lanes = None
         if self.parallel is None and host_lanes.pay(self._body, most_tokens):
@@ -120,6 +121,7 @@ class HostRunner(ModelRunner):
         last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
         if lanes:
             return self._decode_in(lanes, scheduler, slots, last, steps)
+
         positions = scheduler.cached[slots]
         if keeps_rows:
             self._key_rows.lay_out()
@@ -170,7 +172,7 @@ class HostRunner(ModelRunner):
         return not self.deterministic and most_bytes(scheduler, self.page_bytes) <= ROWS_BYTES
 
     def _count_lanes(self, scheduler: Scheduler) -> int:
-        """How many lanes the next steps go in."""
+        """Return the number of lanes of the next steps."""
         if self._lanes is None or not self._keeps_rows(scheduler):
             return 0
         rows, threads = len(scheduler.unfinished), torch.get_num_threads()
@@ -216,12 +218,18 @@ class HostRunner(ModelRunner):
     def _draw(
         self, hidden: torch.Tensor, keys: NDArray[np.int32], memory: Tensor | None = None
     ) -> Answer:
-        """Tokens (b,) and their log-probs (b,) from hidden states (b, H) and the keys (b, 2) of
-        their noise, by logits that may be written to `memory` (rows, V)."""
+        """Draw tokens (b,) and their log-probs (b,) from hidden states (b, H).
+
+        Args:
+            hidden: hidden states.
+            keys: (b, 2) the keys of the noise.
+            memory: (rows, V) place for the logits; None: new memory.
+        """
         noise = None if self.params.temperature == 0 else torch.from_numpy(keys)
         vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         rows = max(1, ALIVE_LOGITS // vocabulary) if memory is None else len(memory)
         draw = invariant.draw if self.deterministic else sample
+
         parts = []
         for first in range(0, hidden.shape[0], rows):
             states = hidden[first : first + rows]

@@ -1,5 +1,4 @@
-"""Batch-invariant computation: the bits of a row depend on that row and the weights, not on the
-rows beside it.
+"""Batch-invariant computation: the bits of a row depend on that row and the weights alone.
 
 On CPU a BLAS chooses its kernel, and with it the order of its sums, by the shape of a product. So
 every product here is cut into blocks of one shape, the last one padded, and every element-wise
@@ -59,7 +58,7 @@ R = TypeVar("R")
 
 
 def _trusted(function: Callable[P, R]) -> Callable[P, R]:
-    """Operations inside `function` are its own business, not the audit's."""
+    """Exclude the operations inside `function` from the audit."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -82,10 +81,9 @@ def _kernels() -> Any:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x W^T + b of x (..., K), weight (N, K) with any strides, bias (N,) -> (..., N) in `out_dtype`
-    or the dtype of x.
+    """Return x W^T + b, (..., N), in `out_dtype` or the dtype of x, without gradients.
 
-    No gradients.
+    x is (..., K), weight (N, K) with any strides, bias (N,).
     """
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
@@ -111,7 +109,7 @@ def _blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _blocks_of(x: Tensor, size: int) -> list[Tensor]:
-    """x (n, ...) as aligned, contiguous blocks (size, ...), the last one padded with zeros."""
+    """Split x (n, ...) into aligned, contiguous blocks (size, ...), the last padded with zeros."""
     x = x.contiguous()
     if x.data_ptr() % _ALIGNMENT:
         x = x.clone()
@@ -125,7 +123,7 @@ def _blocks_of(x: Tensor, size: int) -> list[Tensor]:
 
 @_trusted
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function`, which maps each element by itself, of x of any shape, in whole vectors."""
+    """Apply `function`, which maps each element by itself, to x in whole vectors."""
     if x.is_cuda:
         return function(x)  # the same code computes every element there
     flat = x.reshape(-1)
@@ -139,8 +137,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @_trusted
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
-    """`verl.models.logprobs.head_logits`: (m, V) logits of hidden states (m, H), in fp32 or
-    float64."""
+    """Return logits (m, V) of states (m, H), as `verl.models.logprobs.head_logits` does."""
     logits = linear(hidden, weight, out_dtype=torch.promote_types(hidden.dtype, torch.float32))
     logits = logits if bias is None else logits.add_(bias)
     if head.cap is None:
@@ -149,9 +146,11 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head)
 
 
 def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`verl.rollout.sampling.sample` for CPU. The sums of a lone row would be divided among the
-    threads, so a row that is alone, or the only one of the last chunk, gets a copy of itself as
-    company."""
+    """Draw as `verl.rollout.sampling.sample` does, for CPU.
+
+    The sums of a lone row would be divided among the threads. So a row that is alone, or the only
+    one of the last chunk, is computed together with a copy of itself.
+    """
     rows = logits.shape[0]
     if rows % max(1, CHUNK_LOGITS // logits.shape[1]) == 1:
         logits = torch.cat([logits, logits[-1:]])
@@ -162,11 +161,10 @@ def draw(logits: Tensor, params: SamplingParams, keys: Tensor | None) -> tuple[T
 
 @_trusted
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
-    """Causal attention within each packed sequence: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) ->
-    (N, Hq, Dv).
+    """Return causal attention within each packed sequence, (N, Hq, Dv).
 
-    One sequence after the other, except where the variable-length kernel of CUDA computes it, whose
-    tiles are of one sequence each.
+    q is (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv). Sequences are computed one after the other, except
+    by the variable-length kernel of CUDA, in which each tile belongs to one sequence.
     """
     if varlen_can(q, v, facts):
         return _varlen_attention(q, k, v, layout, facts)
@@ -212,13 +210,12 @@ def _layout_of_one(length: int, device: torch.device) -> Layout:
 
 @_trusted
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: Facts) -> Tensor:
-    """One new token a row over gathered keys, for CPU: q (b, Hq, D), k (b, Hk, L, D), v (b, Hk, L,
-    Dv) -> (b, Hq, Dv).
+    """Return attention of one new token a row over gathered keys, (b, Hq, Dv), for CPU.
 
-    positions (b,): the row sees keys 0..position, or the `window` newest of them. What stands
-    behind them, and how much (L), changes no bit: blocks of BLOCK_KEYS keys are products of one
-    shape, added up in the order of the keys, and a masked block adds zeros. All of it is in fp32 at
-    least.
+    q is (b, Hq, D), k (b, Hk, L, D), v (b, Hk, L, Dv). A row sees keys 0..position (b,), or the
+    `window` newest of them. The entries behind them and their number (L) change no bit: blocks of
+    BLOCK_KEYS keys are products of one shape, summed in the order of the keys, and a masked block
+    adds zeros. All arithmetic is at least fp32.
     """
     precise = torch.promote_types(q.dtype, torch.float32)
     rows, heads, length, groups = k.shape[0], k.shape[1], k.shape[2], q.shape[1] // k.shape[1]
@@ -252,7 +249,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
 
 
 def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
-    """a (n, G, K) times b (n, K, N), or b (n, N, K) transposed: (n, G, N)."""
+    """Return a (n, G, K) times b (n, K, N), or b (n, N, K) transposed: (n, G, N)."""
     count, columns = a.shape[0], b.shape[1] if transpose else b.shape[2]
     out = a.new_empty(-(-count // BLOCK_PRODUCTS) * BLOCK_PRODUCTS, a.shape[1], columns)
     blocks = zip(
@@ -264,7 +261,7 @@ def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """The sum of parts (b, Hk, n, G, D) over n, one after the other: (b, Hk, G, D)."""
+    """Sum parts (b, Hk, n, G, D) over n, one after the other: (b, Hk, G, D)."""
     total = torch.zeros_like(parts[:, :, 0])
     for part in parts.unbind(2):
         total += part
@@ -272,13 +269,12 @@ def _in_order(parts: Tensor) -> Tensor:
 
 
 def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
-    """Let every module of `model`, which is on `device`, compute in a batch-invariant way, except
-    its attention.
+    """Make every module of `model`, except its attention, compute in a batch-invariant way.
 
-    Classes and parameters stay what they are, and parameters may be replaced by name. Experts run
-    one after the other, which waits for the device in every layer: such a model cannot be captured
-    in a CUDA graph. Raises ConfigError for float64 on CUDA. Whether something is left that depends
-    on the batch is what `refuse_variant_operations` finds out.
+    `device` is that of the model. Classes and parameters do not change, and parameters may be
+    replaced by name. Experts run one after the other, which waits for the device in every layer, so
+    such a model cannot be captured in a CUDA graph. Raises ConfigError for float64 on CUDA.
+    `refuse_variant_operations` finds operations that still depend on the batch.
     """
     if device.type == "cuda" and any(
         parameter.dtype == torch.float64 for parameter in model.parameters()
@@ -367,9 +363,11 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
 
 
 class InvariantOperations(TorchFunctionMode):
-    """A context in which torch's products, activations and sums of a row are ours, for code that
-    does its own arithmetic. It takes two microseconds a call of torch, and nothing where a CUDA
-    graph is replayed."""
+    """Replace torch's products, activations and sums of a row inside the context.
+
+    For modules that do arithmetic in their own code. Costs two microseconds for each call of torch,
+    and nothing where a CUDA graph is replayed.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -510,8 +508,10 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
 
 @contextmanager
 def refuse_variant_operations(family: str) -> Iterator[None]:
-    """A context around one forward of a model after `make_invariant`. Raises ConfigError that names
-    every operation in it whose result for a row may depend on the rows beside it."""
+    """Audit one forward of a model after `make_invariant`, inside the context.
+
+    Raises ConfigError that names every operation with results that may depend on the batch.
+    """
     audit = _Audit()
     with audit:
         yield

@@ -1,5 +1,4 @@
-"""Which page of the key-value cache belongs to whom, and what the pages that nobody holds still
-remember."""
+"""Pages of the key-value cache: their holders, and the tokens that free pages still remember."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -9,13 +8,12 @@ from numpy.typing import NDArray
 
 
 class PageAllocator:
-    """Pages 0..num_pages-1 with reference counts: a page is free when nobody holds it, shared when
-    several do.
+    """Pages 0..num_pages-1 with reference counts: free at 0, shared above 1.
 
-    A full page may be registered under the tokens it holds and those before it. It can be found by
-    them until it is handed out again, which happens to the page that was let go of longest ago when
-    no other is free. The order in which pages are handed out depends on the calls alone, so a run
-    can be repeated.
+    A full page can be registered under the tokens it holds and those before it. `find` returns it
+    until it is allocated again. That happens when no other page is free, and the page that was
+    freed longest ago comes first. The order of allocation depends on the calls alone, so a run can
+    be repeated.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -23,18 +21,17 @@ class PageAllocator:
         self.references: NDArray[np.int32] = np.zeros(0, np.int32)
         self._free: list[int] = []
         # Registered pages: (key of the page before, tokens) -> (page, its own key). Keys are never
-        # used twice, so what follows a page that was handed out again cannot be found any more.
+        # used twice, so once a page is allocated again, the pages behind it cannot be found.
         self._registered: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # of registered pages
-        # registered pages that nobody holds, oldest first
+        # registered pages without a holder, oldest first
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._last_key = 0
         self.peak = 0  # most pages in use at once since `reset_peak`
         self.grow(num_pages)
 
     def grow(self, num_pages: int) -> None:
-        """Have `num_pages` pages, at least as many as there are; those there are stay as they
-        are."""
+        """Grow to `num_pages` pages. Existing pages keep their state."""
         assert num_pages >= self.num_pages
         free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
         references = np.append(self.references, np.zeros(num_pages - self.num_pages, np.int32))
@@ -49,7 +46,7 @@ class PageAllocator:
         return count <= self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, each held once. Ask `can_allocate` first."""
+        """Return `count` pages, each held once. Call `can_allocate` first."""
         assert self.can_allocate(count), f"asked for {count} pages with {self.num_free} free"
         pages = [self._free.pop() if self._free else self._take_oldest() for _ in range(count)]
         self.references[pages] = 1
@@ -57,7 +54,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> list[int]:
-        """Hold `pages` (all in use or registered, each once) one time more."""
+        """Add one hold to each of `pages`, which are in use or registered."""
         for page in pages:
             if self.references[page] == 0:
                 assert page in self._idle, "shared a page that nobody holds"
@@ -67,9 +64,9 @@ class PageAllocator:
         return list(pages)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Let go of `pages`, one hold each; a page whose last hold this was is free."""
-        # Backwards: without its first page the rest of a sequence cannot be found, so the first is
-        # forgotten last.
+        """Remove one hold from each of `pages`. A page without holds is free."""
+        # Backwards: without its first page the rest of a sequence cannot be found, so the first
+        # page is reused last.
         for page in reversed(pages):
             assert self.references[page] > 0, f"page {page} was freed twice"
             self.references[page] -= 1
@@ -83,8 +80,7 @@ class PageAllocator:
         return bool(self.references[page] > 1)
 
     def register(self, token_ids: Sequence[int], pages: Sequence[int], page_size: int) -> None:
-        """Let the full pages among `pages`, which hold the keys of `token_ids`, be found by
-        `find`."""
+        """Make the full pages among `pages`, which hold the keys of `token_ids`, known to `find`."""
         key = 0
         for number, page in enumerate(pages[: len(token_ids) // page_size]):
             name = (key, tuple(token_ids[number * page_size : (number + 1) * page_size]))
@@ -97,8 +93,10 @@ class PageAllocator:
             key = self._registered[name][1]
 
     def find(self, token_ids: Sequence[int], page_size: int) -> list[int]:
-        """Registered pages with the keys of as many leading tokens as possible; they may be shared
-        at once."""
+        """Return the registered pages with the keys of as many leading tokens as possible.
+
+        `share` accepts them.
+        """
         pages: list[int] = []
         key = 0
         for start in range(0, len(token_ids) - page_size + 1, page_size):
@@ -113,8 +111,10 @@ class PageAllocator:
         self.peak = self.num_pages - self.num_free
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Every page is either free or held exactly as often as `holders` (one list of pages each)
-        say."""
+        """Assert that every page is free, or held exactly as often as `holders` list it.
+
+        Each holder is one list of pages.
+        """
         expected = np.zeros(self.num_pages, np.int32)
         for pages in holders:
             for page in pages:
@@ -122,6 +122,7 @@ class PageAllocator:
         assert np.array_equal(expected, self.references), (
             "reference counts differ from the holders' lists"
         )
+
         free = [*self._free, *self._idle]
         assert len(set(free)) == len(free), "a page is free twice"
         assert sorted(free) == np.flatnonzero(expected == 0).tolist(), (

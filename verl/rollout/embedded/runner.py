@@ -1,5 +1,4 @@
-"""Runs the engine's module: packed prefill, batched decode, logits of the rows that need them, the
-draw."""
+"""Run the engine's module: packed prefill, batched decode, logits, and the draw."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,31 +20,18 @@ from verl.rollout.embedded.scheduler import Scheduler
 from verl.rollout.embedded.tensor_parallel import TensorParallel
 from verl.rollout.types import SamplingParams
 from verl.utils.devices import send
-from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
 
 class Draws(NamedTuple):
-    """One draw for each of `slots`, launched in `epochs`. `result` gives the tokens (b,) and their
-    log-probs (b,), and waits for them where the device still computes."""
+    """One draw for each of `slots`, launched in `epochs`.
+
+    `result` returns the tokens (b,) and their log-probs (b,). It waits while the device computes.
+    """
 
     slots: NDArray[np.int64]
     epochs: NDArray[np.int64]
     result: Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
-
-
-def refuse_on_cuda(paging: Paging, family: str) -> None:
-    """Raise ConfigError for attention that the decode kernel for CUDA does not compute."""
-    reason = None
-    if paging.latent_layers:
-        reason = "multi-head latent attention (MLA)"
-    elif paging.has_key_bias:
-        reason = "ALiBi biases"
-    if reason is not None:
-        raise ConfigError(
-            "On CUDA actor_rollout_ref.rollout.name=embedded needs attention without "
-            f"{reason}, got the family '{family}'. Set it to hf."
-        )
 
 
 # Token ids (b,) and positions (b,) of one step -> hidden states (b, H).
@@ -87,12 +73,6 @@ class ModelRunner:
         if parallel is not None:
             parallel.sum_outputs(module)
         self.paging = Paging(module, invariant=deterministic)
-        if deterministic and (self.paging.latent_layers or self.paging.has_key_bias):
-            raise ConfigError(
-                "actor_rollout_ref.rollout.deterministic=true does not support multi-head latent "
-                f"attention (MLA) or ALiBi biases, got the family '{module.config.model_type}'. Set "
-                "it to false."
-            )
         self.head = head_of(module)
         self.num_pages = 0
         self.capture_s = 0.0
@@ -111,17 +91,19 @@ class ModelRunner:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that it keeps from step to step: pages, and copies of keys or weights."""
+        """Bytes kept from step to step: pages, and copies of keys or weights."""
         return self.num_pages * self.page_bytes
 
     @property
     def other_bytes(self) -> int:
-        """Device memory that steps need beside weights and pages, and that is not theirs yet."""
+        """Bytes that steps will allocate on the device in addition to weights and pages."""
         return 0
 
     def layer_shapes(self) -> dict[nn.Module, LayerShape]:
-        """The shape of every layer's cache, read off a prefill of one token: configs name head
-        sizes in many ways."""
+        """Return the shape of every layer's cache.
+
+        A prefill of one token shows it, because configurations name head sizes in many ways.
+        """
         if not self._shapes:
             audit = (
                 refuse_variant_operations(self.module.config.model_type)
@@ -135,7 +117,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def allocate(self, num_pages: int) -> None:
-        """Make the cache `num_pages` long, at least as long as it is; what it holds stays."""
+        """Grow the cache to `num_pages` pages. Existing pages keep their keys and values."""
         for module, shape in self.layer_shapes().items():
             # Zeros: a masked position has weight 0, and 0 times the NaN of fresh memory would be
             # NaN.
@@ -150,9 +132,10 @@ class ModelRunner:
                 )
                 for dim in (shape.key_dim, shape.value_dim)
             )
+
             if module in self.paging.layers:
                 for new, old in zip((keys, values), self.paging.layers[module]):
-                    # longer, where an interrupt has ended this before
+                    # The old cache is longer if an interrupt ended an earlier call.
                     new[: self.num_pages] = old[: self.num_pages]
             self.paging.layers[module] = LayerPages(keys, values)
         self.num_pages = num_pages
@@ -163,15 +146,17 @@ class ModelRunner:
         self.num_pages = 0
 
     def kept_asleep(self) -> dict[str, int]:
-        """Bytes of its own that stay on a device while the engine sleeps, by what they are."""
+        """Return the bytes that stay on the device while the engine sleeps, by purpose."""
         return {}
 
     @torch.inference_mode()
     def prefill(
         self, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Compute S whole sequences and fill their pages; gives the last hidden state of each, (S,
-        H)."""
+        """Compute S whole sequences and fill their pages.
+
+        Returns the last hidden state of each, (S, H).
+        """
         size = self.page_size
         lengths = [len(sequence) for sequence in sequences]
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -182,6 +167,7 @@ class ModelRunner:
                 for mine, length in zip(pages, lengths)
             ]
         )
+
         ends = np.cumsum([0, *lengths])
         layout = Layout(tuple(lengths), self.to_device(ends.astype(np.int32)))
         step = self._prefill_step(layout, self.to_device(owners), self.to_device(positions % size))
@@ -195,8 +181,10 @@ class ModelRunner:
         pages: Sequence[Sequence[int]],
         cached: Sequence[int],
     ) -> torch.Tensor:
-        """`prefill` of sequences whose first `cached` tokens have their keys in the pages: each of
-        the others is a row of one decode step."""
+        """Compute sequences that have the keys of their first `cached` tokens in pages.
+
+        Each other token is a row of one decode step. Returns the same states as `prefill`.
+        """
         size = self.page_size
         counts = [len(sequence) - start for sequence, start in zip(sequences, cached)]
         ids = np.concatenate(
@@ -208,17 +196,18 @@ class ModelRunner:
         table = np.zeros((len(sequences), max(map(len, pages))), np.int64)
         for row, mine in enumerate(pages):
             table[row, : len(mine)] = mine
+
         step = self._rows_step(positions, np.repeat(table, counts, axis=0), size)
         assert self._body is not None
         states = self._body(self.to_device(ids), self.to_device(positions), step)
         return states.index_select(0, self.to_device(np.cumsum(counts) - 1))
 
     def begin(self, params: SamplingParams, most_tokens: int) -> None:
-        """Draw by `params` from now on, at most so many tokens."""
+        """Use `params` for the following draws, of at most `most_tokens` tokens."""
         raise NotImplementedError
 
     def make_body(self, fused: Callable[..., FusedDecoder]) -> Body:
-        """The way of a decode step through the layers."""
+        """Return the function that computes the layers of a decode step."""
         if can_fuse(self.module):
             shapes = self.layer_shapes()
             return fused(
@@ -234,18 +223,24 @@ class ModelRunner:
         return self.hidden
 
     def start(self, scheduler: Scheduler, slots: NDArray[np.int64], hidden: torch.Tensor) -> Draws:
-        """The first draw (or the first after a pre-emption) of `slots` (b,), from hidden states (b,
-        H)."""
+        """Draw the first tokens of `slots` (b,) from hidden states (b, H).
+
+        They are also the first tokens after a pre-emption.
+        """
         raise NotImplementedError
 
     def steps_at_once(self, scheduler: Scheduler) -> int:
-        """How many steps one call of `decode` takes at most. A sample that ends in one of them is
-        computed on with."""
+        """Return the most steps of one call of `decode`.
+
+        A sample that ends in one of them is still computed in the others.
+        """
         return 1
 
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
-        """Feed the last token of each of `slots` (b,), whose pages are ready, and draw the next, so
-        many times."""
+        """Feed the last token of each of `slots` (b,) and draw the next one, `steps` times.
+
+        The slots have the pages for these tokens already.
+        """
         raise NotImplementedError
 
     @torch.inference_mode()
@@ -259,8 +254,7 @@ class ModelRunner:
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | Step
     ) -> torch.Tensor:
-        """Token ids (N,) at positions (N,) -> hidden states (N, H), through the module's own
-        layers."""
+        """Compute hidden states (N, H) of ids (N,) at positions (N,) by the module's own layers."""
         with self.paging.computing(step):
             output = self.module.base_model(
                 input_ids=ids[None],
@@ -272,7 +266,7 @@ class ModelRunner:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(b, H) -> (b, V) in fp32 or float64; see `models.logprobs.head_logits`."""
+        """Return logits (b, V) of states (b, H), fp32 or float64; see `models.logprobs.head_logits`."""
         linear: Any = self.module.get_output_embeddings()
         if self.deterministic:
             return invariant_head_logits(hidden, linear.weight, linear.bias, self.head)
@@ -284,8 +278,7 @@ class ModelRunner:
         return self.hidden(ids, positions, step)
 
     def _rows_step(self, positions: NDArray[np.int64], table: NDArray[np.int64], size: int) -> Step:
-        """A step of one token a row, at positions (b,) of sequences whose pages table (b, W)
-        lists."""
+        """Return a step of one token a row, at positions (b,) of sequences with pages (b, W)."""
         raise NotImplementedError
 
     def _prefill_step(
@@ -294,5 +287,5 @@ class ModelRunner:
         return PrefillStep(layout, pages, offsets)
 
     def to_device(self, array: NDArray) -> torch.Tensor:
-        """`array` on the device, in memory of its own there."""
+        """Copy `array` to new memory on the device."""
         return send(torch.from_numpy(array), self.device)

@@ -1,5 +1,7 @@
-"""Who runs, who waits, and whose pages are whose. Knows no tensor but a prompt's last hidden
-state."""
+"""Schedule samples: which run, which wait, and which pages each holds.
+
+The last hidden state of a prompt is the only tensor here.
+"""
 
 import heapq
 from collections import deque
@@ -17,7 +19,7 @@ from verl.utils.errors import RolloutError
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """A prompt and what its samples share until the last of them has started."""
+    """A prompt, with the pages and state that its samples share until the last has started."""
 
     prompt: tuple[int, ...]
     unstarted: int  # samples that have not been admitted yet
@@ -27,7 +29,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One response in the making. While it runs its tokens stand in the scheduler's arrays."""
+    """One unfinished response. While it runs, its tokens are in the scheduler's arrays."""
 
     sample_id: int
     group: Group
@@ -40,7 +42,9 @@ class Sample:
 @dataclass(slots=True)
 class Prefill:
     """A sequence to compute: a prompt (for `group`), or a pre-empted sample's prompt and tokens.
-    The keys of its first `cached` tokens are in its pages already."""
+
+    The keys of its first `cached` tokens are in its pages already.
+    """
 
     token_ids: list[int]
     pages: list[int]
@@ -50,8 +54,11 @@ class Prefill:
 
 @dataclass(slots=True)
 class Admission:
-    """What starts to run. Slot i draws its first token from the hidden state of its group, or of
-    `prefills[n]` where `resumed[slot] = n`."""
+    """The samples that start to run.
+
+    A slot draws its first token from the hidden state of its group, or of `prefills[n]` where
+    `resumed[slot] = n`.
+    """
 
     slots: list[int]
     prefills: list[Prefill]
@@ -59,15 +66,17 @@ class Admission:
 
 
 class Scheduler:
-    """Admission in order of request and sample; pre-emption of the latest admitted, which waits at
-    the front. With `redraw` it begins anew, otherwise with the tokens it has drawn.
+    """Admits samples in order of request and sample, and pre-empts the latest admitted one.
+
+    A pre-empted sample waits at the front. With `redraw` it begins anew, otherwise with the tokens
+    it has drawn.
 
     A running sample owns a slot: one row of the arrays below. `running` lists the slots in order of
     admission.
 
-    The device may be some draws ahead of what is known here: `launched` counts the draws asked for,
-    `drawn` those whose tokens have come back. A slot's `epoch` changes when its sample leaves:
-    tokens that come back late belong to nobody.
+    The device may be some draws ahead of this book-keeping: `launched` counts the launched draws,
+    `drawn` those whose tokens have come back. A slot's `epoch` changes when its sample leaves, so
+    that tokens which come back late are ignored.
     """
 
     def __init__(
@@ -123,16 +132,16 @@ class Scheduler:
 
     @property
     def num_slots(self) -> int:
-        """How many samples can run at once."""
+        """Number of samples that can run at once."""
         return len(self._samples)
 
     def sample_ids(self) -> set[int]:
-        """Those that wait or run."""
+        """Return the ids of the samples that wait or run."""
         running = [sample.sample_id for sample in self._samples if sample is not None]
         return {*running, *(sample.sample_id for sample in self.waiting)}
 
     def refuse_known(self, samples: Sequence[Sample]) -> None:
-        """Raise RolloutError where a sample id waits or runs already."""
+        """Raise RolloutError for a sample id that waits or runs already."""
         known = self.sample_ids()
         doubled = [sample.sample_id for sample in samples if sample.sample_id in known]
         if doubled:
@@ -142,8 +151,7 @@ class Scheduler:
             )
 
     def has_room_for(self, samples: Sequence[Sample]) -> bool:
-        """Whether `add` can take these: as many slots as may run, and tables that are wide
-        enough."""
+        """Whether `add` can take these samples: enough slots, and tables that are wide enough."""
         longest = max((sample.limit for sample in samples), default=0)
         sequence = max((len(each.group.prompt) + each.limit for each in samples), default=0)
         pages = -(-sequence // self.page_size)
@@ -155,12 +163,14 @@ class Scheduler:
         )
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Let samples wait behind the others."""
+        """Add samples to the end of the queue."""
         self.waiting.extend(samples)
 
     def abort(self, sample_ids: Collection[int]) -> list[Completion]:
-        """End samples with what they have drawn so far, which may be nothing; no token of theirs
-        may be on its way."""
+        """End samples with the tokens drawn so far, maybe none.
+
+        None of their tokens may still be on the device.
+        """
         completions = []
         for slot in self.running.tolist():
             if self.sample_id_of(slot) in sample_ids:
@@ -179,8 +189,10 @@ class Scheduler:
         return completions
 
     def withdraw(self) -> list[Sample]:
-        """Take all samples back, with what they have drawn, in the order in which they would go on.
-        Their pages are forgotten with this scheduler."""
+        """Return all samples with their tokens, in the order in which they would continue.
+
+        The scheduler cannot be used afterwards; it forgets their pages.
+        """
         self._drop_prompts()
         for slot in reversed(self.running.tolist()):
             self._preempt(slot)
@@ -189,8 +201,8 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """Start as many waiting samples as slots, pages and the token budget of a prefill allow.
 
-        While others run, nobody starts before `refill` can start at once: a prefill has a price of
-        its own.
+        While others run, samples start only when `refill` of them can start at once, because each
+        prefill has a fixed price.
         """
         if self.running.size and len(self._free_slots) < min(self.refill, len(self.waiting)):
             return None
@@ -237,8 +249,10 @@ class Scheduler:
         return self.running[self.launched[self.running] < self.limits[self.running]]
 
     def steps_ahead(self, most: int) -> int:
-        """How many steps, at least one and at most `most`, all unfinished slots can take together:
-        none has drawn its last token before the last step, and there are pages for all."""
+        """Return how many steps, from 1 to `most`, all unfinished slots can take together.
+
+        No slot draws its last token before the last of these steps, and all have pages for them.
+        """
         rows = self.unfinished
         steps = int(
             (self.limits[rows] - self.launched[rows]).min(initial=min(most, self.page_size))
@@ -250,12 +264,15 @@ class Scheduler:
     def prepare_decode(
         self, steps: int, *, may_preempt: bool = True
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Give every unfinished slot pages of its own for its next `steps` tokens, pre-empting the
-        latest if need be.
+        """Give every unfinished slot pages of its own for its next `steps` tokens.
 
-        Gives the pages to be copied, (from, to): the partly filled last page of a prompt is shared
-        until written to. And whether all have theirs: False only where a sample would have to go
-        and `may_preempt` is False, because tokens it has drawn are still on the device.
+        Pre-empts the latest admitted sample where pages are missing.
+
+        Returns:
+            The pages to copy, (from, to): the partly filled last page of a prompt is shared until a
+            sample writes to it. And whether every slot has its pages: False only where a sample
+            would have to be pre-empted and `may_preempt` is False, because tokens that it has drawn
+            are still on the device.
         """
         copies: list[tuple[int, int]] = []
         for slot, index in self._lacking_pages(steps):
@@ -263,7 +280,7 @@ class Scheduler:
                 held = self._held[slot]
                 shared = index < len(held) and self.pages.is_shared(held[index])
                 if index < len(held) and not shared:
-                    break  # the others that shared it have moved on meanwhile
+                    break  # the other samples no longer share it
                 if not self.pages.can_allocate(1):
                     if not self._drop_prompts():
                         if not may_preempt:
@@ -283,21 +300,23 @@ class Scheduler:
         return copies, True
 
     def take_changed(self) -> NDArray[np.int64]:
-        """Slots whose row of `table` has changed since this was last asked."""
+        """Return the slots whose row of `table` has changed since the last call."""
         changed = np.fromiter(self._changed, np.int64, len(self._changed))
         self._changed.clear()
         return changed
 
     def launch(self, slots: NDArray[np.int64], *, fed: int) -> None:
-        """Note that the first draw of each of `slots` was launched (fed = 0), or one for each of
-        the next `fed` tokens that go into its pages."""
+        """Record the launch of the first draw of each slot (fed = 0), or of `fed` further draws.
+
+        Each further draw also writes one token to the slot's pages.
+        """
         self.launched[slots] += max(fed, 1)
         self.cached[slots] += fed
 
     def record(
         self, slots: NDArray[np.int64], token_ids: NDArray[np.int64], log_probs: NDArray[np.float32]
     ) -> NDArray[np.int64]:
-        """Note what the slots (b,) have drawn; gives how many tokens each has now, (b,)."""
+        """Record the tokens drawn by slots (b,). Return the number of tokens of each, (b,)."""
         place = self.drawn[slots]
         self.token_ids[slots, place] = token_ids
         self.log_probs[slots, place] = log_probs
@@ -307,8 +326,10 @@ class Scheduler:
     def finish(
         self, slots: Sequence[int], stopped: set[int], reason: str = "length"
     ) -> list[Completion]:
-        """End the samples in `slots`; those in `stopped` because of a stop token or string, the
-        others because of `reason`."""
+        """End the samples in `slots`.
+
+        The finish reason is "stop" for the slots in `stopped`, and `reason` for the others.
+        """
         completions = []
         for slot in slots:
             sample = self._save(slot)
@@ -331,18 +352,20 @@ class Scheduler:
         return sample.sample_id
 
     def check_integrity(self) -> None:
-        """Pages are held by running samples and by prompts with samples yet to start, and by nobody
-        else."""
+        """Assert that only running samples, and prompts with samples yet to start, hold pages."""
         prompts = [group.pages for group in self._prompts if group.pages is not None]
         self.pages.check_integrity([*self._held, *prompts])
 
     def _lacking_pages(self, steps: int) -> list[tuple[int, int]]:
-        """(slot, number of the page in its sequence) where an unfinished slot's next `steps` tokens
-        go to a page that it has not, or not alone."""
+        """List the pages that unfinished slots need for `steps` tokens but do not own.
+
+        Each is (slot, number of the page in its sequence). The page is missing or shared.
+        """
         rows, size = self.unfinished, self.page_size
         cached = self.cached[rows]
         shared = (cached % size > 0) & (self.pages.references[self.table[rows, cached // size]] > 1)
         begin, end = -(-cached // size) - shared, -(-(cached + steps) // size)
+
         lacking = np.flatnonzero(begin < end)
         bounds = zip(rows[lacking].tolist(), begin[lacking].tolist(), end[lacking].tolist())
         return [(slot, index) for slot, first, stop in bounds for index in range(first, stop)]
@@ -361,10 +384,12 @@ class Scheduler:
             self._held[slot] = self.pages.share(group.pages)
             self.cached[slot] = len(group.prompt)
             group.unstarted -= 1
+
         held = self._held[slot]
         self.table[slot] = 0
         self.table[slot, : len(held)] = held
         self._changed.add(slot)
+
         self.launched[slot] = self.drawn[slot] = len(sample.token_ids)
         self.limits[slot] = sample.limit
         self.keys[slot] = sample.key
@@ -373,22 +398,25 @@ class Scheduler:
         admission.slots.append(slot)
 
     def release_started_prompts(self) -> None:
-        """Let go of prompts all of whose samples run. Called once their first tokens are drawn."""
+        """Release the pages of prompts that have started all samples.
+
+        Called once the first tokens of these samples are drawn.
+        """
         for group in [group for group in self._prompts if group.unstarted == 0]:
             self._drop_prompt(group)
 
     def _find(self, token_ids: list[int]) -> list[int]:
-        """Pages with the keys of the first of these tokens, if they are half of them; the last one
-        is left to compute.
+        """Return cached pages of the first tokens, if they cover at least half of all tokens.
 
-        To compute the rest of a sequence is slower a token than to compute a whole one.
+        The last token is always left to compute. Below half, computing the whole sequence is
+        faster, because a token costs more where a part of its sequence is cached.
         """
         found = self.pages.find(token_ids[:-1], self.page_size) if self.prefix_caching else []
         return found if 2 * len(found) * self.page_size >= len(token_ids) else []
 
     def _make_room(self, needed: int, spare: int, *, idle: bool) -> bool:
         if idle:
-            # Nothing runs, so only prompts kept for later can be in the way. That one sample fits
+            # Nothing runs, so only prompts kept for later can hold pages. That one sample fits
             # alone was checked before the first was admitted.
             return self.pages.can_allocate(needed) or (
                 self._drop_prompts() and self.pages.can_allocate(needed)
@@ -396,8 +424,10 @@ class Scheduler:
         return self.pages.can_allocate(needed + spare)
 
     def _drop_prompts(self) -> bool:
-        """Forget prompts kept for samples yet to start (they are computed again then); False if
-        there were none."""
+        """Drop the prompts kept for samples yet to start, which compute them again.
+
+        Returns False if no prompt was kept.
+        """
         dropped = bool(self._prompts)
         for group in list(self._prompts):
             self._drop_prompt(group)
@@ -413,8 +443,8 @@ class Scheduler:
     def _preempt(self, slot: int) -> None:
         sample = self._save(slot)
         if self.redraw:
-            # Drawn again they will be the same tokens, and their keys the same bits, as those of a
-            # prefill are not.
+            # Drawing again gives the same tokens and the same bits of their keys. A prefill would
+            # give keys with other bits.
             self.discarded += len(sample.token_ids)
             sample.token_ids, sample.log_probs = [], []
             sample.group.unstarted += 1
@@ -424,7 +454,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _save(self, slot: int) -> Sample:
-        """The sample in `slot`, with all it has drawn."""
+        """Return the sample in `slot`, with all tokens that it has drawn."""
         sample = self._samples[slot]
         assert sample is not None
         count = self.drawn[slot]

@@ -1,10 +1,9 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): the neighbours of a group of ranks
-share one engine.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): neighboring ranks share one engine.
 
 The ranks run the same scheduler over the same requests in lock step. Each has the queries, keys and
 values of its heads, its units of the feed-forward parts, and pages for its key heads alone; two
-sums over the group in a layer make hidden states whole. Which weights are cut, and how, says the
-plan that transformers has for the family.
+sums over the group in a layer make hidden states whole. The plan that transformers has for the
+family defines how weights are cut.
 
 Embeddings, norms and head are whole on every rank: 2 V H numbers, or V H where head and embeddings
 are tied (2.2 GB of the 15.2 GB of Qwen2.5-7B in bf16, 0.5 of the 3.1 GB of Qwen2.5-1.5B). Every
@@ -46,8 +45,10 @@ _DIVIDED = (
 
 
 def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Raise ConfigError, naming the family and what to set, where `size` ranks cannot share an
-    engine of it. Needs no weights."""
+    """Raise ConfigError where `size` ranks cannot share an engine of the model.
+
+    The error names the family and the way out. Needs no weights.
+    """
     text: Any = config.get_text_config()
     family, plan = config.model_type, _plan(text)
     if getattr(text, "kv_lora_rank", None):
@@ -55,11 +56,13 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
             f"{SETTING}={size}: the engine cannot cut multi-head latent attention (MLA), got the "
             f"model family '{family}'. Set {SETTING}=1."
         )
+
     if not plan:
         raise ConfigError(
             f"{SETTING}={size}: transformers has no plan for cutting the model family '{family}'. "
             f"Set {SETTING}=1."
         )
+
     strange = {place: style for place, style in plan.items() if style not in _STYLES}
     if strange:
         place, style = next(iter(strange.items()))
@@ -67,6 +70,7 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
             f"{SETTING}={size}: the engine cannot cut the model family '{family}', whose '{place}' "
             f"is '{style}' in the plan of transformers. Set {SETTING}=1."
         )
+
     counts = {name: getattr(text, name, None) for name in _DIVIDED}
     counts = {name: count for name, count in counts.items() if isinstance(count, int)}
     if any(count % size for count in counts.values()):
@@ -100,19 +104,20 @@ class TensorParallel:
         self.cuts = dict(self._cuts(model))
 
     def sum_outputs(self, module: PreTrainedModel) -> None:
-        """Let the modules of the engine's model give whole states where they compute a share of
-        them."""
+        """Add the sum over ranks to modules of the engine's model that compute a share."""
         for name, part in module.named_modules():
             if self._style(name) in _SUMMED:
                 part.register_forward_hook(lambda _module, _inputs, output: self.sum(output))
 
     def summed(self, part: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`part`, which computes a share of a sum, followed by the sum."""
+        """Return `part`, which computes a share of a sum, followed by the sum."""
         return lambda *arguments: self.sum(part(*arguments))
 
     def sum(self, share: Tensor) -> Tensor:
-        """The sum of `share` over the ranks, which may be in its memory; the same bits on all of
-        them."""
+        """Return the sum of `share` over the ranks, with the same bits on all of them.
+
+        The result may overwrite `share`.
+        """
         if not self._in_order:
             return all_reduce_sum(share, self.axis)
         shares = share.new_empty(self.axis.size, *share.shape)
@@ -134,7 +139,7 @@ class TensorParallel:
         dist.broadcast(tokens, group=self.axis.group, group_src=0)
 
     def _style(self, name: str) -> str | None:
-        """What the plan says to a module or a parameter."""
+        """Return the style that the plan has for a module or a parameter."""
         inner = name.removeprefix(self._prefix)
         return None if inner == name else self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", inner))
 
@@ -166,6 +171,6 @@ def _plan(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _part(axis: Axis, dim: int, parts: int, whole: Tensor) -> Tensor:
-    """What rank `axis.rank` has of each of `parts` equal parts along `dim`."""
+    """Return the share of rank `axis.rank` in each of `parts` equal parts along `dim`."""
     pieces = [part.chunk(axis.size, dim)[axis.rank] for part in whole.chunk(parts, dim)]
     return pieces[0] if parts == 1 else torch.cat(pieces, dim)

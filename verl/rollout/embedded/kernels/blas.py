@@ -1,4 +1,4 @@
-"""The matrix product that torch itself calls on a CPU, for kernels that are not torch's."""
+"""The matrix product that torch calls on a CPU, for kernels outside of torch."""
 
 import ctypes
 from pathlib import Path
@@ -7,9 +7,11 @@ import torch
 
 
 def sgemm_address() -> int | None:
-    """Where Fortran's sgemm is in memory: MKL's, which takes as many threads as torch has been told
-    to in the thread that calls it. None where torch was built without MKL, or keeps it to itself
-    (on Windows)."""
+    """Return the address of Fortran's sgemm of MKL.
+
+    It uses the number of threads that torch is set to in the calling thread. None where torch was
+    built without MKL, or does not export it (on Windows).
+    """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if not torch.backends.mkl.is_available() or not library.is_file():
         return None

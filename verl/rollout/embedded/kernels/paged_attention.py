@@ -86,10 +86,9 @@ def split_workspace(
 
 
 def choose_num_splits(rows: int, kv_heads: int, num_sms: int) -> int:
-    """Into how many splits a row's keys are cut so that each of `num_sms` multiprocessors has a few
-    to work on.
+    """Return the number of splits of a row's keys that gives all multiprocessors a few.
 
-    A function of the batch alone: how long the rows are is known on the device only.
+    A function of the batch alone, because only the device knows the lengths of the rows.
     """
     return max(1, min(_MAX_SPLITS, _PROGRAMS_PER_SM * num_sms // (rows * kv_heads)))
 
@@ -97,8 +96,7 @@ def choose_num_splits(rows: int, kv_heads: int, num_sms: int) -> int:
 def fixed_num_splits(
     table_width: int, page_size: int, split_tokens: int, window: int | None = None
 ) -> int:
-    """How many splits of `split_tokens` tokens the longest row has that fits in `table_width`
-    pages."""
+    """Return the number of splits of `split_tokens` tokens in a row of `table_width` pages."""
     splits = triton.cdiv(table_width * page_size, split_tokens)
     # At worst only the first key of a window stands in the first of its splits.
     return splits if window is None else min(splits, triton.cdiv(window - 1, split_tokens) + 1)
@@ -144,7 +142,7 @@ def decode_attention(
     config: DecodeConfig | None = None,
     fresh: Fresh | None = None,
 ) -> None:
-    """Write to `out` (b, Hq, Dv) what the newest token of each of b rows attends to.
+    """Compute attention of the newest token of each of b rows; write it to `out` (b, Hq, Dv).
 
     q (b, Hq, D); keys (num_pages, Hk, page_size, D) and values (num_pages, Hk, page_size, Dv),
     page_size a power of two >= 8; all with any strides but a contiguous last dimension. `table` (S,

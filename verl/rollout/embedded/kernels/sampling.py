@@ -42,8 +42,10 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawState:
-    """What a draw of b rows reads beside the logits, and where it writes. All on the device, at
-    fixed addresses."""
+    """The inputs of a draw of b rows, except the logits, and its outputs.
+
+    All are on the device, at fixed addresses.
+    """
 
     slots: torch.Tensor  # (b,) int32: the slot of each row, an index into `keys` and `drawn`
     keys: torch.Tensor  # (S,) int64: the samples' uint64 keys, reinterpreted
@@ -77,7 +79,7 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of its own; the table of hashes is shared with `verl.rollout.sampling`."""
+        """Bytes of device memory, without the table of hashes that `sampling` shares."""
         return sum(
             part.nbytes
             for part in (self.largest, self.totals, self.scores, self.columns, self.rows)
@@ -144,5 +146,5 @@ def draw(
 
 
 def _dropped_bits(dtype: torch.dtype) -> int:
-    """How many low bits are zero in every logit of this type once it is fp32."""
+    """Return how many low bits are zero in every logit of this type as fp32."""
     return {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[dtype]

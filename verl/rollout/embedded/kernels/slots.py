@@ -1,4 +1,4 @@
-"""What a decode step reads and writes for each slot: tokens, positions, pages."""
+"""The input and output of a decode step for each slot: tokens, positions, pages."""
 
 import triton
 import triton.language as tl
@@ -15,11 +15,14 @@ def feed(
     page_size: int,
     out: tuple[Tensor, ...],
 ) -> None:
-    """What the rows of a step are about: out = (token ids, positions, pages, offsets), each (b,)
-    int64.
+    """Write the inputs of a step's rows to `out`.
 
-    slots (b,) int32 names each row's slot; tokens (S,) int64, positions (S,) int32 and table (S, W)
-    int32 are by slot.
+    Args:
+        slots: (b,) int32, the slot of each row.
+        tokens: (S,) int64, by slot.
+        positions: (S,) int32, by slot.
+        table: (S, W) int32, by slot.
+        out: token ids, positions, pages and offsets, each (b,) int64.
     """
     rows = slots.shape[0]
     ids, places, pages, offsets = out
@@ -49,8 +52,10 @@ def advance(
     *,
     by: int,
 ) -> None:
-    """Note the tokens (b,) drawn for `slots` (b,), whose positions move on `by`. The last slot,
-    which fills batches up and may stand there many times, stays where it is."""
+    """Record the tokens (b,) drawn for `slots` (b,), and advance the slots' positions by `by`.
+
+    The last slot pads batches, so it can occur many times; it does not change.
+    """
     rows = slots.shape[0]
     _advance[(triton.cdiv(rows, _ROWS),)](
         slots,
@@ -67,8 +72,10 @@ def advance(
 
 
 def store_tokens(new: Tensor, cache: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Write `new` (Hk, N, D) to cache (num_pages, Hk, page_size, D) at pages (N,) and offsets
-    (N,)."""
+    """Write `new` (Hk, N, D) to the cache at pages (N,) and offsets (N,).
+
+    The cache is (num_pages, Hk, page_size, D).
+    """
     heads, count, width = new.shape
     assert new.stride(2) == cache.stride(3) == 1, "last dimensions must be contiguous"
     _store_tokens[(count, heads)](

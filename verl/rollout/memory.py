@@ -1,0 +1,85 @@
+"""The memory terms of a rollout engine on one device, from shapes alone."""
+
+from dataclasses import dataclass
+
+from verl.config.rollout import RolloutConfig
+
+# Logits in fp32 that `CudaRunner.other_bytes` keeps room for: those of a first draw, of a step
+# outside of a graph, and in the pool of the graphs.
+_LOGITS_ON_CUDA = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """The work of one engine, and the model as far as memory depends on it."""
+
+    prompts: int
+    samples: int  # of all prompts
+    longest: int  # tokens of the longest prompt and response together
+    longest_prompt: int
+    ranks: int  # that share the engine
+
+    heads: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    itemsize: int  # bytes of a number in weights and cache
+    token_bytes: int  # keys and values of one token in all layers, on one rank
+
+    on_cuda: bool
+    room: float | None  # bytes that the trainer and the engine's weights leave; None: not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Pages of the key-value cache, and the bytes that a step works with."""
+
+    page_tokens: int
+    pages_a_sample: int  # of the longest one
+    pages: int
+    working: int  # bytes of a prefill and of logits
+
+
+def logits_bytes(config: RolloutConfig, load: EngineLoad) -> int:
+    """Return the bytes of logits that an engine keeps room for."""
+    copies = _LOGITS_ON_CUDA if load.on_cuda else 1
+    return copies * config.max_num_seqs * load.vocabulary * 4
+
+
+def paged_memory(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
+    """Return the terms of an engine with a paged cache that computes packed prompts."""
+    pages_a_sample = -(-(load.longest - 1) // config.page_size)  # the last token is never fed back
+    useful = pages_a_sample * min(load.samples, config.max_num_seqs) + load.prompts
+    numbers_a_token = 3 * load.intermediate // load.ranks + 5 * load.hidden
+    prefill = load.itemsize * config.max_num_batched_tokens * numbers_a_token
+    logits = logits_bytes(config, load)
+
+    pages = useful
+    if config.num_pages is not None:
+        pages = config.num_pages
+    elif load.room is not None:
+        # As in the engine: prompts computed so far count as free, the logits of graphs do not.
+        cache = int(config.gpu_memory_utilization * (load.room - logits))
+        pages = min(useful, max(0, cache // (load.token_bytes * config.page_size)))
+
+    return EngineMemory(
+        page_tokens=config.page_size,
+        pages_a_sample=pages_a_sample,
+        pages=pages,
+        working=prefill + logits,
+    )
+
+
+def padded_memory(config: RolloutConfig, load: EngineLoad) -> EngineMemory:
+    """Return the terms of an engine with rows of full length side by side and eager attention.
+
+    Eager attention keeps the scores of all prompts, also in fp32 and as a mask.
+    """
+    rows = min(load.samples, config.max_num_seqs)
+    prefill = rows * load.heads * load.longest_prompt**2 * (2 * load.itemsize + 4)
+    return EngineMemory(
+        page_tokens=load.longest,
+        pages_a_sample=1,
+        pages=rows,
+        working=prefill + logits_bytes(config, load),
+    )
