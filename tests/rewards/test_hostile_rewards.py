@@ -13,6 +13,7 @@ from tests.rewards.batches import CharTokenizer, make_batch
 from verl.rewards.calls import Caller
 from verl.rewards.custom import load_custom_reward
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, PrimeRewardManager
+from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.texts import cut, on_one_line
 from verl.utils.errors import ConfigError, RewardError
 
@@ -82,6 +83,146 @@ def test_a_file_that_hangs_or_exits_as_it_is_loaded_is_an_error(tmp_path, monkey
     path.write_text(f"import os\n{line}\ndef compute_score(**sample): return 1.0\n")
     with pytest.raises(RewardError, match=rf"'compute_score' of '.*reward\.py'.*{told}"):
         load_custom_reward(str(path))
+
+
+COUNTING = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with open(LOG, "a") as log:
+        log.write(solution_str + " ")
+    if solution_str == "exits":
+        os._exit(7)
+    if solution_str == "hangs":
+        while True:
+            pass
+    if solution_str == "raises":
+        raise KeyError("odd")
+    return float(solution_str)
+"""
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """Return the function, and the file with the samples that it was called with."""
+    path = tmp_path / "counting.py"
+    log = tmp_path / "calls.txt"
+    path.write_text(COUNTING.replace("LOG", repr(str(log))))
+    return load_custom_reward(str(path)), log
+
+
+def pack_texts(texts):
+    return [pack_call(data_source="s", solution_str=text, ground_truth=None) for text in texts]
+
+
+def test_calls_of_one_message_fail_alone_and_are_made_once(counting):
+    function, log = counting
+    texts = ["1", "raises", "2", "exits", "3", "hangs", "4"]
+    calls = pack_texts(texts)
+    function = function.limited(5.0)
+
+    first = function.call_each(calls)
+    assert [outcome.value for outcome in first] == [1.0, None, 2.0, None]
+    assert isinstance(first[1].error, KeyError)
+    assert "exit code 7" in str(first[3].error)
+    second = function.call_each(calls[4:])
+    assert [outcome.value for outcome in second] == [3.0, None]
+    assert second[1].timed_out
+    assert [outcome.value for outcome in function.call_each(calls[6:])] == [4.0]
+    assert log.read_text().split() == texts
+
+
+def test_calls_of_one_message_end_at_a_failure_where_that_is_wanted(counting):
+    function, log = counting
+    outcomes = function.call_each(pack_texts(["1", "raises", "2"]), stop_at_failure=True)
+    assert [outcome.failed for outcome in outcomes] == [False, True]
+    (outcome,) = function.call_each(pack_texts(["3"]))
+    assert outcome.value == 3.0, "the answers of the message before are read"
+    assert log.read_text().split() == ["1", "raises", "3"]
+
+
+@pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
+def test_a_batch_goes_to_its_process_in_few_messages(counting, kind, monkeypatch):
+    function, log = counting
+    sizes = []
+    call_each = ProcessFunction.call_each
+
+    def counted(self, calls, stop_at_failure=False):
+        sizes.append(len(calls))
+        return call_each(self, calls, stop_at_failure)
+
+    monkeypatch.setattr(ProcessFunction, "call_each", counted)
+    monkeypatch.setattr("verl.rewards.calls.CHUNK_S", 60.0)
+    texts = [str(number) for number in range(500)]
+    texts[300] = "exits"
+    batch = make_batch(texts)
+    scores = kind(CharTokenizer(), 0, function, on_error="zero")(batch).sum(-1).tolist()
+    assert scores == [0.0 if row == 300 else float(row) for row in range(500)]
+    assert len(sizes) < 60
+    assert max(sizes) > 30
+    assert sorted(log.read_text().split()) == sorted(texts), "each call was made once"
+
+
+def test_a_function_of_a_file_takes_positions_too(counting):
+    function, _ = counting
+    assert function("source", "5", None) == 5.0
+    assert function("source", "6", None, extra_info={}) == 6.0
+
+
+RULES = """
+import os, re
+from verl.rewards.registry import reward_rules
+
+@reward_rules.register("hostile*")
+def score(solution_str, ground_truth, extra_info=None):
+    if solution_str == "exits":
+        os._exit(0)
+    if solution_str == "backtracks":
+        re.match("(a+)+$", "a" * 60 + "b")
+    return 1.0
+"""
+
+USE_RULES = """
+    from verl.rewards import watch
+    watch.LOCK_GRACE_S, watch.HEARTBEAT_S = 0.5, 0.1
+    from tests.rewards.batches import CharTokenizer, make_batch
+    from verl.rewards.managers import NaiveRewardManager, PrimeRewardManager
+    from verl.utils.imports import load_module
+    load_module({path!r})
+    batch = make_batch(["a", {text!r}], ["x", "x"], ["hostile/set"] * 2)
+    manager = {kind}(CharTokenizer(), 0, on_error="zero", timeout_s={timeout_s})
+    print(manager(batch).sum(-1).tolist(), manager._caller.in_caller, flush=True)
+"""
+
+
+def run_rules(tmp_path, text, source=RULES, kind="NaiveRewardManager", timeout_s=30):
+    path = tmp_path / "my_rules.py"
+    path.write_text(source)
+    return run(USE_RULES.format(path=str(path), text=text, kind=kind, timeout_s=timeout_s))
+
+
+def test_a_registered_rule_cannot_exit_in_silence(tmp_path):
+    done = run_rules(tmp_path, "exits")
+    assert done.stdout == "[1.0, 0.0] False\n", done.stderr
+    assert "SystemExit: os._exit(0) in the process of the trainer" in done.stderr
+
+
+def test_a_registered_rule_that_keeps_the_interpreter_ends_the_run_with_its_stack(tmp_path):
+    done = run_rules(tmp_path, "backtracks", timeout_s=0.5)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in score" in done.stderr
+
+
+def test_a_registered_rule_that_uses_signals_runs_in_the_main_thread(tmp_path):
+    done = run_rules(tmp_path, "b", source="import signal\n" + RULES)
+    assert done.stdout == "[1.0, 1.0] True\n", done.stderr
+
+
+def test_prime_calls_a_registered_rule_in_processes(tmp_path):
+    done = run_rules(tmp_path, "exits", kind="PrimeRewardManager")
+    assert done.stdout == "[1.0, 0.0] False\n", done.stderr
+    assert "ended with exit code 0" in done.stderr
 
 
 def test_reward_kwargs_must_reach_the_process(reward_file):

@@ -241,7 +241,8 @@ def test_a_field_of_a_class_in_the_functions_file_is_unknown_to_other_ranks(tmp_
         "class Note: pass\ndef compute_score(**sample): return {'score': 1.0, 'note': Note()}\n"
     )
     with pytest.raises(
-        RewardError, match=r"a value that cannot be sent from its process .*Return numbers"
+        RewardError,
+        match=r"'note' is of type Note and cannot be sent to another process .*Return numbers",
     ):
         manager(load_custom_reward(str(path)))(make_batch(["a"]))
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from verl.rewards import compat_score, rules
+from verl.compat import score as compat_score
+from verl.rewards import rules
 from verl.rewards.builtin import math as math_rule
 from verl.rewards.registry import answer_extractors
 

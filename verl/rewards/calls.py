@@ -7,7 +7,6 @@ behind in its daemon thread, which does not keep the process from exiting, and t
 go to new threads. When too many are left behind, the calls move to processes, which can be killed.
 """
 
-import ast
 import asyncio
 import concurrent.futures
 import contextlib
@@ -15,19 +14,19 @@ import contextvars
 import functools
 import inspect
 import math
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl.rewards.deadline import call_ends
 from verl.rewards.helper import HelperTimeout
-from verl.rewards.processes import ProcessFunction
+from verl.rewards.origin import runs_here, uses_signals
+from verl.rewards.outcome import Outcome
+from verl.rewards.processes import ProcessFunction, pack_call
 from verl.rewards.watch import THREAD_NAME, LateCall, LockWatch, forbid_exit, interrupt
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger, say_once
@@ -38,26 +37,14 @@ MAX_THREADS = 32
 MAX_HANGING = 256
 # Once they are more: processes that make the calls instead.
 NUM_PROCESSES = 4
+# Calls that a process gets in one message: so many, but no more than take this long or this room.
+MAX_CHUNK = 128
+CHUNK_S = 0.02
+CHUNK_CHARACTERS = 1 << 20
 # How long cancelled coroutines may take to clean up.
 CANCEL_GRACE_S = 1.0
 
-# Modules that limit time by signals and therefore work in the main thread alone.
-_SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
-
 Arguments = Callable[[], dict[str, Any]]  # gives those of a call, in the thread that makes it
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of one call: its value, or the error it raised, or neither when it was late."""
-
-    value: Any = None
-    error: BaseException | None = None
-    timed_out: bool = False
-
-    @property
-    def failed(self) -> bool:
-        return self.timed_out or self.error is not None
 
 
 class Caller:
@@ -175,35 +162,6 @@ class Caller:
         )
 
 
-def runs_here(function: Callable[..., Any]) -> bool:
-    """Whether a user's function runs in this process: not our own, not one in a process."""
-    target = inspect.unwrap(getattr(function, "func", function))
-    module = getattr(target, "__module__", None) or type(target).__module__
-    return not module.startswith("verl.")
-
-
-def uses_signals(function: Callable[..., Any]) -> bool:
-    """Whether the file that defines `function` imports signal, or a package that limits time by
-    signals."""
-    target = inspect.unwrap(getattr(function, "func", function))
-    module = sys.modules.get(getattr(target, "__module__", None) or type(target).__module__)
-    path = getattr(module, "__file__", None)
-    if (
-        module is None
-        or path is None
-        or not path.endswith(".py")
-        or module.__name__.startswith("verl.")
-    ):
-        return False
-    imported: set[str] = set()
-    for node in ast.walk(ast.parse(Path(path).read_bytes())):
-        if isinstance(node, ast.Import):
-            imported |= {name.name.split(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            imported.add(node.module.split(".")[0])
-    return not imported.isdisjoint(_SIGNAL_USERS)
-
-
 def _needs_main_thread(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
@@ -252,10 +210,12 @@ class _Threads:
         self.outcomes: list[Outcome | None] = []
         self.abandoned: list[threading.Thread] = []
         self._calls: list[tuple[int, Arguments]] = []  # with their rows
-        self._next = 0
+        self._waiting: deque[int] = deque()  # places in _calls
+        self._chunk = 1
         self._is_whole = False
         self._failed_row = math.inf
-        self._running: dict[threading.Thread, tuple[int, float]] = {}  # sample and when it began
+        # The calls of each thread, and when it began them.
+        self._running: dict[threading.Thread, tuple[list[int], float]] = {}
         self._changed = threading.Condition()
         self._watch = LockWatch(timeout_s if runs_here(function) else math.inf)
         self._start_fault: Exception | None = None
@@ -268,6 +228,7 @@ class _Threads:
         """Gives the place of the outcome."""
         self._watch.start()
         with self._changed:
+            self._waiting.append(len(self._calls))
             self._calls.append((row, arguments))
             self.outcomes.append(None)
             self._changed.notify()
@@ -298,7 +259,7 @@ class _Threads:
                 target=context.run, args=(self._work_until_late,), name=THREAD_NAME, daemon=True
             )
             # Counted from now on, so that a thread that cannot start a call is seen as late too.
-            self._running[thread] = (-1, time.monotonic())
+            self._running[thread] = ([], time.monotonic())
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads; those that run go on
@@ -331,25 +292,75 @@ class _Threads:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         me = threading.current_thread()
-        index, outcome = -1, None
+        indexes: list[int] = []
+        outcomes: list[Outcome] = []
+        began = math.inf
+
         while True:
             with self._changed:
                 if me not in self._running:
                     return  # was late: its sample is already counted
-                self._running[me] = (-1, math.inf)
-                if outcome is not None:
-                    self._record(index, outcome)
+                self._running[me] = ([], math.inf)
+                self._end_calls(indexes, outcomes, began)
                 self._changed.wait_for(lambda: self._has_next() or self._is_whole)
                 if not self._has_next():
                     del self._running[me]
                     return
-                index, began = self._next, time.monotonic()
-                self._next += 1
-                self._running[me] = (index, began)
+
+                indexes = self._take()
+                began = time.monotonic()
+                self._running[me] = (indexes, began)
+
             call_ends.set(began + self.timeout_s)
-            outcome = _call_in_thread(self.function, self._calls[index][1])
-            if time.monotonic() - began >= self.timeout_s:  # and nobody was there to see it
-                outcome = Outcome(timed_out=True)
+            if isinstance(self.function, ProcessFunction):
+                outcomes = self._call_in_process(self.function, indexes)
+            else:
+                outcomes = [_call_in_thread(self.function, self._calls[indexes[0]][1])]
+            if time.monotonic() - began >= self.timeout_s:  # `run` was not there to see it
+                outcomes = [Outcome(timed_out=True)]
+
+    def _take(self) -> list[int]:
+        """Take the next call, or several for a process, which costs less for each."""
+        if not isinstance(self.function, ProcessFunction):
+            return [self._waiting.popleft()]
+        count = min(self._chunk, len(self._waiting))
+        if self.at_once > 1:  # leave some for the other threads
+            count = min(count, math.ceil(len(self._waiting) / (2 * self.at_once)))
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def _call_in_process(self, function: ProcessFunction, indexes: list[int]) -> list[Outcome]:
+        """Return the outcomes of the first of these calls, at least of one."""
+        packed: list[str] = []
+        size = 0
+        for index in indexes:
+            try:
+                packed.append(pack_call(**self._calls[index][1]()))
+            except BaseException as error:  # noqa: BLE001  (a user's class, as in `_call_in_thread`)
+                if not packed:
+                    return [Outcome(error=error)]
+                break  # the others first; it is the first of the next calls
+            size += len(packed[-1])
+            if size > CHUNK_CHARACTERS:
+                break
+
+        try:
+            return function.call_each(packed, self.stop_at_failure)
+        except BaseException as error:  # noqa: BLE001  (no process, or its error as it loaded the file)
+            return [Outcome(error=error)]
+
+    def _end_calls(self, indexes: list[int], outcomes: list[Outcome], began: float) -> None:
+        """Record outcomes; the calls without one wait again, before all others."""
+        rest = indexes[len(outcomes) :]
+        self._waiting.extendleft(reversed(rest))
+        if rest:
+            self._chunk = 1
+            self._start_threads(min(len(rest), self.at_once - len(self._running)))
+        elif time.monotonic() - began > CHUNK_S:
+            self._chunk = max(self._chunk // 2, 1)
+        else:
+            self._chunk = min(2 * self._chunk, MAX_CHUNK)
+        for index, outcome in zip(indexes, outcomes):
+            self._record(index, outcome)
 
     def _record(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
@@ -359,13 +370,17 @@ class _Threads:
             self._changed.notify_all()
 
     def _has_next(self) -> bool:
-        while self._next < len(self._calls) and self._calls[self._next][0] > self._failed_row:
-            self._next += 1
-        return self._next < len(self._calls)
+        while self._waiting and self._calls[self._waiting[0]][0] > self._failed_row:
+            self._waiting.popleft()
+        return bool(self._waiting)
 
     def _is_done(self) -> bool:
-        under_way = [self._calls[index][0] for index, _ in self._running.values() if index >= 0]
-        return not self._has_next() and not any(row < self._failed_row for row in under_way)
+        if self._has_next():
+            return False
+        for indexes, _ in self._running.values():
+            if any(self._calls[index][0] < self._failed_row for index in indexes):
+                return False
+        return True
 
     def _until_next_deadline(self) -> float:
         now = time.monotonic()
@@ -380,12 +395,12 @@ class _Threads:
             thread for thread, (_, began) in self._running.items() if now - began >= self.timeout_s
         ]
         for thread in late:
-            index, _ = self._running.pop(thread)
+            indexes, _ = self._running.pop(thread)
             self.abandoned.append(thread)
             interrupt(thread)
-            if index >= 0:
+            for index in indexes:
                 self._record(index, Outcome(timed_out=True))
-        waiting = len(self._calls) - self._next
+        waiting = len(self._waiting)
         room = max(MAX_THREADS, self.at_once) - len(self._running)
         # Twice as many as were late: when every call hangs, the batch ends after a few time-outs,
         # not one a sample.

@@ -23,6 +23,8 @@ from typing import Any
 from verl.utils.errors import RewardError
 
 START_TIMEOUT_S = 120.0  # imports on a busy machine
+# Pause before the next of several answers is read, so that not each of them wakes this process.
+GATHER_S = 0.0005
 # The folder that a child must have in its search path to find the same `verl`, however we were
 # started.
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -94,26 +96,49 @@ class Helper:
         parent's."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def ask(self, message: Any, timeout_s: float, number: int | None = None) -> Any:
-        """Return the answer. After HelperTimeout or HelperDied the helper is closed.
-
-        Args:
-            number: the answer is a list that begins with this number. Whatever else the child
-                writes is skipped: the answer of a process that it forked, say.
-        """
+    def ask(self, message: Any, timeout_s: float) -> Any:
+        """Return the answer. After HelperTimeout or HelperDied the helper is closed."""
         ends = time.monotonic() + timeout_s
         try:
             self._write(message)
-            while True:
-                answer = self._read(ends - time.monotonic(), skips_junk=number is not None)
-                if number is None or (isinstance(answer, list) and answer[:1] == [number]):
-                    return answer
+            return self._read(ends - time.monotonic())
         except HelperTimeout:
             self.close()
             raise HelperTimeout(f"no answer within {timeout_s:g} s") from None
         except HelperDied:
             self.close()
             raise
+
+    def ask_each(self, message: Any, timeout_s: float, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yield the answers to one message with several requests, in the order of the requests.
+
+        Each answer may take `timeout_s`, counted from the answer before it. HelperTimeout and
+        HelperDied are raised in place of the first answer that is missing; then the helper is
+        closed.
+
+        Args:
+            numbers: the first entry of each answer, a list. Other lines are skipped: the answer of
+                a process that the child forked, say.
+        """
+        try:
+            self._write(message)
+            for position, number in enumerate(numbers):
+                if position > 0 and b"\n" not in self._unread:
+                    time.sleep(GATHER_S)
+                yield self._read_numbered(timeout_s, number)
+        except HelperTimeout:
+            self.close()
+            raise HelperTimeout(f"no answer within {timeout_s:g} s") from None
+        except HelperDied:
+            self.close()
+            raise
+
+    def _read_numbered(self, timeout_s: float, number: int) -> list[Any]:
+        ends = time.monotonic() + timeout_s
+        while True:
+            answer = self._read(ends - time.monotonic(), skips_junk=True)
+            if isinstance(answer, list) and answer[:1] == [number]:
+                return answer
 
     def close(self) -> None:
         """Kill the child and what it has started in its own session; nothing in a fork of its
@@ -159,13 +184,12 @@ class Helper:
     def _read_line(self, timeout_s: float) -> bytes:
         assert self._process.stdout is not None
         ends = time.monotonic() + timeout_s
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-
         start = 0  # nothing before it is the end of a line
         while (end := self._unread.find(b"\n", start)) < 0:
             start = len(self._unread)
             left_ms = (ends - time.monotonic()) * 1000
+            poll = select.poll()
+            poll.register(self._process.stdout, select.POLLIN)
             ready = poll.poll(None if math.isinf(left_ms) else max(math.ceil(left_ms), 0))
             if not ready:
                 # All of its session: a process that it forked would go on.
@@ -198,17 +222,30 @@ class HelperPool:
         self._at_work: set[Helper] = set()
         weakref.finalize(self, _end, self._idle, self._at_work)  # at exit too
 
-    def ask(self, message: Any, timeout_s: float, number: int | None = None) -> Any:
+    def ask(self, message: Any, timeout_s: float) -> Any:
         """Return the answer of a helper that has nothing else to do; see `Helper.ask`. After
         HelperTimeout and HelperDied the next call has another helper."""
         helper = self._borrow()
         self._at_work.add(helper)
         try:
-            answer = helper.ask(message, timeout_s, number)
+            answer = helper.ask(message, timeout_s)
         finally:
             self._at_work.discard(helper)
         self._idle.append(helper)
         return answer
+
+    def ask_each(self, message: Any, timeout_s: float, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yield the answers of one helper; see `Helper.ask_each` and `ask`."""
+        helper = self._borrow()
+        self._at_work.add(helper)
+        try:
+            yield from helper.ask_each(message, timeout_s, numbers)
+            self._idle.append(helper)
+        except GeneratorExit:  # the caller left; answers that it did not read are still to come
+            helper.close()
+            raise
+        finally:
+            self._at_work.discard(helper)
 
     def start(self) -> Any:
         """Start a helper that waits for work, unless one does; return its greeting."""

@@ -47,17 +47,35 @@ def main() -> None:
     me = os.getpid()
     loop = asyncio.new_event_loop()
     for line in requests:
-        number, packed = json.loads(line)
+        numbers, stop_at_failure, calls = json.loads(line)
+        skip = False
+        for number, call in zip(numbers, calls):
+            kind, answer = ("skipped", None) if skip else _call(function, call, loop)
+            if os.getpid() != me:
+                os._exit(0)  # a process that the function forked came back here
+            # Written at once: the next call may end this process.
+            answers.write(json.dumps([number, kind, answer]) + "\n")
+            skip = skip or (stop_at_failure and kind == "error")
+
+
+def _call(
+    function: Callable[..., Any], call: str, loop: asyncio.AbstractEventLoop
+) -> tuple[str, str]:
+    """Return "value" or "error", and the packed value, or the packed error and its traceback."""
+    from verl.rewards.processes import cannot_be_sent, pack, unpack
+
+    try:
+        values, sample = unpack(call)
+        value = function(*values, **sample)
+        if inspect.isawaitable(value):
+            value = loop.run_until_complete(value)  # pyright: ignore[reportArgumentType]
+
         try:
-            value = function(**unpack(packed))
-            if inspect.isawaitable(value):
-                value = loop.run_until_complete(value)  # pyright: ignore[reportArgumentType]
-            answer = [number, "value", _packed(value)]
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; the caller raises it)
-            answer = [number, "error", pack(_told(error))]
-        if os.getpid() != me:
-            os._exit(0)  # a process that the function forked came back here
-        print(json.dumps(answer), file=answers)
+            return "value", pack(value)
+        except Exception as error:  # (whatever a user's class holds or does)
+            raise RewardError(cannot_be_sent(error)) from error
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's code; the caller raises it)
+        return "error", pack(_told(error))
 
 
 def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., Any]:
@@ -77,15 +95,6 @@ def _load(first: dict[str, Any], unpack: Callable[[str], Any]) -> Callable[..., 
     if warm_up := unpack(first["warm_up"]):
         function(**warm_up)
     return function
-
-
-def _packed(value: Any) -> str:
-    from verl.rewards.processes import cannot_be_sent, pack
-
-    try:
-        return pack(value)
-    except Exception as error:  # (whatever a user's class holds or does)
-        raise RewardError(cannot_be_sent(error)) from error
 
 
 def _end_with_parent(requests: int) -> None:

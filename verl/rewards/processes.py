@@ -2,17 +2,18 @@
 
 import base64
 import functools
-import inspect
 import itertools
 import math
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.rewards.helper import Helper, HelperDied, HelperPool, start_module
+from verl.rewards.helper import Helper, HelperDied, HelperPool, HelperTimeout, start_module
+from verl.rewards.origin import calls_rules, module_name, rules_of_users
+from verl.rewards.outcome import Outcome
 from verl.rewards.texts import describe_error
 from verl.utils.errors import ConfigError, RewardError
 
@@ -55,7 +56,7 @@ class ProcessFunction:
         first = {
             "path": sys.path,
             "source": None,
-            "files": _user_files(function),
+            "files": _modules_to_load(function),
             "function": pack_function(function),
             "warm_up": pack(warm_up),
         }
@@ -100,37 +101,44 @@ class ProcessFunction:
         self._pool = pool
         self._numbers = itertools.count()
 
-    def __call__(self, *given: Any, **sample: Any) -> Any:
-        """Call the function in a process.
+    def __call__(self, *values: Any, **sample: Any) -> Any:
+        """Return or raise as the function does, with the traceback of the process as the cause."""
+        (outcome,) = self.call_each([pack_call(*values, **sample)])
+        if outcome.timed_out:
+            raise HelperTimeout(f"no answer within {self.timeout_s:g} s")
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
-        Positional arguments are those of a reward function. An error of the function is raised
-        with the traceback of the process as the cause.
+    def call_each(self, calls: Sequence[str], stop_at_failure: bool = False) -> list[Outcome]:
+        """Make several calls, one after the other, in one process.
+
+        Returns:
+            Outcomes of the first calls, at least of one. A call that is late or ends the process
+            is the last of them, with `stop_at_failure` so is one that raises. The others were not
+            made.
+
+        Args:
+            calls: packed by `pack_call`.
         """
-        if len(given) > len(_PARAMETERS):
-            raise TypeError(
-                f"{self.name} takes up to {len(_PARAMETERS)} positional arguments "
-                f"({', '.join(_PARAMETERS)}), got {len(given)}. Pass the others by name."
-            )
-        sample = {**dict(zip(_PARAMETERS, given)), **sample}
+        numbers = [next(self._numbers) for _ in calls]
+        message = [numbers, stop_at_failure, list(calls)]
+        outcomes: list[Outcome] = []
         try:
-            number = next(self._numbers)
-            _, kind, answer = self._pool.ask([number, pack(sample)], self.timeout_s, number)
+            for _, kind, answer in self._pool.ask_each(message, self.timeout_s, numbers):
+                if kind != "skipped":
+                    outcomes.append(_outcome_of(kind, answer))
+        except HelperTimeout:
+            outcomes.append(Outcome(timed_out=True))
         except HelperDied as error:
-            raise RewardError(
+            reason = RewardError(
                 f"the process that called {self.name} ended with exit code {error.exit_code} "
                 "(negative: a signal; -9 may be the kernel's, for want of memory)"
-            ) from None
-        if kind == "error":
-            error, text = unpack(answer)
-            raise error from RemoteTraceback(text)
-        try:
-            return unpack(answer)
-        except Exception as error:
-            raise RewardError(cannot_be_sent(error)) from error
+            )
+            outcomes.append(Outcome(error=reason))
+        return outcomes
 
 
-# Parameters of a reward function, in verl's order.
-_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _pools: weakref.WeakValueDictionary[str, HelperPool] = weakref.WeakValueDictionary()
 
 
@@ -154,8 +162,29 @@ def _start_worker(name: str, first: dict[str, Any], environment: dict[str, str])
     return helper
 
 
+def _outcome_of(kind: str, answer: str) -> Outcome:
+    """Unpack the value or the error of a call."""
+    if kind == "error":
+        error, text = unpack(answer)
+        if isinstance(error, HelperTimeout):  # of a process that the function has itself
+            return Outcome(timed_out=True)
+        error.__cause__ = RemoteTraceback(text)
+        return Outcome(error=error)
+    try:
+        return Outcome(value=unpack(answer))
+    except Exception as error:  # noqa: BLE001  (a user's class; the caller raises it)
+        reason = RewardError(cannot_be_sent(error))
+        reason.__cause__ = error
+        return Outcome(error=reason)
+
+
+def pack_call(*values: Any, **sample: Any) -> str:
+    """Pack the arguments of one call, for `ProcessFunction.call_each`."""
+    return pack((values, sample))
+
+
 def pack(value: Any) -> str:
-    """Any picklable value as a text without line breaks."""
+    """Return any picklable value as a text without line breaks."""
     return base64.b64encode(pickle.dumps(value)).decode("ascii")
 
 
@@ -175,7 +204,7 @@ def cannot_be_sent(error: Exception) -> str:
 def pack_function(function: Callable[..., Any]) -> str:
     """A reference to a function, or a ConfigError that says why another process could not find
     it."""
-    module = _module_of(function)
+    module = module_name(function)
     try:
         if module == "__main__":
             raise pickle.PicklingError(
@@ -190,16 +219,18 @@ def pack_function(function: Callable[..., Any]) -> str:
         ) from error
 
 
-def _module_of(function: Any) -> str:
-    target = inspect.unwrap(getattr(function, "func", function))
-    return getattr(target, "__module__", None) or type(target).__module__
-
-
-def _user_files(function: Callable[..., Any]) -> list[str]:
-    """Files that the process must load before it knows the function's module
-    (`verl.utils.imports.load_module`)."""
-    module = sys.modules.get(_module_of(function))
-    path = getattr(module, "__file__", None)
-    return (
-        [path] if module is not None and module.__name__.startswith("verl_user_") and path else []
-    )
+def _modules_to_load(function: Callable[..., Any]) -> list[str]:
+    """Return files and modules that the process must load (`verl.utils.imports.load_module`): a
+    user's file with the function, and those that register rules if it scores by rule."""
+    loaded: list[str] = []
+    if calls_rules(function):
+        names = dict.fromkeys(module_name(rule) for rule in rules_of_users())
+    else:
+        names = dict.fromkeys([module_name(function)])
+    for name in names:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if name.startswith("verl_user_") and path:
+            loaded.append(path)
+        elif calls_rules(function) and name != "__main__":
+            loaded.append(name)
+    return loaded

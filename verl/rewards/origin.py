@@ -1,0 +1,64 @@
+"""Where the code of a reward function comes from, which decides how it may be called."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verl.rewards.registry import Rule, reward_rules
+
+# Modules that limit time by signals and therefore work in the main thread alone.
+_SIGNAL_USERS = {"signal", "math_verify", "timeout_decorator"}
+
+
+def runs_here(function: Callable[..., Any]) -> bool:
+    """Return whether code of a user runs in this process: a function, or a registered rule."""
+    if calls_rules(function):
+        return bool(rules_of_users())
+    return not _is_ours(module_name(function))
+
+
+def uses_signals(function: Callable[..., Any]) -> bool:
+    """Return whether the file that defines `function`, or one with a user's rule, imports signal
+    or a package that limits time by signals."""
+    functions = rules_of_users() if calls_rules(function) else [function]
+    return any(_imports_signals(module_name(each)) for each in functions)
+
+
+def rules_of_users() -> list[Rule]:
+    """Return the registered rules that do not come with this package."""
+    rules = [reward_rules.get(source) for source in reward_rules]
+    return [rule for rule in rules if not _is_ours(module_name(rule))]
+
+
+def module_name(function: Any) -> str:
+    """Return the name of the module that defines a function, or the class of a callable object."""
+    target = inspect.unwrap(getattr(function, "func", function))
+    return getattr(target, "__module__", None) or type(target).__module__
+
+
+def calls_rules(function: Callable[..., Any]) -> bool:
+    """Return whether a function scores by rule: `rules.default_compute_score`, with options or
+    without."""
+    return module_name(function) == "verl.rewards.rules"
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("verl.")
+
+
+def _imports_signals(module_name: str) -> bool:
+    module = sys.modules.get(module_name)
+    path = getattr(module, "__file__", None)
+    if path is None or not path.endswith(".py") or _is_ours(module_name):
+        return False
+
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(Path(path).read_bytes())):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            imported.add(node.module.split(".")[0])
+    return not imported.isdisjoint(_SIGNAL_USERS)

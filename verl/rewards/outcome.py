@@ -1,0 +1,17 @@
+"""The result of one call of a reward function."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The value of a call, or the error it raised, or neither when it was late."""
+
+    value: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.timed_out or self.error is not None
