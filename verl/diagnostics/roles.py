@@ -25,6 +25,7 @@ from verl.engine.budget import MOST_TOKENS, largest_that_fits
 from verl.engine.compile import compile_backend
 from verl.engine.footprint import EngineFootprint, engine_setup, gathers_once
 from verl.engine.model_shape import ModelShape
+from verl.models.families import LLAMA_FAMILIES
 from verl.models.kernels import swiglu
 from verl.models.load import torch_dtype
 
@@ -155,7 +156,7 @@ def _role(
         compiled=is_compiled,
         fused_mlp=fused
         and is_compiled
-        and shape.family in swiglu.FAMILIES
+        and shape.family in LLAMA_FAMILIES
         and swiglu.is_there(placement.device),
         checkpointing_share=model.gradient_checkpointing_share
         if model is not None and recomputes

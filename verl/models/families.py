@@ -27,6 +27,8 @@ _RECURRENT = (
     "kimi_linear",
     "lfm2",
 )
+# Families with the decoder layer of Llama: rotary embeddings of whole heads, and a gated MLP (SwiGLU).
+LLAMA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
