@@ -42,7 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("family", "compiled"),
-    [*((family, False) for family in sorted(swiglu.FAMILIES)), ("qwen2", True)],
+    [*((family, False) for family in sorted(LLAMA_FAMILIES)), ("qwen2", True)],
 )
 def test_a_model_computes_what_it_did(family: str, compiled: bool):
     model = tiny_model(family, dtype=torch.bfloat16)

@@ -1,5 +1,4 @@
-"""What the rollout engine holds on one device: weights of its own, key-value pages, and what a step
-works with."""
+"""Plan the rollout engine's memory on one device: weights, key-value pages, working memory."""
 
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ _LOGITS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Bytes of one device, and what they are good for."""
+    """Bytes of one device, and the samples that fit."""
 
     itemsize: int  # of weights and pages
     weights: int
@@ -33,7 +32,7 @@ class RolloutPlan:
 
     @property
     def at_once(self) -> int:
-        """Samples that run side by side when all are as long as may be."""
+        """Samples that run at the same time at full length."""
         return min(self.samples, self.most_at_once, self.pages // self.pages_a_sample)
 
     @property
@@ -61,8 +60,17 @@ def plan_rollout(
     ranks: int,
     room: float | None,
 ) -> RolloutPlan:
-    """`shape` is that of the plain model, `aliases` whether the trainer's weights serve as they
-    are, `ranks` those that generate, `room` the bytes that are free beside the trainer (None: not known)."""
+    """Plan the engine of one device.
+
+    Args:
+        config: of the rollout.
+        shape: of the plain model.
+        batch: of a step.
+        on_cuda: whether the device is a GPU.
+        aliases: whether the engine uses the trainer's weights as they are.
+        ranks: number that generates.
+        room: bytes that the trainer leaves free; None: unknown.
+    """
     itemsize = (
         ROLLOUT_DTYPES[config.dtype].itemsize
         if config.dtype
