@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
+from verl.models.families import LLAMA_FAMILIES
 from verl.models.kernels import swiglu
 from verl.models.kernels.swiglu import use_fused_swiglu
 from verl.models.lora import apply_lora
