@@ -18,7 +18,7 @@ from verl.config.keys import owner_of
 from verl.diagnostics import plan as command
 from verl.diagnostics.memory_plan import MemoryPlan, PhasePlan, plan_memory
 from verl.diagnostics.model_shapes import ModelShapes
-from verl.diagnostics.profile import _TOLD_AS, profile_memory, watch
+from verl.diagnostics.profile import _REPORTED_AS, profile_memory, watch
 from verl.utils.errors import ConfigError, ModelError
 from verl.utils.peaks import Peak, phase_peaks
 from verl.utils.units import GIB
@@ -303,7 +303,7 @@ def test_phases_are_told_under_the_names_that_engines_use():
         for folder in ("workers", "engine")
         for path in (room / folder).glob("*.py")
     )
-    for name in set(_TOLD_AS.values()):
+    for name in set(_REPORTED_AS.values()):
         assert f'"{name}"' in source, name
 
 

@@ -17,9 +17,9 @@ from tests.rollout.engines import (
 )
 from tests.tiny_models import FAMILIES, MORE_FAMILIES
 from verl.models.attention import Facts
+from verl.models.families import LLAMA_FAMILIES
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import attention as paged
-from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 from verl.utils.errors import ConfigError, EngineAsleepError, RolloutError
 
 
@@ -385,7 +385,7 @@ def test_bfloat16_copies_the_weights_and_stays_close():
     assert worst_log_prob_error(rounded, sampled, 2, 1.0) <= 0.5
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", LLAMA_FAMILIES)
 def test_bfloat16_decodes_with_the_bits_of_the_modules_own_layers(family, monkeypatch):
     """Each rounding of the trainer's layers that a step leaves out, or has of its own, is a
     mismatch."""

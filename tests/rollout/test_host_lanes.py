@@ -12,9 +12,9 @@ import torch
 from tests.rollout import test_embedded, test_engines
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
 from tests.rollout.test_embedded import worst_log_prob_error
+from verl.models.families import LLAMA_FAMILIES
 from verl.rollout import Request, SamplingParams, sampling
 from verl.rollout.embedded import host_lanes, host_runner
-from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 from verl.rollout.embedded.kernels import blas
 from verl.utils.errors import VerlError
 from verl.utils.logging import say_once
@@ -48,7 +48,7 @@ def test_lanes_compute_alone(lanes):
     assert [pool.submit(torch.get_num_threads).result() for _ in range(9)] == [1] * 9
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", LLAMA_FAMILIES)
 def test_lanes_are_the_trainers_model(family, lanes):
     """Also where keys leave the window, samples take the rows of others, and the weights change."""
     window = {"sliding_window": 9} if family == "mistral" else {}

@@ -6,9 +6,9 @@ import torch
 
 from tests.rollout.engines import PROMPTS, make_engine, run, talkative_model, tokens_of
 from tests.rollout.test_embedded import worst_log_prob_error
+from verl.models.families import LLAMA_FAMILIES
 from verl.rollout import Completion, Request, SamplingParams
 from verl.rollout.embedded import host_rows, host_runner
-from verl.rollout.embedded.fused import FAMILIES as FUSED_FAMILIES
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
@@ -45,7 +45,7 @@ def test_rows_hold_what_the_pages_hold(family, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", LLAMA_FAMILIES)
 def test_stacked_weights_are_the_trainers(family, monkeypatch):
     model = talkative_model(family, rms_norm_eps=0.1)
     engine = make_engine(model)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from verl.utils.errors import RolloutError
-from verl.weight_sync import Endpoint, Route, choose_transport, plan_routes
+from verl.weight_sync import Endpoint, Route, plan_routes
 from verl.weight_sync import choice as choice_module
+from verl.weight_sync.choice import choose_transport
 
 TRAINER = Endpoint("a", 1, "GPU-1", unreachable_gpus=("GPU-9",))
 

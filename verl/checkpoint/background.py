@@ -1,5 +1,4 @@
-"""Work that goes on beside the run: one piece at a time, and what it raises comes out where it is
-waited for."""
+"""Run one piece of work at a time in a thread, and raise its error where it is awaited."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ class Background:
         self._future: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin; what was started before must have been seen done."""
+        """Begin. The work before must be done, as seen by `is_done`."""
         assert self._future is None, "only one piece of work at a time"
         future = self._future = Future()
 
@@ -30,13 +29,17 @@ class Background:
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def is_done(self, *, wait: bool) -> bool:
-        """Whether nothing is left to do; with `wait` that is waited for. What the work raised is
-        raised here, once."""
+        """Return whether nothing is left to do. Raises the work's error, once.
+
+        Args:
+            wait: wait for the work.
+        """
         future = self._future
         if future is None:
             return True
         if not wait and not future.done():
             return False
+
         try:
             future.result()
         finally:

@@ -1,4 +1,4 @@
-"""A folder that one process at a time writes into."""
+"""Let one process at a time write into a folder."""
 
 import fcntl
 import os
@@ -10,8 +10,7 @@ from verl.utils.logging import logger
 
 
 class Claim:
-    """A lock on a file in `folder`. It ends with the process, however that ends, and forks have no
-    part in it."""
+    """A lock on a file in `folder`. It ends with the process, and forks do not inherit it."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / ".in_use"
@@ -19,17 +18,20 @@ class Claim:
 
     @property
     def is_held(self) -> bool:
-        """Whether the folder is ours."""
+        """Whether this process holds the lock."""
         return self._held is not None
 
     def take(self) -> str | None:
-        """Who has the folder instead of us; None: it is ours now. OSError where nothing can be
-        written there."""
+        """Try to take the lock: return None, or the process that holds it.
+
+        Raises OSError where nothing can be written.
+        """
         if self._held is not None:
             return None
+
         file = self.file.open("a+", encoding="utf-8")
         try:
-            # Not flock, whose locks live on in forked children.
+            # Not flock: its locks live on in forked children.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
@@ -42,6 +44,7 @@ class Claim:
                 self.file.parent,
                 error.strerror,
             )
+
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -49,7 +52,7 @@ class Claim:
         return None
 
     def give_back(self) -> None:
-        """Others may have the folder."""
+        """Release the lock."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -1,5 +1,4 @@
-"""Folders that transformers loads: a model's configuration, and weights written one decoder layer
-after the other."""
+"""Write folders that transformers loads: a configuration, and weights layer by layer."""
 
 import copy
 import itertools
@@ -21,8 +20,10 @@ _NAME, _INDEX = "model", "model.safetensors.index.json"
 
 
 def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
-    """What `model.save_pretrained` writes beside weights: configuration, generation configuration,
-    custom code."""
+    """Write all files of `model.save_pretrained` but the weights.
+
+    Those are the configuration, the generation configuration and custom code.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -35,7 +36,7 @@ def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer that a parameter belongs to; its own name where it belongs to none."""
+    """Return the decoder layer of a parameter, or the parameter's own name if it has none."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return found.group() if found else name
 
@@ -47,9 +48,9 @@ def save_weights(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write `tensors`, see `published`, as `model.safetensors`, or as several files with an index.
+    """Write `tensors`, see `published`, as `model.safetensors` or as several files with an index.
 
-    In memory are at most one file, its copy while it is written, and one layer.
+    At most one file, its copy while it is written, and one layer are in memory.
     """
     files = _Files(folder, max_file_bytes)
     for name, tensor in published(model, tensors):
@@ -60,38 +61,41 @@ def save_weights(
 def published(
     model: PreTrainedModel | None, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`tensors` under the names, and in the stacks, in which the family is published, layer by
-    layer.
+    """Yield `tensors` with the names and stacks of the family's published files, layer by layer.
 
     Args:
-        model: says what they are (its weights are not read); None: they stay as they are.
-        tensors: whole ones, named as in `model`, those of a layer after each other; a tied weight
-            once.
+        model: describes the tensors (its weights are not read); None: they stay as they are.
+        tensors: whole tensors, named as in `model`. Those of a layer follow each other, and a tied
+            weight comes once.
     """
-    ignored = set() if model is None else set(model._keys_to_ignore_on_save or ())
+    if model is None:
+        yield from tensors
+        return
+
+    ignored = set(model._keys_to_ignore_on_save or ())
     for _, group in itertools.groupby(tensors, key=lambda item: layer_of(item[0])):
         layer = {name: tensor for name, tensor in group if name not in ignored}
-        yield from (layer if model is None else revert_weight_conversion(model, layer)).items()
+        yield from revert_weight_conversion(model, layer).items()
 
 
 class _Files:
-    """Files of at most so many bytes (one tensor at least), which get their names when their number
-    is known."""
+    """Files of at most `max_bytes` each (one tensor at least), named when their number is known."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self.max_bytes = folder, max_bytes
+        self.folder = folder
+        self.max_bytes = max_bytes
         self._open: dict[str, torch.Tensor] = {}
         self._names: list[list[str]] = []
-        self._open_bytes = self._total_bytes = 0
+        self._open_bytes = 0
+        self._total_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self._open and self._open_bytes + tensor.nbytes > self.max_bytes:
             self._write()
-        # Cloned where it is a part: a slice would keep all of what it was cut from.
-        part = tensor.untyped_storage().nbytes() != tensor.nbytes
-        self._open[name] = (
-            tensor.detach().cpu().clone() if part else tensor.detach().cpu().contiguous()
-        )
+        # A part is cloned: a slice would keep the whole tensor alive.
+        is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+        on_host = tensor.detach().cpu()
+        self._open[name] = on_host.clone() if is_part else on_host.contiguous()
         self._open_bytes += tensor.nbytes
 
     def close(self) -> None:
@@ -100,6 +104,7 @@ class _Files:
         if count == 1:
             self._part(0).rename(self.folder / f"{_NAME}.safetensors")
             return
+
         place = {}
         for number, names in enumerate(self._names):
             file = f"{_NAME}-{number + 1:05d}-of-{count:05d}.safetensors"
@@ -114,7 +119,8 @@ class _Files:
         save_file(self._open, self._part(len(self._names)), metadata={"format": "pt"})
         self._names.append(list(self._open))
         self._total_bytes += self._open_bytes
-        self._open, self._open_bytes = {}, 0
+        self._open = {}
+        self._open_bytes = 0
 
     def _part(self, number: int) -> Path:
         return self.folder / f".{_NAME}-{number}.part"

@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: saving, finding the newest sound one, and removing old ones.
+"""Manage the folder of a run's checkpoints: save, find the newest sound one, remove old ones.
 
-root/global_step_20/{actor,critic,trainer,...}/... one checkpoint, its manifest.json beside the
-parts root/latest_checkpointed_iteration.txt step of the one written last, for other tools
-root/.tmp-global_step_N-<pid> one that is being written or removed; never read
-root/.old-global_step_N-<pid> one that is being replaced by a new one of the same step root/.in_use
-locked by the run that writes here
+- root/global_step_20/{actor,critic,trainer,...}/: one checkpoint, with its manifest.json
+- root/latest_checkpointed_iteration.txt: step of the one written last, for other tools
+- root/.tmp-global_step_N-<pid>: one that is being written or removed; never read
+- root/.old-global_step_N-<pid>: one that is being replaced by a new one of the same step
+- root/.in_use: locked by the run that writes here
 """
 
 import errno
@@ -32,22 +32,22 @@ from verl.utils.limits import grown_too_large, make_writable
 from verl.utils.logging import logger
 
 Writer = Callable[[Path], object]
-# Whether the writers are done with what they began; True as argument: wait until they are. Raises
-# what went wrong.
+# Returns whether the writers are done; True as argument: wait for them. Raises their error.
 IsWritten = Callable[[bool], bool]
 _Place = tuple[int, bool, int]  # count, whether it is named as the latest, step
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"global_step_(\d{1,18})")
+_NO_SPACE = re.compile("no space|No space left|os error 28")
 _LEFTOVER = re.compile(r"\.(tmp|old)-(global_step_\d+)-\d+")
-# Less room than this on the disk while a write fails: that is why. torch.save does not tell.
+# A write that fails with less free space than this is taken for a full disk: torch.save reports no
+# reason.
 _FULL_DISK_BYTES = 1 << 20
 
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written beside the run, and then `published` (summed and
-    named)."""
+    """A checkpoint that is written in the background, and then `published` (summed and named)."""
 
     step: int
     temporary: Path
@@ -59,9 +59,9 @@ class _Pending:
 class CheckpointManager:
     """Writes checkpoints that are complete or invisible, and reads none that is damaged.
 
-    "Newest" is the one written last, which is not always the one of the highest step: a run that
-    was started again in the same folder counts from the beginning. The order is that of a count in
-    the manifests, never that of a clock, which may be set back.
+    "Newest" is the one written last, which may not have the highest step: a run that was started
+    again in the same folder counts from the beginning. The order is a count in the manifests, not a
+    clock, which may be set back.
 
     Args:
         root: the run's folder; created when the first checkpoint is saved.
@@ -82,16 +82,20 @@ class CheckpointManager:
         """Write one checkpoint and return its folder `root/global_step_<step>`.
 
         Each writer gets an empty folder of its name. The parts, the manifest and the folders are on
-        the disk before the folder gets its name; older checkpoints beyond `max_to_keep` go only
-        after that. Whatever a writer raises leaves the earlier checkpoints as they were and no
-        trace of this one.
+        the disk before the folder gets its name; older checkpoints beyond `max_to_keep` are removed
+        only after that. An error of a writer leaves the earlier checkpoints intact and no trace of
+        this one.
 
         With `is_written`, writers have only begun when they return. The folder gets its name during
-        a later call: `advance` does what can be done, `finish` and the next `save` wait for it.
+        a later call: `advance` never waits, `finish` and the next `save` do.
+
+        Args:
+            step: of the run.
+            writers: by the name of the part.
+            is_written: asks writers that work in the background.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written; also what went wrong with the
-                one before.
+            CheckpointError: the disk is full or cannot be written; also the error of the one before.
         """
         self.finish()
         final = self.root / f"global_step_{step}"
@@ -109,8 +113,7 @@ class CheckpointManager:
         return final
 
     def require_writable(self) -> None:
-        """Make the folder. CheckpointError where nothing can be written there: at the first save
-        hours may be lost."""
+        """Make the folder. Raises CheckpointError if it cannot be written, before hours are lost."""
         try:
             make_writable(self.root)
         except OSError as error:
@@ -121,8 +124,10 @@ class CheckpointManager:
             ) from error
 
     def claim(self) -> None:
-        """Keep the folder, which must exist, for this process until `release`. CheckpointError:
-        another has it."""
+        """Lock the folder, which must exist, until `release`.
+
+        Raises CheckpointError if another process has it.
+        """
         holder = self._claim.take()
         if holder is not None:
             raise CheckpointError(
@@ -135,15 +140,15 @@ class CheckpointManager:
         self._claim.give_back()
 
     def newest_name(self) -> str | None:
-        """The name of the one written last, sound or not; None where there is none."""
+        """Return the name of the one written last, sound or not; None if the folder has none."""
         readable, unreadable = self._newest_first()
         newest = [*readable, *unreadable]
         return newest[0].name if newest else None
 
     def advance(self, *, wait: bool = False) -> None:
-        """Sum up and name what was begun by `save`, beside the run too, as soon as it is written.
+        """Sum up and name, in the background, a checkpoint begun by `save` once it is written.
 
-        To be called often; at once where nothing was begun. Raises what went wrong, as `save` does.
+        To be called often; it costs nothing if none was begun. Raises errors as `save` does.
         """
         pending = self._pending
         if pending is None:
@@ -159,25 +164,26 @@ class CheckpointManager:
                 )
             if pending.published.is_done(wait=wait):
                 self._pending = None
-        except Exception:  # after Ctrl-C it is still being written, and `rescue` waits for it
+        except Exception:  # after Ctrl-C the writing goes on, and `rescue` waits for it
             self._pending = None
             raise
 
     def finish(self) -> None:
-        """Wait until nothing is being written any more."""
+        """Wait until everything is written."""
         self.advance(wait=True)
 
     def rescue(self) -> None:
-        """`finish` after an error that ends the run: another one is a warning, so as not to hide
-        the first."""
+        """Call `finish` after an error that ends the run. A second error is only a warning."""
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 - told, while the error that came first goes on
+        except Exception as error:  # noqa: BLE001 - logged, while the first error propagates
             logger.warning("The checkpoint that was being written is lost: %s", error)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; a warning says what is wrong
-        with newer ones, and with those whose place in the order is unknown."""
+        """Return the newest checkpoint with intact files.
+
+        Damaged newer ones, and those without a place in the order, are logged as warnings.
+        """
         readable, unreadable = self._newest_first()
         for folder in (*unreadable, *readable):
             try:
@@ -189,46 +195,33 @@ class CheckpointManager:
         return None
 
     def verify(self, folder: Path | str) -> None:
-        """CheckpointError unless `folder` is a complete checkpoint whose sizes and SHA-256 sums
-        hold."""
+        """Raise CheckpointError unless `folder` is complete, with the sizes and sums it was saved with."""
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"Expected a checkpoint folder at {folder}, found none.")
         verify_files(folder)
 
     def resolve(self, resume_mode: str, resume_from_path: Path | str | None = None) -> Path | None:
-        """The checkpoint that a run starts from, or None for a start from the beginning; `clean`
-        included.
+        """Return the checkpoint that a run starts from; None: start from the beginning.
+
+        It calls `clean` first.
 
         Args:
-            resume_mode: "auto": the newest sound one, if there is any; "disable": none;
-                "resume_path": the one named.
+            resume_mode: "auto": the newest sound one, if any; "disable": none; "resume_path": the
+                one named.
             resume_from_path: a `global_step_N` folder, for "resume_path".
 
         Raises:
-            CheckpointError: the named one is missing or damaged; or there are checkpoints and none
-                of them is sound.
+            CheckpointError: the named one is missing or damaged; or none of several is sound.
         """
         if resume_mode == "resume_path":
             assert resume_from_path, "the configuration was checked"
             folder = Path(resume_from_path).expanduser().absolute()
-            inner = sorted(
-                step_of(path) for path in folder.glob("global_step_*") if _NAME.fullmatch(path.name)
-            )
-            if inner:
-                raise CheckpointError(
-                    f"trainer.resume_from_path must be one checkpoint, got {folder}, a folder of "
-                    f"{len(inner)}. Set "
-                    f"trainer.resume_from_path={folder / f'global_step_{inner[-1]}'}"
-                    + (
-                        f" (or one of the steps {', '.join(map(str, inner[:-1]))})."
-                        if inner[1:]
-                        else "."
-                    )
-                )
+            _refuse_folder_of_several(folder)
             self.clean()
             self.verify(folder)
             return folder
+
         self.clean()
         if resume_mode == "disable":
             return None
@@ -242,22 +235,23 @@ class CheckpointManager:
         return newest
 
     def clean(self) -> None:
-        """Remove what a killed process left behind; done once, before the first save or by
-        `resolve`.
+        """Remove leftovers of a killed process, once: before the first save or by `resolve`.
 
-        Nothing is where another run has claimed the folder, whose unfinished checkpoint looks the
+        Nothing is removed if another run has claimed the folder: its unfinished checkpoint looks the
         same.
         """
         if self._cleaned or not self.root.is_dir():
             return
-        leftovers = [
-            (path, found)
-            for path in sorted(self.root.iterdir())
-            if (found := _LEFTOVER.fullmatch(path.name))
-        ]
+
+        leftovers = []
+        for path in sorted(self.root.iterdir()):
+            found = _LEFTOVER.fullmatch(path.name)
+            if found is not None:
+                leftovers.append((path, found))
         for_long = self._claim.is_held
         if leftovers and self._claim.take() is not None:
             return
+
         for path, leftover in leftovers:
             kind, name = leftover.groups()
             if path.is_symlink() or not path.is_dir():
@@ -276,6 +270,7 @@ class CheckpointManager:
 
     @contextmanager
     def _all_or_nothing(self, temporary: Path, final: Path) -> Iterator[None]:
+        """Remove `temporary` after an error, and name the fault of the disk if it is one."""
         try:
             yield
         except Exception as error:
@@ -288,6 +283,7 @@ class CheckpointManager:
             ) from error
 
     def _complete(self, temporary: Path, final: Path, step: int) -> None:
+        """Sum up all files, give the folder its name, and remove older checkpoints."""
         with self._all_or_nothing(temporary, final):
             _check_files_of_all_hosts(temporary)
             readable, _ = self._newest_first()
@@ -359,7 +355,7 @@ class CheckpointManager:
         return int(text) if re.fullmatch(r"\d{1,18}", text.strip()) else None
 
     def _why_unwritten(self, error: BaseException) -> str | None:
-        """What is wrong with the disk, or None when the fault is the writer's own."""
+        """Return the fault of the disk, or None when the fault is the writer's own."""
         free = shutil.disk_usage(self.root if self.root.is_dir() else Path.cwd()).free
         texts: list[str] = []
         cause: BaseException | None = error
@@ -368,10 +364,9 @@ class CheckpointManager:
                 texts.append("no space")
             texts.append(str(cause))
             cause = cause.__cause__ or cause.__context__
-        told = any(
-            word in text for text in texts for word in ("no space", "No space left", "os error 28")
-        )
-        if told or free < _FULL_DISK_BYTES:
+
+        is_full = free < _FULL_DISK_BYTES or any(map(_NO_SPACE.search, texts))
+        if is_full:
             return (
                 f"no space left on the disk of {self.root}, {free / 2**20:.1f} MiB free ({error}). "
                 "Free some, lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir "
@@ -383,21 +378,36 @@ class CheckpointManager:
 
 
 def step_of(folder: Path | str) -> int:
-    """The step N of a folder named `global_step_N`."""
+    """Return the step N of a folder named `global_step_N`."""
     found = _NAME.fullmatch(Path(folder).name)
     if found is None:
         raise CheckpointError(f"Expected a folder named global_step_N, got {folder}.")
     return int(found.group(1))
 
 
+def _refuse_folder_of_several(folder: Path) -> None:
+    """Raise CheckpointError if a folder that should be one checkpoint holds several."""
+    paths = folder.glob("global_step_*")
+    steps = sorted(step_of(path) for path in paths if _NAME.fullmatch(path.name))
+    if not steps:
+        return
+
+    others = f" (or one of the steps {', '.join(map(str, steps[:-1]))})" if steps[1:] else ""
+    raise CheckpointError(
+        f"trainer.resume_from_path must be one checkpoint, got {folder}, a folder of "
+        f"{len(steps)}. Set trainer.resume_from_path={folder / f'global_step_{steps[-1]}'}{others}."
+    )
+
+
 def _check_files_of_all_hosts(folder: Path) -> None:
+    """Raise CheckpointError if files of other hosts are not visible here."""
     for part in folder.iterdir():
         if not any(part.iterdir()):
             raise CheckpointError(
                 f"What was written into {part} is not to be seen from this host. {SHARED_FILES}"
             )
     for metadata in folder.rglob(SHARD_METADATA):
-        # not at the top: torch takes seconds to import
+        # Not at the top: torch takes seconds to import.
         from verl.checkpoint.sharded import SavedTensors
 
         SavedTensors(metadata.parent)  # looks for the files of all ranks

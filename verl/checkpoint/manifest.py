@@ -34,7 +34,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's manifest says.
+    """The contents of a checkpoint's manifest.
 
     `sequence` counts the checkpoints of a folder in the order in which they were written, from 1;
     0 where an earlier version wrote it, which had no count.
@@ -53,17 +53,20 @@ def write_manifest(folder: Path, step: int, sequence: int = 1) -> None:
     )
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         sums = list(pool.map(_sum_and_sync, files))
+
+    entries = {}
+    for path, digest in zip(files, sums):
+        name = path.relative_to(folder).as_posix()
+        entries[name] = {"bytes": path.stat().st_size, "sha256": digest}
     manifest = {
         "format": FORMAT,
         "step": step,
         "sequence": sequence,
         "version": verl.__version__,
         "saved_at_ns": time.time_ns(),  # for people: clocks may be set back
-        "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-            for path, digest in zip(files, sums)
-        },
+        "files": entries,
     }
+
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     sync(path)
@@ -125,25 +128,31 @@ def _parse_entry(name: str, entry: Any) -> FileSum:
 
 
 def verify_files(folder: Path, part: str = "") -> None:
-    """Compare every file with the manifest, or those whose names begin with `part` ("actor/"):
-    CheckpointError names all that are missing, truncated or changed."""
+    """Compare files with the manifest. CheckpointError names all that are missing or changed.
+
+    Args:
+        folder: of the checkpoint.
+        part: check only files with names that begin so, such as "actor/".
+    """
     files = {
         name: entry for name, entry in read_manifest(folder).files.items() if name.startswith(part)
     }
     if not files:
         raise CheckpointError(f"{folder} is damaged: its {MANIFEST} lists no file of {part}.")
+
+    def check(item: tuple[str, FileSum]) -> str | None:
+        name, expected = item
+        return _fault(folder / name, name, expected)
+
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        faults = [
-            fault
-            for fault in pool.map(lambda item: _fault(folder / item[0], *item), files.items())
-            if fault is not None
-        ]
+        found = list(pool.map(check, files.items()))
+    faults = [fault for fault in found if fault is not None]
     if faults:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(faults)}.")
 
 
 def sync(path: Path) -> None:
-    """Make what was written at `path` (file or folder) outlive the machine's power."""
+    """Flush a file or folder to the disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows has no handles of folders to flush
     handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
@@ -167,6 +176,7 @@ def _digest(path: Path) -> str:
 
 
 def _fault(path: Path, name: str, expected: FileSum) -> str | None:
+    """Describe how a file differs from the manifest; None if it does not."""
     if not path.is_file():
         return f"{name} is missing"
     size = path.stat().st_size

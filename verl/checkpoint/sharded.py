@@ -1,9 +1,8 @@
-"""Tensors written by all ranks that hold shards of them, and read back on any other number of
-ranks.
+"""Write tensors from all ranks that hold shards of them; read them on any number of ranks.
 
 The files are those of `torch.distributed.checkpoint`: every rank's shards in one file, and
-`.metadata`, which says what part of which tensor lies where. Nothing in them depends on how many
-ranks there were.
+`.metadata`, which locates every part of every tensor. The files do not depend on the number of
+ranks.
 """
 
 import functools
@@ -29,21 +28,25 @@ from verl.distributed.collectives import Axis
 from verl.utils.errors import CheckpointError
 
 SHARDED_FOLDER = "sharded"  # within the folder of a role
-MODEL, OPTIMIZER = "model.", "optimizer."  # what the names of weights and of moments begin with
+# Prefixes of the names of weights and of moments.
+MODEL = "model."
+OPTIMIZER = "optimizer."
 _IF_DAMAGED = "If it is damaged or was not copied whole, copy it again, or use another checkpoint."
 
-# torch notes every tensor and every part of a save there, in debug messages that a root handler
+# torch logs every tensor and every part of a save there, as debug messages that a root handler
 # would print.
 logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
-# A single process, and every rank that reads, needs nobody else.
+# A single process, and every rank that reads, works alone.
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
 )
 
 
 class ShardedWriter:
-    """Writes checkpoints of one module, at once or beside the run. Every rank of `world` makes the
-    same calls."""
+    """Writes checkpoints of one module, at once or in the background.
+
+    Every rank of `world` makes the same calls.
+    """
 
     def __init__(self, world: Axis) -> None:
         self.world = world
@@ -53,16 +56,16 @@ class ShardedWriter:
     def write(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], *, in_background: bool = False
     ) -> None:
-        """Write the shards that this rank holds of `tensors`; replicas are written once.
+        """Write this rank's shards of `tensors`; replicas are written once.
 
-        In the background copies on the host are written, so that the tensors may change at once;
+        In the background, copies on the host are written, so that the tensors may change at once;
         see `is_done`.
         """
         self.is_done(wait=True)
         if self.world.size > 1 and self._group is None:
-            # Its own: what the ranks tell each other beside the run must not come between the run's
-            # collectives.
+            # A group of its own: messages in the background must not mix with the run's collectives.
             self._group = dist.new_group(backend="gloo")
+
         if not in_background:
             write_sharded(folder, tensors, self._group)
             return
@@ -70,30 +73,27 @@ class ShardedWriter:
         self._background.start(partial(write_sharded, folder, copies, self._group))
 
     def is_done(self, *, wait: bool) -> bool:
-        """Whether all that was begun in the background is written; on rank 0: by all ranks. Raises
-        what went wrong."""
+        """Return whether the background work is done; on rank 0: on all ranks. Raises its error."""
         return self._background.is_done(wait=wait)
 
 
 def write_sharded(
     folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write `tensors` (sharded, or the same on all ranks) into `folder`; all ranks of `group`
-    together, None: alone.
+    """Write `tensors` (sharded, or the same on all ranks) into `folder`.
 
-    Every rank has its files on the disk when the first one returns. Raises CheckpointError on every
-    rank.
+    All ranks of `group` call it together; None: this process is alone. Every rank's files are on the
+    disk when the first rank returns. Raises CheckpointError on every rank.
     """
-    with _told(f"writing {folder}"):
+    with _reported(f"writing {folder}"):
         writer = FileSystemWriter(folder)
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 class SavedTensors:
-    """What lies in a folder of sharded tensors: `tensors`, the whole shape and the dtype under each
-    name.
+    """A folder of sharded tensors. `tensors` has the whole shape and the dtype of each name.
 
-    Raises CheckpointError where it is none, or where files of it are missing.
+    Raises CheckpointError for another folder, and for missing files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,6 +103,7 @@ class SavedTensors:
                 f"Expected sharded tensors in {folder}, found no {SHARD_METADATA} there. "
                 f"{SHARED_FILES}"
             )
+
         self._reader = _Reader(folder)
         try:
             metadata = self._reader.read_metadata()
@@ -117,43 +118,48 @@ class SavedTensors:
             raise CheckpointError(
                 f"{folder / SHARD_METADATA} cannot be read ({reason}). {_IF_DAMAGED}"
             ) from error
-        if missing := sorted(name for name in files if not (folder / name).is_file()):
+
+        missing = sorted(name for name in files if not (folder / name).is_file())
+        if missing:
             raise CheckpointError(
                 f"{folder} lacks files that other ranks wrote: {', '.join(missing)}. {SHARED_FILES}"
             )
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill `tensors` in place, each with what was saved under its name. Ranks need not call it
-        together.
+        """Fill `tensors` in place with the saved values. Each rank may call it alone.
 
-        Raises CheckpointError for a name that is not there, or is of another shape.
+        Raises CheckpointError for a missing name and for another shape.
         """
         for name, tensor in tensors.items():
             shape, _ = self.tensors.get(name, (None, None))
             if shape != tensor.shape:
-                found = (
-                    "has none of that name" if shape is None else f"has it in shape {tuple(shape)}"
-                )
+                found = "has none of that name"
+                if shape is not None:
+                    found = f"has it in shape {tuple(shape)}"
                 raise CheckpointError(
                     f"Expected '{name}' of shape {tuple(tensor.shape)} in {self.folder}, which "
                     f"{found}. It was saved by another model: set the model's path to that one, or "
                     "start a run in another folder (trainer.default_local_dir)."
                 )
-        with _told(f"reading {self.folder}", f" {_IF_DAMAGED}"):
+
+        with _reported(f"reading {self.folder}", f" {_IF_DAMAGED}"):
             dcp.load(dict(tensors), storage_reader=self._reader, no_dist=True)
 
     def read_whole(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors on the host, whatever the shards."""
-        whole = {
-            name: torch.empty(self.tensors[name][0], dtype=self.tensors[name][1]) for name in names
-        }
+        """Read whole tensors on the host, whatever the shards."""
+        whole = {}
+        for name in names:
+            shape, dtype = self.tensors[name]
+            whole[name] = torch.empty(shape, dtype=dtype)
         self.read(whole)
         return whole
 
 
 class _Reader(FileSystemReader):
-    """Reads its metadata without running code from it, and once: with many ranks and layers it is
-    large, and every `load` asks for it."""
+    """Reads its metadata without running code from it, and once.
+
+    With many ranks and layers it is large, and every `load` asks for it.
+    """
 
     @functools.cached_property
     def _metadata(self) -> Metadata:
@@ -166,21 +172,21 @@ class _Reader(FileSystemReader):
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shards of the same tensor on the host, in memory of their own."""
+    """Copy a tensor, or its shards, to new memory on the host."""
     return tensor.detach().to("cpu", copy=True)
 
 
 @contextmanager
-def _told(what: str, way_out: str = "") -> Iterator[None]:
-    """torch tells of the failures of all ranks in a BaseException, which nobody else would
-    catch."""
+def _reported(action: str, way_out: str = "") -> Iterator[None]:
+    """Turn torch's report of the ranks' failures, a BaseException, into a CheckpointError."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
+
         where = f" on rank {rank}" if len(error.failures) > 1 or rank else ""
         first_line = next(iter(str(cause).splitlines()), "")  # PyTorch goes on with advice
         reason = f"{type(cause).__name__}: {first_line}".rstrip(": .")  # an EOFError says nothing
-        raise CheckpointError(f"While {what}{where}: {reason}.{way_out}") from cause
+        raise CheckpointError(f"While {action}{where}: {reason}.{way_out}") from cause

@@ -1,7 +1,7 @@
 """Read the pickles of a checkpoint without running code from them.
 
-A pickle may name any function and have it called. Both readers here know the few classes that this
-package writes, and refuse every other name.
+A pickle may name any function and have it called. Both readers here accept the few classes that
+this package writes, and refuse every other name.
 """
 
 import pathlib

@@ -24,7 +24,7 @@ Change = tuple[tuple[str, object], ...]  # keys with values that go together
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Keys as one would give them, and the plan with them, which fits."""
+    """Keys of a command line, and the plan with them, which fits."""
 
     changes: tuple[str, ...]
     plan: MemoryPlan
@@ -37,15 +37,17 @@ class Advice:
 
 
 def advise(config: TrainConfig, plan: MemoryPlan, shapes: ModelShapes) -> list[Advice]:
-    """The fewest changes after which every phase fits, those that cost least first; none where none
-    is needed, or where nothing helps."""
+    """Find the fewest changes after which every phase fits, the cheapest first.
+
+    Returns an empty list if none is needed, and if none helps.
+    """
     if plan.placement.usable_bytes is None or plan.fits:
         return []
     assert plan.placement.device_bytes is not None
     device_gib = plan.placement.device_bytes / GIB
 
     def changed(pairs: Change) -> Advice | None:
-        """The plan with these values, unless they contradict each other or the rest."""
+        """Plan with these values; None if they contradict each other or the rest."""
         again = copy.deepcopy(config)
         for key, value in pairs:
             _set(again, key, value)
@@ -85,7 +87,7 @@ def _set(config: TrainConfig, key: str, value: object) -> None:
 
 
 def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
-    """Single changes that save memory, those that cost least first."""
+    """Yield single changes that save memory, the cheapest first."""
     roles, rollout = config.actor_rollout_ref, "actor_rollout_ref.rollout"
     models = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
     models = {role: section for role, section in models.items() if role in plan.roles}
@@ -138,7 +140,7 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
-    """Half, a quarter, an eighth of the tokens that the user gave, down to a single row."""
+    """Yield a half, a quarter and an eighth of the user's tokens, down to a single row."""
     for phase in plan.phases:
         if phase.passes is None or phase.passes.chosen:
             continue

@@ -1,5 +1,4 @@
-"""`verl.utils.test_ray_connectivity`: latency and bandwidth between all nodes of a Ray cluster,
-with a verdict."""
+"""`verl.utils.test_ray_connectivity`: judge latency and bandwidth between all nodes of Ray."""
 
 import importlib
 import statistics
@@ -20,7 +19,7 @@ _UNLIKE = 4  # times slower than the median link
 
 @dataclass(frozen=True, kw_only=True)
 class Connectivity:
-    """What was measured and what to think of it; `print` it."""
+    """The measured links and a verdict on each; `print` it."""
 
     links: "Sequence[Link]"
     findings: Sequence[Finding]
@@ -56,8 +55,7 @@ def test_ray_connectivity(
     deadline_s: float = 60.0,  # noqa: PT028
     **ray_init: Any,
 ) -> Connectivity:
-    """Measure every pair of nodes, in both directions, through Ray's own calls and objects; `print`
-    the result.
+    """Measure every pair of nodes in both directions, by Ray's calls and objects; `print` the result.
 
     Args:
         megabytes: of the object whose transfer is timed.
@@ -77,7 +75,7 @@ def test_ray_connectivity(
 
 
 def judge(links: "Sequence[Link]") -> list[Finding]:
-    """One finding for all that is well, one for each link that is not."""
+    """Return one finding for each bad link, or one for all if none is bad."""
     measured = [link for link in links if link.error is None]
     usual = statistics.median(link.bytes_per_s for link in measured) if measured else 0.0
     findings = []

@@ -9,12 +9,12 @@ from verl.diagnostics.findings import EnvReport, Finding
 from verl.diagnostics.world import World, read_world
 from verl.utils.errors import MissingDependencyError
 
-# In the order in which one mends them: what comes later may follow from what comes first.
+# In the order of fixing: later faults may follow from earlier ones.
 CHECKS = (
     software_checks.python_version,
     software_checks.missing,
     software_checks.other_verl,
-    software_checks.conda_beside_pip,
+    software_checks.conda_and_pip,
     software_checks.torch_import,
     software_checks.probe_ended,
     software_checks.build_and_driver,
@@ -32,18 +32,20 @@ CHECKS = (
 
 
 def check_env(world: World | None = None) -> EnvReport:
-    """Check this machine (or judge a `world` that was read before) and return the findings, which
-    print as a table.
+    """Check this machine and return the findings, which print as a table.
 
     torch is imported and called in a process of its own, so that a broken one cannot take this
     process with it.
+
+    Args:
+        world: facts that were read before; None: read those of this machine.
     """
     seen = read_world() if world is None else world
     return EnvReport([finding for check in CHECKS for finding in check(seen)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report. 1 where something is broken."""
+    """Print the report. Return 1 where something is broken."""
     parser = argparse.ArgumentParser(description=__doc__, prog="verl doctor", allow_abbrev=False)
     parser.add_argument(
         "--json",
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _ray_links() -> list[Finding]:
+    """Measure the links between the nodes of the Ray cluster."""
     try:
         return list(test_ray_connectivity().findings)
     except MissingDependencyError as error:

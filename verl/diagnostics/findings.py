@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and the report of them as table and JSON."""
+"""Findings of the doctor, and the report of them as a table and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,10 @@ Verdict = Literal["ok", "warn", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`fix` is one command, or one line to add to the run's; None where there is nothing to do."""
+    """The result of one check.
+
+    `fix` is one command, or one line to add to the run's; None: nothing to do.
+    """
 
     name: str
     verdict: Verdict
@@ -29,20 +32,21 @@ class EnvReport:
 
     @property
     def broken(self) -> list[Finding]:
+        """Findings that stop a run."""
         return [finding for finding in self.findings if finding.verdict == "broken"]
 
     @property
     def exit_code(self) -> int:
+        """Exit status of the command: 1 where something is broken."""
         return 1 if self.broken else 0
 
     def to_json(self) -> str:
-        count = {
-            verdict: sum(f.verdict == verdict for f in self.findings)
-            for verdict in ("ok", "warn", "broken")
-        }
-        return json.dumps(
-            {**count, "findings": [asdict(finding) for finding in self.findings]}, indent=2
-        )
+        """Return the number of findings by verdict, and the findings."""
+        content: dict[str, object] = {}
+        for verdict in ("ok", "warn", "broken"):
+            content[verdict] = sum(finding.verdict == verdict for finding in self.findings)
+        content["findings"] = [asdict(finding) for finding in self.findings]
+        return json.dumps(content, indent=2)
 
     def __repr__(self) -> str:
         width = max(len(finding.name) for finding in self.findings)
@@ -51,16 +55,12 @@ class EnvReport:
             lines.append(f"{finding.verdict:<6}  {finding.name:<{width}}  {finding.evidence}")
             if finding.fix is not None:
                 lines.append(f"{'':<6}  {'':<{width}}  $ {finding.fix}")
+
         warnings = sum(finding.verdict == "warn" for finding in self.findings)
         if self.broken:
             names = ", ".join(dict.fromkeys(finding.name for finding in self.broken))
-            lines += [
-                "",
-                (
-                    f"{len(self.broken)} broken ({names}), {warnings} to look at. Mend the first "
-                    "one first."
-                ),
-            ]
+            count = f"{len(self.broken)} broken ({names}), {warnings} to look at"
+            lines += ["", f"{count}. Fix the first one first."]
         else:
             lines += ["", f"Nothing is broken, {warnings} to look at."]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Where a run takes place: ranks, hosts, and how much memory each device has."""
+"""The ranks and hosts of a run, and the memory of each device."""
 
 import os
 from collections import Counter
@@ -13,7 +13,7 @@ from verl.utils.errors import ConfigError
 from verl.utils.registry import nearest_names
 from verl.utils.units import GIB
 
-# What torch sees of a card's memory, in GiB.
+# Memory of a card as torch reports it, in GiB.
 CARDS = {
     "B200": 178.4,
     "H200": 139.8,
@@ -31,11 +31,9 @@ CARDS = {
     "V100": 31.7,
     "4090": 23.6,
 }
-# Of a device that no tensor gets: the process's CUDA context with its kernels, cuBLAS's workspaces,
-# NCCL's buffers.
+# Memory that no tensor gets: the CUDA context with its kernels, cuBLAS's workspaces, NCCL's buffers.
 OUTSIDE_BYTES = int(1.0 * GIB)
-# Of the rest, the part that a plan may fill. Blocks of the allocator that fit nothing take up some
-# of it.
+# Share of the rest that a plan may fill; fragments of the allocator take some of it.
 FILLED_SHARE = 0.95
 
 
@@ -53,24 +51,21 @@ class Placement:
 
     @property
     def usable_bytes(self) -> float | None:
-        """Of a device, for tensors."""
-        return (
-            None
-            if self.device_bytes is None
-            else FILLED_SHARE * (self.device_bytes - OUTSIDE_BYTES)
-        )
+        """Bytes of a device for tensors; None: unknown."""
+        if self.device_bytes is None:
+            return None
+        return FILLED_SHARE * (self.device_bytes - OUTSIDE_BYTES)
 
     @property
     def hosts(self) -> int:
         return -(-self.ranks // self.ranks_a_host)
 
     def beside(self, role: str) -> list[str]:
-        """The roles on the devices of `role`, itself included: two share all their ranks or
-        none."""
+        """Return the roles on the devices of `role`, itself included: two share all ranks or none."""
         return [name for name, ranks in self.roles.items() if ranks == self.roles[role]]
 
     def fullest_host(self, held: Mapping[str, int]) -> int:
-        """Bytes of the host with most, where every process of a role holds `held[role]`."""
+        """Return the bytes of the fullest host, if every process of a role holds `held[role]`."""
         totals = Counter[int]()
         for role, num_bytes in held.items():
             for rank in self.roles[role]:
@@ -79,8 +74,12 @@ class Placement:
 
     @classmethod
     def of(cls, config: TrainConfig, device_gib: float | str | None) -> "Placement":
-        """`device_gib` as `profile_memory` takes it: a size, the name of a card, or None for the
-        visible device."""
+        """Place a configuration on devices.
+
+        Args:
+            config: the run.
+            device_gib: a size, the name of a card, or None for the visible device.
+        """
         trainer = config.trainer
         ranks = number_of_ranks(config)
         ranks_a_host = trainer.n_gpus_per_node or int(

@@ -1,5 +1,4 @@
-"""The memory of a run before it starts: the peak of every phase on a device and on a host, from
-shapes alone."""
+"""Predict the peak memory of every phase of a run, on devices and hosts, from shapes alone."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,24 +18,23 @@ from verl.utils.units import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """The worst moment of one phase. `device`: bytes by what they are for, of all roles on the
-    devices of `role`;
-    `host`: bytes of the fullest host beside what every process needs anyway."""
+    """The worst moment of one phase."""
 
     role: str
     phase: str
-    device: dict[str, int]
-    host: int
+    device: dict[str, int]  # bytes by purpose, of all roles on the devices of `role`
+    host: int  # bytes of the fullest host, without those that every process needs anyway
     passes: Passes | None = None
 
     @property
     def device_bytes(self) -> int:
+        """Bytes on one device."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What `plan_memory` tells."""
+    """The result of `plan_memory`."""
 
     placement: Placement
     batch: BatchPlan
@@ -46,22 +44,22 @@ class MemoryPlan:
 
     @property
     def worst(self) -> PhasePlan:
-        """The phase that takes most of a device."""
+        """Return the phase that takes most of a device."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """The most that a host takes, beside the processes themselves."""
+        """Return the most bytes of a host, without the processes themselves."""
         return max(phase.host for phase in self.phases)
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit on a device, in words."""
+        """Describe everything that does not fit on a device."""
         usable = self.placement.usable_bytes
         found = []
         if self.rollout.at_once < 1:
             found.append("the key-value cache has no room for a single sample of full length")
-        for phase in self.phases if usable is not None else ():
+        for phase in self.phases:
             if usable is not None and phase.device_bytes > usable:
                 found.append(
                     f"{phase.role}, {phase.phase}: {phase.device_bytes / GIB:.1f} GiB of "
@@ -72,20 +70,24 @@ class MemoryPlan:
     @property
     def fits(self) -> bool | None:
         """Whether every phase fits on a device; None where its size is not known."""
-        return (
-            None if self.placement.usable_bytes is None and not self.problems else not self.problems
-        )
+        if self.problems:
+            return False
+        return None if self.placement.usable_bytes is None else True
 
 
 def plan_memory(
     config: TrainConfig, device_gib: float | str | None = None, shapes: ModelShapes | None = None
 ) -> MemoryPlan:
-    """Plan a validated configuration for cards of `device_gib` (a size, a card's name; None: the
-    visible device).
+    """Plan a validated configuration. Reads the models' config.json, and no weight.
 
-    Reads the models' config.json, and no weight. Give the same `shapes` to several plans to make
-    modules once. Raises ModelError where a model is not there, ConfigError where ranks do not
-    divide rows or a model's heads.
+    Args:
+        config: the run.
+        device_gib: memory of a device, or the name of a card; None: the visible device.
+        shapes: shared by several plans, so that modules are made once.
+
+    Raises:
+        ModelError: a model is missing.
+        ConfigError: ranks do not divide rows or a model's heads.
     """
     return _Planner(config, Placement.of(config, device_gib), shapes or ModelShapes()).plan()
 
@@ -96,12 +98,14 @@ class _Planner:
         self.placement = placement
         self.batch = BatchPlan.of(config, len(placement.roles["actor"]))
         self.roles = roles_of(config, placement, shapes)
-        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        self._rollout_config = as_planned(rollout)
+
+        model = config.actor_rollout_ref.model
+        self._rollout_config = as_planned(config.actor_rollout_ref.rollout)
         shapes.check_rollout(model, self._rollout_config, placement.device)
         self.rollout = self._rollout(shapes.policy(model, placement.device, is_trained=False))
 
     def plan(self) -> MemoryPlan:
+        """Plan every phase."""
         return MemoryPlan(
             placement=self.placement,
             batch=self.batch,
@@ -111,24 +115,26 @@ class _Planner:
         )
 
     def _phases(self) -> Iterator[PhasePlan]:
-        """In the order of a run."""
-        config, rollout = self.config, self.rollout
+        """Yield the phases in the order of a run."""
+        config = self.config
         yield from self._loading()
-        yield self._phase("rollout" if self._is_apart else "actor", "rollout", rollout.parts)
+        generates = "rollout" if self._is_apart else "actor"
+        yield self._phase(generates, "rollout", self.rollout.parts)
+
         if "reward_model" in self.roles:
             yield self._passes("reward_model", "scores")
         if config.needs_old_log_probs:
             yield self._passes("actor", "old log-probs")
         if config.needs_reference:
-            yield self._passes(
-                "reference" if "reference" in self.roles else "actor", "reference log-probs"
-            )
+            reference = "reference" if "reference" in self.roles else "actor"
+            yield self._passes(reference, "reference log-probs")
         if config.distillation.enabled:
             yield self._passes("teacher", "teacher log-probs")
         if config.needs_critic:
             yield self._passes("critic", "values")
             yield self._passes("critic", "critic update")
         yield self._passes("actor", "actor update", self._divergences())
+
         parts = {**self._handed_over("actor"), "gathered": self._gathered()}
         yield self._phase("actor", "weights to the rollout", parts, brings_parameters=True)
         if self._is_apart:
@@ -140,38 +146,56 @@ class _Planner:
     # ---------------------------------------------------------------- phases
 
     def _loading(self) -> Iterator[PhasePlan]:
-        """The first process of a role reads the whole model on its host, and all cut their shards
-        from it on the device. A user's class of critic is read by every process."""
-        there: dict[str, dict[str, int]] = {}  # what the roles before have on their devices
+        """Plan the loading of one role after the other.
+
+        The first process of a role reads the whole model on its host, and all cut their shards from
+        it on the device. A user's class of critic is read by every process.
+        """
+        there: dict[str, dict[str, int]] = {}  # bytes of earlier roles on their devices
         on_host = dict.fromkeys(self.roles, 0)
+
         for name, role in self.roles.items():
-            footprint, on_cuda = role.footprint, self.placement.on_cuda
+            footprint = role.footprint
             kept = footprint.setup.param_offload or footprint.setup.offload_policy
             beside = [there[other] for other in self._engines_beside(name) if other in there]
-            parts = {part: count for each in beside for part, count in each.items()}
+            parts: dict[str, int] = {}
+            for each in beside:
+                parts.update(each)
             parts[f"{name} parameters"] = footprint.load()
             there[name] = {f"{name} parameters": 0 if kept else footprint.parameters}
             if "rollout" in self.placement.beside(name) and name == "actor":
                 there[name]["rollout weights"] = self.rollout.weights
                 parts["rollout weights"] = 0 if kept else self.rollout.weights
-            held, first = dict(on_host), role.full_bytes if on_cuda or footprint.setup.shards else 0
+
+            held = dict(on_host)
+            reads_whole = self.placement.on_cuda or footprint.setup.shards
+            first = role.full_bytes if reads_whole else 0
             if name == "critic" and self.config.critic.model.custom_cls.path is not None:
-                held[name], first = held[name] + first, 0
+                held[name] += first
+                first = 0
             host = self._host(name, parts, held, there) + first
             yield PhasePlan(role=name, phase="load", device=_present(parts), host=host)
             on_host[name] = footprint.parameters if kept else 0
+
         if self._is_apart:
             yield self._phase("rollout", "load", {"rollout weights": self.rollout.weights})
 
     def _passes(
         self, name: str, phase: str, compared: dict[str, ModelShape] | None = None
     ) -> PhasePlan:
-        """`compared`: frozen models that whole distributions are compared with."""
+        """Plan the passes of a phase.
+
+        Args:
+            name: the role that computes.
+            phase: of the step.
+            compared: frozen models that whole distributions are compared with.
+        """
         role = self.roles[name]
         trains = phase.endswith("update")
         predict = role.footprint.update if trains else role.footprint.forward
         if compared:
             predict = partial(role.footprint.update_with_divergences, compared)
+
         awake = self._awake() if name in self.placement.beside("rollout") else 0
         beside = self._beside(name, brings_parameters=True, brings_moments=trains)
         usable = self.placement.usable_bytes
@@ -183,22 +207,29 @@ class _Planner:
         )
 
     def _checkpoints(self) -> Iterator[PhasePlan]:
-        """Shards with their moments come to the device, and to the host one after the other; or
-        copies of all of them, which stay until they are written (`trainer.async_save`)."""
+        """Plan the saving of checkpoints.
+
+        Shards with their moments come to the device, and to the host one after the other. With
+        `trainer.async_save`, copies of all of them stay on the host until they are written.
+        """
         actor, critic = self.config.actor_rollout_ref, self.config.critic
         saved = [("actor", actor.model.lora_rank, actor.actor.checkpoint)]
         if self.config.needs_critic:
             saved.append(("critic", critic.model.lora_rank, critic.checkpoint))
+
         held = dict.fromkeys(self.roles, 0)
         for name, lora_rank, checkpoint in saved:
-            footprint, contents = self.roles[name].footprint, checkpoint.save_contents
+            footprint = self.roles[name].footprint
+            contents = checkpoint.save_contents
             moments = footprint.moments if "optimizer" in contents else 0
             # Adapters are written at once.
             copies = moments + (0 if lora_rank > 0 else footprint.parameters)
             largest = footprint.largest_whole // footprint.setup.shard_ranks
             held[name] = copies if self.config.trainer.async_save else largest
-            parts, once = self._handed_over(name), 0
-            # one parameter whole after the other; the first rank writes files of them
+
+            parts = self._handed_over(name)
+            once = 0
+            # Whole parameters, one after the other; the first rank writes them into files.
             if "hf_model" in contents:
                 parts["one parameter"] = footprint.largest_whole
                 once = 2 * min(MAX_FILE_BYTES, 4 * footprint.shape.numel)
@@ -221,7 +252,7 @@ class _Planner:
         return self.config.actor_rollout_ref.rollout.free_cache_engine and not self._is_apart
 
     def _engines_beside(self, role: str) -> list[str]:
-        """The training engines on the devices of `role`; the rollout's terms are its own."""
+        """Return the training engines on the devices of `role`, without the rollout."""
         return [name for name in self.placement.beside(role) if name in self.roles]
 
     def _divergences(self) -> dict[str, ModelShape]:
@@ -246,17 +277,28 @@ class _Planner:
         brings_moments: bool = False,
         passes: Passes | None = None,
     ) -> PhasePlan:
-        """`parts`: on each device of the role beside what lies there; `on_host`: of each process of
-        a role, beside what is off-loaded."""
+        """Plan one phase of `role`.
+
+        Args:
+            role: the role that computes.
+            phase: of the step.
+            parts: bytes of the phase itself on each device.
+            on_host: bytes of each process of a role, without those that are off-loaded.
+            once_on_host: bytes of one process alone.
+            brings_parameters: whether the role's parameters are on the device.
+            brings_moments: whether its moments are.
+            passes: the size of the passes.
+        """
         beside = self._beside(
             role, brings_parameters=brings_parameters, brings_moments=brings_moments
         )
         device = _present({**beside, **parts})
-        held = {
-            name: each.footprint.on_host + (on_host or {}).get(name, 0)
-            for name, each in self.roles.items()
-        }
-        others = {name: {"": each.footprint.resident} for name, each in self.roles.items()}
+
+        held = {}
+        others = {}
+        for name, each in self.roles.items():
+            held[name] = each.footprint.on_host + (on_host or {}).get(name, 0)
+            others[name] = {"": each.footprint.resident}
         others["rollout"] = {"rollout": self._awake()}
         host = self._host(role, device, held, others) + once_on_host
         return PhasePlan(role=role, phase=phase, device=device, host=host, passes=passes)
@@ -268,8 +310,10 @@ class _Planner:
         held: Mapping[str, int],
         there: Mapping[str, Mapping[str, int]],
     ) -> int:
-        """Of the fullest host. A CPU's devices are its hosts: also what the roles on other ranks
-        have `there`."""
+        """Return the bytes of the fullest host.
+
+        A CPU's devices are its hosts, which then also hold the roles of other ranks (`there`).
+        """
         total = Counter(held)
         if not self.placement.on_cuda:
             total[role] += sum(device.values())
@@ -280,17 +324,18 @@ class _Planner:
     def _beside(
         self, role: str, *, brings_parameters: bool, brings_moments: bool
     ) -> dict[str, int]:
-        """Parameters and moments of all roles that lie on the devices of `role` in one of its
-        phases."""
+        """Return the parameters and moments on the devices of `role` in one of its phases."""
         parts: dict[str, int] = {}
         for name in self._engines_beside(role):
-            footprint, own = self.roles[name].footprint, name == role
+            footprint = self.roles[name].footprint
+            own = name == role
             setup = footprint.setup
             if not setup.offload_policy:
                 if not setup.param_offload or (own and brings_parameters):
                     parts[f"{name} parameters"] = footprint.parameters
                 if not setup.optimizer_offload or (own and brings_moments):
                     parts[f"{name} moments"] = footprint.moments
+
         if role in self.placement.beside("actor"):
             for name, shape in self._divergences().items():
                 width = shape.weights[0].itemsize
@@ -298,21 +343,20 @@ class _Planner:
         return parts
 
     def _gathered(self) -> int:
-        """Two buckets of whole tensors in the engine's dtype (`verl.weight_sync.shards`); or the
-        one weight that adapters are merged into, in fp32, and on several ranks what it is made
-        of."""
+        """Return the bytes of gathered weights in a hand-over.
+
+        Those are two buckets (`verl.weight_sync.shards`). With adapters it is the one weight that
+        they are merged into, in fp32, and on several ranks its frozen part as well.
+        """
         footprint = self.roles["actor"].footprint
         several = footprint.setup.shard_ranks > 1
         if self.config.actor_rollout_ref.model.lora_rank > 0:
-            return (
-                (2 if several else 1)
-                * 4
-                * max(each.numel() for each in footprint.shape.weights if each.in_layer)
-            )
+            largest = max(each.numel() for each in footprint.shape.weights if each.in_layer)
+            return (2 if several else 1) * 4 * largest
         return self._buckets() if several or self._is_apart else 0
 
     def _buckets(self) -> int:
-        """Two buckets of whole tensors in the engine's dtype."""
+        """Return the bytes of two buckets of whole tensors in the engine's dtype."""
         footprint = self.roles["actor"].footprint
         width = self.rollout.itemsize
         largest = width * max(weight.numel() for weight in footprint.shape.weights)
@@ -320,36 +364,35 @@ class _Planner:
         return 2 * min(max(bucket, largest), width * footprint.shape.numel)
 
     def _awake(self) -> int:
-        """Of the rollout engine while others compute. Asleep, it keeps its weights on a CPU
-        alone."""
+        """Return the rollout engine's bytes while others compute.
+
+        An engine that sleeps keeps its weights on a CPU only.
+        """
         if self._sleeps:
             return 0 if self.placement.on_cuda else self.rollout.weights
         return self.rollout.weights + self.rollout.page_memory
 
     def _handed_over(self, role: str) -> dict[str, int]:
-        """Of the rollout engine beside a phase of `role` from the hand-over to the next
-        generation."""
+        """Return the rollout engine's bytes in a phase between hand-over and generation."""
         if role not in self.placement.beside("rollout"):
             return {}
         pages = 0 if self._sleeps else self.rollout.page_memory
         return {"rollout weights": self.rollout.weights, "pages": pages}
 
     def _rollout(self, plain: ModelShape) -> RolloutPlan:
-        setup = self.roles["actor"].footprint.setup
+        """Plan the rollout engine; `plain` is the policy without adapters."""
+        roles = self.config.actor_rollout_ref
+        on_cuda = self.placement.on_cuda
+        is_whole = not self.roles["actor"].footprint.setup.shards
         beside = self._beside("rollout", brings_parameters=False, brings_moments=False)
         usable = self.placement.usable_bytes
-        model = self.config.actor_rollout_ref.model
+
         return plan_rollout(
             self._rollout_config,
             plain,
             self.batch,
-            on_cuda=self.placement.on_cuda,
-            aliases=(
-                not self.placement.on_cuda
-                and not setup.shards
-                and model.lora_rank == 0
-                and not self._is_apart
-            ),
+            on_cuda=on_cuda,
+            aliases=not on_cuda and is_whole and roles.model.lora_rank == 0 and not self._is_apart,
             ranks=len(self.placement.roles["rollout"]),
             room=None if usable is None else usable - sum(beside.values()),
         )

@@ -1,5 +1,4 @@
-"""The shapes of a run's models, from their config.json alone: modules on the meta device, no weight
-is read."""
+"""Read the shapes of a run's models from config.json: modules on the meta device, no weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ from verl.workers.trained import add_adapters, frozen_dtype, parameter_dtype
 
 
 class ModelShapes:
-    """Makes each module once, and each footprint, however often a plan is made anew."""
+    """Makes each module and each footprint once, for any number of plans."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], ModelShape] = {}
@@ -39,14 +38,16 @@ class ModelShapes:
         self._footprints: dict[tuple[int, EngineSetup], EngineFootprint] = {}
 
     def footprint(self, shape: ModelShape, setup: EngineSetup) -> EngineFootprint:
-        """Of a shape that was made here."""
+        """Return the footprint of a shape that was made here."""
         return self._footprints.setdefault((id(shape), setup), EngineFootprint(shape, setup))
 
     def policy(
         self, model: ModelConfig, device: torch.device, *, is_trained: bool = True
     ) -> ModelShape:
-        """Of the actor, or with `is_trained` False of the reference. Raises ModelError for a model
-        that is missing."""
+        """Make the shape of the actor, or with `is_trained` False of the reference.
+
+        Raises ModelError for a missing model.
+        """
         dtype = parameter_dtype(model, device, is_trained=is_trained)
 
         def make() -> PreTrainedModel:
@@ -71,7 +72,7 @@ class ModelShapes:
         return self._shape(("critic", *_key(model, device)), make)
 
     def reward_model(self, model: RewardModelModelConfig, device: torch.device) -> ModelShape:
-        """Raises ModelError for what is no classifier with one label."""
+        """Make the shape. Raises ModelError for anything but a classifier with one label."""
 
         def make() -> PreTrainedModel:
             assert model.path is not None, "the configuration was checked"
@@ -118,7 +119,7 @@ class ModelShapes:
 
 
 def _key(model: ModelConfig | CriticModelConfig, device: torch.device) -> tuple[Any, ...]:
-    """What the shape depends on. Plans that differ in anything else share it."""
+    """Return the settings that a shape depends on."""
     adapters = (model.lora_rank, repr(model.target_modules), repr(model.exclude_modules))
     return device.type, model.path, model.dtype, repr(model.override_config), *adapters
 

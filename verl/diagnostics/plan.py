@@ -8,8 +8,7 @@ from verl.utils.garbage import loading_packages
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan. 0 where it fits or the device is not known, 2 where it does not fit, 1 for
-    what is wrong."""
+    """Print the plan. Return 0 if it fits or the device is unknown, 2 if it does not fit, 1 for errors."""
     parser = argparse.ArgumentParser(
         prog="verl plan",
         usage="verl plan [--device-gib GIB|CARD] [--json] [config.yaml] [key=value ...]",
@@ -26,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace, keys: list[str]) -> int:
-    # A typo in a key is told before torch has loaded.
+    # Here, so that a typing error in a key is reported before torch loads.
     from verl.config.load import load_config
 
     config = load_config(keys, only_to_plan=True)

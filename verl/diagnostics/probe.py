@@ -1,9 +1,8 @@
-"""`python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`: what shows only once libraries are
-loaded and called.
+"""Load and call libraries: `python -m verl.diagnostics.probe NAME=MODULE,MODULE ...`.
 
-The doctor runs it beside itself, since any of these steps may kill or hang its process. Each line
-of the output is a JSON pair [what, fact]; ["begin", what] tells which step comes. An attempt is
-told as null, or as how it failed.
+The doctor runs it in a process of its own, since any of these steps may kill or hang it. Each line
+of the output is a JSON pair [name, fact]; ["begin", name] announces a step. The fact of an attempt is
+null, or its error.
 """
 
 import ctypes
@@ -17,43 +16,44 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_IMPORT_S = 60  # for one package, beside all others
+_IMPORT_S = 60  # for one package, while all others load
 _LONGEST = 500  # characters of an error
 
 
 def main(argv: list[str]) -> None:
-    """Tell one fact after the other. What the libraries themselves print goes to stderr."""
-    told = os.fdopen(os.dup(1), "w")
+    """Report one fact after the other. Output of the libraries goes to stderr."""
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
 
-    def tell(what: str, find: Callable[[], Any]) -> Any:
-        print(json.dumps(["begin", what]), file=told, flush=True)
+    def report(name: str, find: Callable[[], Any]) -> Any:
+        print(json.dumps(["begin", name]), file=output, flush=True)
         found = find()
-        print(json.dumps([what, found]), file=told, flush=True)
+        print(json.dumps([name, found]), file=output, flush=True)
         return found
 
-    tell("driver_cuda", driver_cuda)
-    if tell("torch_error", lambda: attempt(lambda: importlib.import_module("torch"))) is not None:
+    report("driver_cuda", driver_cuda)
+    error = report("torch_error", lambda: attempt(lambda: importlib.import_module("torch")))
+    if error is not None:
         return
     import torch
 
-    tell("torch", lambda: torch_build(torch))
-    tell("imports", lambda: import_each(dict(_pair(argument) for argument in argv)))
-    if (
-        torch.version.cuda is None
-        or tell("cuda_error", lambda: attempt(torch.cuda.init)) is not None
-    ):
+    report("torch", lambda: torch_build(torch))
+    report("imports", lambda: import_each(dict(_pair(argument) for argument in argv)))
+    if torch.version.cuda is None:
         return
-    tell("gpus", lambda: gpus(torch))
-    tell("cudnn_error", lambda: attempt(lambda: _convolve(torch)))
-    tell("nccl_error", lambda: attempt(lambda: _reduce(torch)))
-    tell("nccl", lambda: nccl_version())
-    tell("kernels", lambda: attention_kernels(torch))
+    if report("cuda_error", lambda: attempt(torch.cuda.init)) is not None:
+        return
+
+    report("gpus", lambda: gpus(torch))
+    report("cudnn_error", lambda: attempt(lambda: _convolve(torch)))
+    report("nccl_error", lambda: attempt(lambda: _reduce(torch)))
+    report("nccl", lambda: nccl_version())
+    report("kernels", lambda: attention_kernels(torch))
 
 
 def attempt(action: Callable[[], object]) -> str | None:
-    """None where the action works, else its error."""
+    """Return None if the action works, else its error."""
     try:
         action()
     except BaseException as error:  # noqa: BLE001 - broken libraries raise anything, SystemExit too
@@ -62,7 +62,7 @@ def attempt(action: Callable[[], object]) -> str | None:
 
 
 def driver_cuda() -> list[int] | None:
-    """(major, minor) of the newest CUDA that the driver serves; None: no driver's library."""
+    """Return (major, minor) of the newest CUDA that the driver serves; None: no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -74,7 +74,7 @@ def driver_cuda() -> list[int] | None:
 
 
 def torch_build(torch: ModuleType) -> dict[str, Any]:
-    """What is compiled into torch."""
+    """Return how torch was compiled."""
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
@@ -83,8 +83,7 @@ def torch_build(torch: ModuleType) -> dict[str, Any]:
 
 
 def import_each(packages: dict[str, Sequence[str]]) -> dict[str, str | None]:
-    """Import the modules of each package in a process of its own, all at once, with torch loaded
-    already."""
+    """Import each package in a process of its own, all at once, with torch already loaded."""
     children = {}
     for name, modules in packages.items():
         read, write = os.pipe()
@@ -99,7 +98,7 @@ def import_each(packages: dict[str, Sequence[str]]) -> dict[str, str | None]:
 
 
 def _import_all(modules: Sequence[str]) -> str | None:
-    """Parts that this version of a package does not have are passed over."""
+    """Import modules; skip parts that this version of a package does not have."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -125,7 +124,7 @@ def _ended(child: int, read: int) -> str | None:
 
 
 def gpus(torch: ModuleType) -> list[dict[str, Any]]:
-    """The visible devices; `peers` are those whose memory a device reads directly."""
+    """Describe the visible devices; a device reads the memory of its `peers` directly."""
     count = torch.cuda.device_count()
     found = []
     for number in range(count):
@@ -148,7 +147,7 @@ def gpus(torch: ModuleType) -> list[dict[str, Any]]:
 
 
 def _convolve(torch: ModuleType) -> None:
-    """Loads cuDNN, whose parts are found at the first call."""
+    """Call cuDNN, which loads its parts at the first call."""
     torch.backends.cudnn.version()
     image = torch.ones(1, 8, 16, 16, device="cuda", dtype=torch.float16)
     torch.nn.functional.conv2d(
@@ -157,7 +156,7 @@ def _convolve(torch: ModuleType) -> None:
 
 
 def nccl_version() -> list[Any] | None:
-    """None: torch is built without it."""
+    """Return the version of NCCL; None: torch is built without it."""
     try:
         from torch.cuda import nccl
 
@@ -167,7 +166,7 @@ def nccl_version() -> list[Any] | None:
 
 
 def _reduce(torch: ModuleType) -> None:
-    """One sum over all visible GPUs, from this process alone."""
+    """Sum over all visible GPUs, from this process alone."""
     from torch.cuda import nccl
 
     count = torch.cuda.device_count()
@@ -175,13 +174,14 @@ def _reduce(torch: ModuleType) -> None:
         torch.full((1024,), float(number + 1), device=f"cuda:{number}") for number in range(count)
     ]
     nccl.all_reduce(parts)
-    found, expected = [part[0].item() for part in parts], [count * (count + 1) / 2] * count
+    found = [part[0].item() for part in parts]
+    expected = [count * (count + 1) / 2] * count
     if found != expected:
         raise RuntimeError(f"a sum over {count} GPU(s) gave {found}, expected {expected}")
 
 
 def attention_kernels(torch: ModuleType) -> dict[str, str | None]:
-    """PyTorch's kernels, by name, each called on a few tokens."""
+    """Call each of PyTorch's attention kernels on a few tokens; return their errors by name."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn
 

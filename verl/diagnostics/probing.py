@@ -1,5 +1,4 @@
-"""Asking `verl.diagnostics.probe`, a process that may die or hang, what libraries do once they are
-loaded."""
+"""Run `verl.diagnostics.probe`, a process that may die or hang, and read its facts."""
 
 import json
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any
 
 DEADLINE_S = 240.0
 # Packages with compiled parts that must match torch, Python or NumPy, with the modules to import.
-# Parts after the first are passed over where a version does not have them.
+# Parts after the first are skipped if a version does not have them.
 SUSPECTS: dict[str, tuple[str, ...]] = {
     "numpy": ("numpy",),
     "pyarrow": ("pyarrow",),
@@ -42,7 +41,7 @@ SUSPECTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Sizes in bytes; `peers` are the numbers of those whose memory it reads directly."""
+    """A visible GPU. Sizes are bytes, `peers` the numbers of GPUs whose memory it reads directly."""
 
     name: str
     capability: Sequence[int]
@@ -60,7 +59,7 @@ class Torch:
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """Errors are None where it works, or where it was not tried because of what failed before."""
+    """Facts of the probe. An error is None if the step works, or was skipped after a failure."""
 
     # newest that the driver serves; None: no driver's library
     driver_cuda: Sequence[int] | None = None
@@ -96,17 +95,23 @@ def probe(installed: Iterable[str]) -> Probed:
 
 
 def understand(output: bytes, ended: str | None) -> Probed:
-    """`ended`: how the process ended, if not well."""
+    """Read the output of the probe.
+
+    Args:
+        output: its lines.
+        ended: how the process ended; None: well.
+    """
     facts: dict[str, Any] = {}
     step = "its start"
     for line in output.decode(errors="replace").splitlines():
         if not line.endswith("]"):  # killed while it wrote
             break
-        what, fact = json.loads(line)
-        if what == "begin":
+        name, fact = json.loads(line)
+        if name == "begin":
             step = fact
         else:
-            facts[what] = fact
+            facts[name] = fact
+
     if facts.get("torch") is not None:
         facts["torch"] = Torch(**facts["torch"])
     facts["gpus"] = [Gpu(**gpu) for gpu in facts.get("gpus", ())]

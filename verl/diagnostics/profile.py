@@ -1,5 +1,4 @@
-"""`verl.utils.profile_memory`: what a configuration will take, or what the running trainer took
-beside it."""
+"""`verl.utils.profile_memory`: predict the memory of a run, and compare it with measured peaks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,8 @@ from verl.diagnostics.report import as_json, render
 from verl.utils.errors import ConfigError
 from verl.utils.peaks import Peak, phase_peaks
 
-# The phases of a plan by the names under which engines and workers tell their peaks.
-_TOLD_AS = {
+# Phases of a plan, and the names under which engines and workers report their peaks.
+_REPORTED_AS = {
     "actor, rollout": "generation",
     "reward_model, scores": "the reward model",
     "actor, old log-probs": "the pass for old log-probs",
@@ -34,12 +33,11 @@ _running: list[TrainConfig] = []
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """A plan with its verdict; `print` it. `measured` are the peaks of this process so far, by role
-    and phase."""
+    """A plan with its verdict; `print` it."""
 
     plan: MemoryPlan
     advice: list[Advice] = field(default_factory=list)
-    measured: dict[str, Peak] | None = None
+    measured: dict[str, Peak] | None = None  # peaks of this process so far, by role and phase
 
     @property
     def fits(self) -> bool | None:
@@ -64,21 +62,20 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
 
     Args:
         config: a TrainConfig, a mapping of keys to values, or the path of a YAML file. None is the
-            configuration of the trainer that runs in this process, whose measured peaks then stand
-            beside the predictions.
+            configuration of the trainer in this process, with its measured peaks.
         device_gib: of one device, or the name of a card ("H100", "A100-40", "L40S"); None: of the
             visible one.
 
     Raises:
         ConfigError: no trainer runs here; the card is unknown; ranks and rows do not divide.
-        ModelError: a model is not there.
+        ModelError: a model is missing.
     """
     measured = None
     if config is None:
         if not _running:
             raise ConfigError(
-                "profile_memory() without a configuration tells of the trainer in this process, "
-                "and there is none. "
+                "profile_memory() without a configuration describes the trainer in this process, "
+                "and none is running. "
                 'Give it a configuration: profile_memory({"data.dataset_name": "toy"}).'
             )
         config, measured = _running[0], measured_phases()
@@ -90,9 +87,9 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
 
 
 def measured_phases() -> dict[str, Peak]:
-    """Peaks of this process so far under the names of a plan's phases."""
-    return {
-        name: phase_peaks.phases[told]
-        for name, told in _TOLD_AS.items()
-        if told in phase_peaks.phases
-    }
+    """Return the peaks of this process so far, by the names of a plan's phases."""
+    found = {}
+    for name, reported in _REPORTED_AS.items():
+        if reported in phase_peaks.phases:
+            found[name] = phase_peaks.phases[reported]
+    return found

@@ -1,4 +1,4 @@
-"""A memory plan as a table that one can read, and as JSON."""
+"""Render a memory plan as text with tables, and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -15,8 +15,13 @@ _BAR = 40  # characters of a full device
 def render(
     plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None
 ) -> str:
-    """Batch, pages, phases, placement, verdict, advice. `measured`: peaks by (role, phase) as
-    `profile` names them."""
+    """Render batch, pages, phases, placement, verdict and advice.
+
+    Args:
+        plan: the plan.
+        advice: changes that make it fit.
+        measured: peaks by role and phase, under the names of `profile`.
+    """
     shape = plan.roles["actor"].footprint.shape
     lines = [
         f"Model: {shape.family}, {_count(shape.numel)} parameters, {shape.layers} layers, hidden "
@@ -41,18 +46,18 @@ def render(
 def as_json(
     plan: MemoryPlan, advice: Sequence[Advice], measured: dict[str, Peak] | None = None
 ) -> str:
-    """The same for programs; sizes are bytes."""
+    """Render the plan for programs; sizes are bytes."""
     placement = plan.placement
     phases = []
     for phase in plan.phases:
         passes = phase.passes and {"tokens": phase.passes.tokens, "chosen": phase.passes.chosen}
-        told = {
+        entry = {
             "role": phase.role,
             "phase": phase.phase,
             "device": phase.device_bytes,
             "parts": phase.device,
         }
-        phases.append({**told, "host": phase.host, "passes": passes})
+        phases.append({**entry, "host": phase.host, "passes": passes})
         if (peak := (measured or {}).get(f"{phase.role}, {phase.phase}")) is not None:
             phases[-1]["measured"] = peak._asdict()
     proposals = [
@@ -129,7 +134,7 @@ def _mostly(phase: PhasePlan) -> str:
 
 
 def _drawing(plan: MemoryPlan) -> list[str]:
-    """Which ranks hold what, and how full a device is in its worst phase."""
+    """Draw the parts that each rank holds, and how full a device is in each phase."""
     placement = plan.placement
     lines = [
         (
@@ -179,7 +184,7 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     host = max(plan.phases, key=lambda phase: phase.host)
     lines = [
         (
-            f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) beside the processes "
+            f"Host: at most {_gib(host.host)} GiB ({host.role}, {host.phase}) without the processes "
             "themselves."
         )
     ]
@@ -212,14 +217,13 @@ def _count(number: int) -> str:
 
 
 def _gib(num_bytes: float) -> str:
-    """One digit behind the point; two that count of less than a tenth, so that a small model has a
-    plan as well."""
+    """Format GiB with one decimal, or with two significant digits below 0.1, for small models."""
     gib = num_bytes / GIB
     return f"{gib:.1f}" if gib >= 0.1 else f"{gib:.2g}"
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """0-5 rather than 0, 1, 2, 3, 4, 5."""
+    """Format ranks as spans: 0-5 for 0, 1, 2, 3, 4, 5."""
     starts = [number for number in numbers if number - 1 not in numbers]
     ends = [number for number in numbers if number + 1 not in numbers]
     return ", ".join(

@@ -11,6 +11,7 @@ from typing import Any
 from verl.diagnostics.world import World, canonical
 from verl.utils.imports import distribution_of
 
+CONDA_TORCH = ("pytorch", "libtorch")  # names of torch in conda
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EXTRA = re.compile(r"""extra == ["']([\w-]+)["']""")
 
@@ -39,8 +40,8 @@ class Missing:
 
 def read_requirement(text: str) -> Needed | None:
     """Read a line of a package's metadata; None where it does not hold on this machine."""
-    extra = _EXTRA.search(text)
-    extra = extra and extra.group(1)
+    in_extra = _EXTRA.search(text)
+    extra = in_extra.group(1) if in_extra else None
     name = _NAME.match(text)
     assert name is not None, f"not a requirement: {text!r}"
     try:
@@ -66,8 +67,7 @@ def required(texts: Iterator[str] | tuple[str, ...]) -> list[Needed]:
 
 
 def missing_packages(world: World) -> dict[str, Missing]:
-    """Return all packages to install, by canonical name, those that packages of verl's need
-    included."""
+    """Return all packages to install by canonical name, including requirements of packages."""
     missing: dict[str, Missing] = {}
     seen = set[str]()
     queue = [(needed, None) for needed in required(tuple(world.requirements or ()))]
@@ -100,8 +100,8 @@ def install_command(missing: dict[str, Missing]) -> str:
 
 
 def _is_there_anyway(world: World, name: str) -> bool:
-    """Packages of conda may have no metadata that pip reads."""
+    """Whether conda has a package, which may lack the metadata that pip reads."""
     if name == "torch":
         loaded = world.probed.torch is not None
-        return loaded or bool(world.conda_packages.keys() & {"pytorch", "libtorch"})
+        return loaded or bool(world.conda_packages.keys() & set(CONDA_TORCH))
     return name in {canonical(package) for package in world.conda_packages}

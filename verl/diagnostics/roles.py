@@ -1,5 +1,4 @@
-"""The roles of a run as engines that hold memory: which there are, how each runs, and how large its
-passes are."""
+"""Describe the roles of a run as engines that hold memory, and the size of their passes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from verl.engine.budget import MOST_TOKENS, largest_that_fits
 from verl.engine.compile import compile_backend
 from verl.engine.footprint import EngineFootprint, engine_setup, gathers_once
 from verl.engine.model_shape import ModelShape
+from verl.models.families import LLAMA_FAMILIES
 from verl.models.kernels import swiglu
 from verl.models.load import torch_dtype
 
@@ -42,18 +42,21 @@ class Role:
 
     @property
     def data_ranks(self) -> int:
-        """With rows of their own."""
+        """Ranks with rows of their own."""
         return self.ranks // self.sequence_ranks
 
     @property
     def full_bytes(self) -> int:
-        """Of the whole model, as it is read."""
+        """Bytes of the whole model, as it is read."""
         return sum(weight.numel() * weight.itemsize for weight in self.footprint.shape.weights)
 
 
 def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> dict[str, Role]:
-    """Actor, and critic, reference, reward model and teacher where the run has them, in the order in
-    which they are loaded. With LoRA the actor is the reference."""
+    """Return the roles of a run in the order of loading.
+
+    Those are the actor and, where the run has them, critic, reference, reward model and teacher. With
+    LoRA the actor is the reference.
+    """
     roles, device = config.actor_rollout_ref, placement.device
     actor, model = roles.actor, roles.model
     found = {
@@ -139,7 +142,7 @@ def _role(
     sequence_ranks: int,
     fused: bool = False,
 ) -> Role:
-    """`model` says what recomputes; None: nothing does."""
+    """Describe one role. `model` has the settings of recomputation; None: no recomputation."""
     ranks = len(placement.roles[name])
     copies = ranks // fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else 1
     recomputes = model is not None and model.enable_gradient_checkpointing
@@ -155,7 +158,7 @@ def _role(
         compiled=is_compiled,
         fused_mlp=fused
         and is_compiled
-        and shape.family in swiglu.FAMILIES
+        and shape.family in LLAMA_FAMILIES
         and swiglu.is_there(placement.device),
         checkpointing_share=model.gradient_checkpointing_share
         if model is not None and recomputes
@@ -171,7 +174,7 @@ def _role(
 
 
 class Work(NamedTuple):
-    """What the passes of a phase go through, and the keys that say how much of it at a time."""
+    """The rows of a phase, and the keys that set the size of its passes."""
 
     section: str  # of the configuration
     tokens_key: str  # in it
@@ -183,7 +186,7 @@ class Work(NamedTuple):
 
 
 def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
-    """Of an update the rows are those of a mini-batch."""
+    """Return the work of a phase; an update has the rows of a mini-batch."""
     roles, critic = config.actor_rollout_ref, config.critic
     if phase == "scores":
         # Its own tokenizer and chat template may make a little more or less of a row.
@@ -227,19 +230,17 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """The largest pass of a phase on one rank. `chosen`: the engine sizes it, the user gave
-    nothing."""
+    """The largest pass of a phase on one rank."""
 
     work: Work
     tokens: int
     predictions: int
-    chosen: bool
+    chosen: bool  # by the engine, since the configuration sets no size
     least: int  # tokens of the longest row, or of this rank's part of it
 
     @classmethod
     def of(cls, work: Work, role: Role, predict: Predict, room: float | None) -> "Passes":
-        """Of rows of full length, in passes as the configuration sizes them; or as `room` bytes
-        allow."""
+        """Size passes over rows of full length: by the configuration, or by `room` bytes."""
         longest = -(-work.longest // role.sequence_ranks)
         most = -(-work.rows // role.data_ranks) * longest
         if not role.footprint.setup.on_cuda:

@@ -1,4 +1,4 @@
-"""The memory of the rollout engine on one device: weights, key-value pages, a step's tensors."""
+"""Plan the rollout engine's memory on one device: weights, key-value pages, working memory."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from verl.rollout.twin import ROLLOUT_DTYPES
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Bytes on one device, and the samples that they have room for."""
+    """Bytes of one device, and the samples that fit."""
 
     itemsize: int  # of weights and pages
     weights: int
@@ -31,7 +31,7 @@ class RolloutPlan:
 
     @property
     def at_once(self) -> int:
-        """Samples that run at once when all of them have full length."""
+        """Samples that run at the same time at full length."""
         return min(self.samples, self.most_at_once, self.pages // self.pages_a_sample)
 
     @property
@@ -71,13 +71,16 @@ def plan_rollout(
     ranks: int,
     room: float | None,
 ) -> RolloutPlan:
-    """Plan one rollout engine.
+    """Plan the engine of one device.
 
     Args:
-        shape: that of the plain model.
+        config: of the rollout.
+        shape: of the plain model.
+        batch: of a step.
+        on_cuda: whether the device is a GPU.
         aliases: whether the trainer's weights can serve as they are.
-        ranks: those that generate.
-        room: bytes that the trainer leaves free; None: not known.
+        ranks: number that generates.
+        room: bytes that the trainer leaves free; None: unknown.
     """
     parts = config.tensor_model_parallel_size
     itemsize = _itemsize(config, shape, on_cuda)

@@ -1,4 +1,4 @@
-"""Checks of Python, torch, packages and GPUs: pure functions of a World."""
+"""Check Python, torch, packages and GPUs: pure functions of a World."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from verl.diagnostics.findings import Finding
 from verl.diagnostics.probing import SUSPECTS, Gpu, Torch
 from verl.diagnostics.requirements import (
+    CONDA_TORCH,
     Needed,
     install_command,
     missing_packages,
@@ -15,13 +16,15 @@ from verl.diagnostics.world import World, canonical
 from verl.utils.imports import distribution_of
 from verl.utils.units import GIB
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)  # that verl is tested with
+# Versions that verl is tested with.
+OLDEST_PYTHON = (3, 10)
+NEWEST_PYTHON = (3, 13)
 # A build for a major version of CUDA runs on every driver of that version. Oldest CUDA first: (its
 # major version, the driver that it needs, PyTorch's index of wheels).
 BUILDS = ((12, "525", "cu126"), (13, "580", "cu130"))
-# Those that users ask for by name; all others are one finding.
+# Packages with a finding of their own; all others share one.
 NAMED = ("torch", "transformers", "ray", "vllm", "sglang", "flash-attn-4", "torchao")
-# Wheels of these are compiled against one build of torch.
+# Packages with wheels that are compiled against one build of torch.
 _BUILT_ON_TORCH = (
     "torchvision",
     "torchaudio",
@@ -40,24 +43,21 @@ _TORCH = "'torch>=2.11'"
 
 
 def python_version(world: World) -> Iterator[Finding]:
-    found = ".".join(map(str, world.python))
-    newest = ".".join(map(str, NEWEST_PYTHON))
+    """Check the version of Python."""
+    found = _dotted(world.python)
+    fix = "conda create -n verl python=3.12"
     if world.python < OLDEST_PYTHON:
-        yield Finding(
-            "Python",
-            "broken",
-            f"{found}; 3.10 is the oldest that works",
-            "conda create -n verl python=3.12",
-        )
+        evidence = f"{found}; {_dotted(OLDEST_PYTHON)} is the oldest that works"
+        yield Finding("Python", "broken", evidence, fix)
     elif world.python > NEWEST_PYTHON:
-        yield Finding(
-            "Python", "warn", f"{found}; tested up to {newest}", "conda create -n verl python=3.12"
-        )
+        evidence = f"{found}; tested up to {_dotted(NEWEST_PYTHON)}"
+        yield Finding("Python", "warn", evidence, fix)
     else:
         yield Finding("Python", "ok", found)
 
 
 def other_verl(world: World) -> Iterator[Finding]:
+    """Check which package `verl` Python finds, and whether it is installed."""
     others = [path for path in world.verl_copies if path != world.here]
     if world.verl_copies and world.verl_copies[0] != world.here:
         yield Finding(
@@ -85,20 +85,21 @@ def other_verl(world: World) -> Iterator[Finding]:
 
 
 def missing(world: World) -> Iterator[Finding]:
-    """Everything that is not installed, with one command for all of it."""
+    """List all packages that are missing, with one command that installs them."""
     found = missing_packages(world)
     if not found:
         return
-    names = [
-        package.wanted if package.needed_by is None else f"{package.wanted} ({package.needed_by})"
-        for package in found.values()
-    ]
-    yield Finding(
-        "missing packages", "broken", f"not installed: {', '.join(names)}", install_command(found)
-    )
+
+    names = []
+    for package in found.values():
+        needed_by = "" if package.needed_by is None else f" ({package.needed_by})"
+        names.append(f"{package.wanted}{needed_by}")
+    evidence = f"not installed: {', '.join(names)}"
+    yield Finding("missing packages", "broken", evidence, install_command(found))
 
 
 def torch_import(world: World) -> Iterator[Finding]:
+    """Check whether torch can be imported."""
     probed = world.probed
     if "torch" in missing_packages(world):
         return  # `missing` has the command
@@ -106,6 +107,7 @@ def torch_import(world: World) -> Iterator[Finding]:
         if probed.torch is not None:
             yield Finding("torch import", "ok", f"torch {probed.torch.version}")
         return
+
     fix = f"pip install --force-reinstall {_TORCH}"
     libraries = world.environment.get("LD_LIBRARY_PATH", "")
     if re.search(r"cuda|nvidia|cudnn|nccl", libraries):
@@ -114,25 +116,27 @@ def torch_import(world: World) -> Iterator[Finding]:
 
 
 def probe_ended(world: World) -> Iterator[Finding]:
-    """A step that took the whole process with it."""
+    """Report the step that ended the probing process."""
     if world.probed.died_at is None:
         return
+
     step, how = world.probed.died_at
     fixes = {
         "torch_error": f"pip install --force-reinstall {_TORCH}",
         "nccl_error": "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 verl doctor  # whether peer access is what hangs",
     }
     fix = fixes.get(step, "nvidia-smi  # if it hangs too: restart the driver or the machine")
-    yield Finding(
-        "probe", "broken", f"the step '{step}' ended it: {how}; later steps were not tried", fix
-    )
+    evidence = f"the step '{step}' ended it: {how}; later steps were not tried"
+    yield Finding("probe", "broken", evidence, fix)
 
 
 def build_and_driver(world: World) -> Iterator[Finding]:
-    """J5: a GPU that torch cannot use, and why."""
-    probed, build = world.probed, world.probed.torch
+    """Check that this build of torch can use the GPUs with this driver."""
+    probed = world.probed
+    build = probed.torch
     if build is None:
         return
+
     driver = probed.driver_cuda
     # A library of the driver alone may come with a container's image.
     if not (world.num_nvidia_cards or world.driver_version or probed.gpus):
@@ -142,15 +146,10 @@ def build_and_driver(world: World) -> Iterator[Finding]:
         cards = f"{world.num_nvidia_cards} NVIDIA card(s), no libcuda.so.1"
         fix = "sudo apt install nvidia-driver-580 && sudo reboot"
         if world.host.in_container:
-            fix = (
-                "docker run --gpus all --ipc=host ...  # with nvidia-container-toolkit on the host"
-            )
-        yield Finding(
-            "driver",
-            "broken",
-            f"{cards}: there is no driver, or this container does not get it",
-            fix,
-        )
+            run = "docker run --gpus all --ipc=host ..."
+            fix = f"{run}  # with nvidia-container-toolkit on the host"
+        evidence = f"{cards}: there is no driver, or this container does not get it"
+        yield Finding("driver", "broken", evidence, fix)
     elif build.cuda is None:
         evidence = f"{build.version} is a CPU build; the driver serves CUDA {_dotted(driver)}"
         yield Finding("torch build", "broken", evidence, _install_for(driver[0]))
@@ -159,107 +158,102 @@ def build_and_driver(world: World) -> Iterator[Finding]:
         evidence = f"built with CUDA {build.cuda}, {serves}"
         yield Finding("torch build", "broken", evidence, _install_for(driver[0]))
     elif probed.cuda_error is not None:
-        fix = (
-            "nvidia-smi  # must list the cards; restart the driver or the container if it does not"
-        )
+        fix = "nvidia-smi  # must list the cards; else restart the driver or the container"
         if world.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             fix = "unset CUDA_VISIBLE_DEVICES  # it hides all cards"
         yield Finding("CUDA", "broken", probed.cuda_error, fix)
     else:
-        evidence = (
-            f"CUDA {build.cuda}, driver {world.driver_version or ''} serves {_dotted(driver)}"
-        )
-        yield Finding("torch build", "ok", evidence)
+        serves = f"driver {world.driver_version or ''} serves {_dotted(driver)}"
+        yield Finding("torch build", "ok", f"CUDA {build.cuda}, {serves}")
 
 
 def _install_for(driver_major: int) -> str:
-    """The newest build that the driver serves, or a newer driver."""
+    """Return the command for the newest build that the driver serves, or for a newer driver."""
     served = [index for major, _, index in BUILDS if major <= driver_major]
     if not served:
         return f"sudo apt install nvidia-driver-{BUILDS[0][1]} && sudo reboot"
-    return (
-        f"pip install --force-reinstall {_TORCH} --index-url "
-        f"https://download.pytorch.org/whl/{served[-1]}"
-    )
+    return _install_from(served[-1])
+
+
+def _install_from(index: str) -> str:
+    wheels = f"https://download.pytorch.org/whl/{index}"
+    return f"pip install --force-reinstall {_TORCH} --index-url {wheels}"
 
 
 def gpus(world: World) -> Iterator[Finding]:
-    build, found = world.probed.torch, world.probed.gpus
+    """Check each GPU, and the links between them."""
+    build = world.probed.torch
+    found = world.probed.gpus
     for number, gpu in enumerate(found):
         evidence = f"{gpu.name}, {gpu.total / GIB:.0f} GiB, {gpu.free / GIB:.0f} free"
         if build is not None and build.archs and not _serves(build, gpu):
             needs = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
             evidence += f"; this torch has no code for {needs}, only {', '.join(build.archs)}"
-            index = "cu126" if gpu.capability[0] < 8 else "cu130"
-            fix = (
-                f"pip install --force-reinstall {_TORCH} --index-url "
-                f"https://download.pytorch.org/whl/{index}"
-            )
+            fix = _install_from("cu126" if gpu.capability[0] < 8 else "cu130")
             yield Finding(f"GPU {number}", "broken", evidence, fix)
         elif gpu.free < 0.9 * gpu.total:
-            yield Finding(
-                f"GPU {number}", "warn", f"{evidence}: another process is on it", "nvidia-smi"
-            )
+            evidence += ": another process is on it"
+            yield Finding(f"GPU {number}", "warn", evidence, "nvidia-smi")
         else:
             yield Finding(f"GPU {number}", "ok", evidence)
+
     if len(found) > 1:
         yield from _peers(found)
-        if len({gpu.name for gpu in found}) > 1:
-            names = ", ".join(f"{number}: {gpu.name}" for number, gpu in enumerate(found))
-            yield Finding(
-                "GPUs alike", "warn", names, "export CUDA_VISIBLE_DEVICES=0  # those of one kind"
-            )
+    if len({gpu.name for gpu in found}) > 1:
+        names = ", ".join(f"{number}: {gpu.name}" for number, gpu in enumerate(found))
+        fix = "export CUDA_VISIBLE_DEVICES=0  # those of one kind"
+        yield Finding("GPUs alike", "warn", names, fix)
 
 
 def _peers(found: Sequence[Gpu]) -> Iterator[Finding]:
-    apart = [
-        f"{number}-{other}"
-        for number, gpu in enumerate(found)
-        for other in range(number + 1, len(found))
-        if other not in gpu.peers or number not in found[other].peers
-    ]
+    """Check that all GPUs read each other's memory."""
+    apart = []
+    for number, gpu in enumerate(found):
+        for other in range(number + 1, len(found)):
+            if other not in gpu.peers or number not in found[other].peers:
+                apart.append(f"{number}-{other}")
+
     if apart:
         evidence = (
             f"no direct access between {', '.join(apart)}: sums over them go through host memory"
         )
-        yield Finding(
-            "peer access",
-            "warn",
-            evidence,
-            "nvidia-smi topo -p2p r  # ACS or IOMMU in the BIOS forbid it",
-        )
+        fix = "nvidia-smi topo -p2p r  # ACS or IOMMU in the BIOS forbid it"
+        yield Finding("peer access", "warn", evidence, fix)
     else:
         yield Finding("peer access", "ok", f"all {len(found)} GPUs reach each other")
 
 
 def _serves(build: Torch, gpu: Gpu) -> bool:
-    """Machine code runs on the same major version from its minor version on; PTX on everything
-    newer."""
+    """Whether this build of torch has code for a GPU.
+
+    Machine code runs on the same major version from its minor version on, PTX on everything newer.
+    """
     major, minor = gpu.capability
     for arch in build.archs:
         kind, _, digits = arch.partition("_")
         digits = digits.rstrip("af")  # sm_90a
-        of = int(digits[:-1]), int(digits[-1])
-        if (kind == "sm" and of[0] == major and of[1] <= minor) or (
-            kind == "compute" and of <= (major, minor)
-        ):
+        built_for = (int(digits[:-1]), int(digits[-1]))
+        if kind == "sm" and built_for[0] == major and built_for[1] <= minor:
+            return True
+        if kind == "compute" and built_for <= (major, minor):
             return True
     return False
 
 
 def cuda_libraries(world: World) -> Iterator[Finding]:
+    """Check cuDNN and NCCL by one call each."""
     probed = world.probed
     if not probed.gpus:
         return
+
     if probed.cudnn_error is not None:
         fix = f"pip install --force-reinstall {_TORCH}"
-        if "cudnn" in world.environment.get(
-            "LD_LIBRARY_PATH", ""
-        ) or "cuda" in world.environment.get("LD_LIBRARY_PATH", ""):
+        if re.search("cudnn|cuda", world.environment.get("LD_LIBRARY_PATH", "")):
             fix = "unset LD_LIBRARY_PATH  # another cuDNN comes before the one that torch brings"
         yield Finding("cuDNN", "broken", probed.cudnn_error, fix)
     else:
         yield Finding("cuDNN", "ok", "a convolution ran")
+
     version = _dotted(probed.nccl) if probed.nccl else "unknown version"
     if probed.nccl_error is not None:
         fix = "NCCL_DEBUG=INFO verl doctor"
@@ -269,41 +263,46 @@ def cuda_libraries(world: World) -> Iterator[Finding]:
 
 
 def attention(world: World) -> Iterator[Finding]:
+    """Report the attention kernels that run here."""
     kernels = world.probed.kernels
     if not kernels:
         if world.probed.torch is not None and not world.probed.gpus:
             yield Finding("attention", "ok", "on a CPU: PyTorch's scaled_dot_product_attention")
         return
-    runs = [name for name, error in kernels.items() if error is None]
-    fails = [
-        f"{name} ({error.splitlines()[0][:80]})"
-        for name, error in kernels.items()
-        if error is not None
-    ]
-    evidence = f"runs: {', '.join(runs) or 'none'}" + (
-        f"; does not: {', '.join(fails)}" if fails else ""
-    )
+
+    runs = []
+    fails = []
+    for name, error in kernels.items():
+        if error is None:
+            runs.append(name)
+        else:
+            fails.append(f"{name} ({error.splitlines()[0][:80]})")
+
+    evidence = f"runs: {', '.join(runs) or 'none'}"
+    if fails:
+        evidence += f"; does not: {', '.join(fails)}"
     if world.probed.imports.get("flash-attn-4", "absent") is None:
         evidence += "; flash-attn-4 is there"
+
     if kernels.get("varlen") is not None:
-        fix = (
-            f"pip install --force-reinstall {_TORCH}  # training needs varlen; the card must be "
-            "Ampere or newer"
-        )
+        fix = f"pip install --force-reinstall {_TORCH}"
+        fix += "  # training needs varlen; the card must be Ampere or newer"
         yield Finding("attention", "broken", evidence, fix)
     else:
         yield Finding("attention", "ok", evidence)
 
 
 def versions(world: World) -> Iterator[Finding]:
-    """Installed packages against what verl's own metadata asks for."""
+    """Compare installed packages with the requirements in verl's metadata."""
     asked: dict[str, Needed] = {}
     for text in world.requirements or ():
         needed = read_requirement(text)
         if needed is not None and needed.extra != "dev":
             asked.setdefault(needed.name, needed)
+
     reported = missing_packages(world)
-    plain, absent = [], []
+    plain = []
+    absent = []
     for name, needed in asked.items():
         package = world.packages.get(name)
         wanted = needed.wanted
@@ -322,23 +321,25 @@ def versions(world: World) -> Iterator[Finding]:
             yield Finding(name, "ok", f"{package.version} ({checked})")
         else:
             plain.append(name)
+
     if plain and "packaging" in reported:
         evidence = f"ranges not checked without the package 'packaging': {', '.join(plain)}"
         yield Finding("packages", "ok", evidence)
     elif plain:
         yield Finding("packages", "ok", f"within their ranges: {', '.join(plain)}")
     if "flash-attn" in world.packages:
-        evidence = (
-            f"{world.packages['flash-attn'].version}; not needed, PyTorch's own kernels are used"
-        )
+        version = world.packages["flash-attn"].version
+        evidence = f"{version}; not needed, PyTorch's own kernels are used"
         yield Finding("flash-attn", "ok", evidence)
     if absent:
         yield Finding("optional", "ok", f"not installed: {', '.join(absent)}")
 
 
 def binary_interfaces(world: World) -> Iterator[Finding]:
-    """Packages whose import fails: compiled for another torch, CUDA or NumPy, or without what they
-    need."""
+    """Report packages that fail to import.
+
+    They were compiled for another torch, CUDA or NumPy, or miss a package that they need.
+    """
     failed = {name: error for name, error in world.probed.imports.items() if error is not None}
     reported = missing_packages(world)
     for name, error in failed.items():
@@ -346,46 +347,39 @@ def binary_interfaces(world: World) -> Iterator[Finding]:
         absent = re.search(r"No module named '([\w.]+)'", error)
         if absent and canonical(distribution_of(absent.group(1))) in reported:
             continue
+
         if name == "flash-attn":
-            fix = (
-                "pip uninstall -y flash-attn  # not needed here, and transformers stumbles over it"
-            )
+            fix = "pip uninstall -y flash-attn  # not needed, and transformers stumbles over it"
         elif absent and absent.group(1).split(".")[0] != SUSPECTS[name][0].split(".")[0]:
             fix = f"pip install {distribution_of(absent.group(1))}"
         else:
             fix = f"pip install --force-reinstall --no-cache-dir --no-deps {name}"
-        what = "compiled for something else" if _ABI.search(error) else "does not import"
-        yield Finding(
-            f"import {name}", "broken", f"{version} {what}: {error.splitlines()[-1]}".strip(), fix
-        )
+
+        fault = "compiled for something else" if _ABI.search(error) else "does not import"
+        evidence = f"{version} {fault}: {error.splitlines()[-1]}".strip()
+        yield Finding(f"import {name}", "broken", evidence, fix)
+
     if world.probed.imports and not failed:
         yield Finding("imports", "ok", f"all load: {', '.join(world.probed.imports)}")
 
 
-def conda_beside_pip(world: World) -> Iterator[Finding]:
-    of_conda = next(
-        (name for name in ("pytorch", "libtorch") if name in world.conda_packages), None
-    )
+def conda_and_pip(world: World) -> Iterator[Finding]:
+    """Report a torch from conda together with wheels from pip that expect another one."""
+    of_conda = next((name for name in CONDA_TORCH if name in world.conda_packages), None)
     installed = world.packages.get("torch")
     if of_conda is None and (installed is None or installed.installer != "conda"):
         return
-    wheels = [
-        name
-        for name in _BUILT_ON_TORCH
-        if name in world.packages and world.packages[name].installer != "conda"
-    ]
-    if installed is not None and installed.installer != "conda":
-        wheels.insert(0, "torch")
+
+    wheels = []
+    for name in ("torch", *_BUILT_ON_TORCH):
+        if name in world.packages and world.packages[name].installer != "conda":
+            wheels.append(name)
     if wheels:
         version = world.conda_packages.get(of_conda or "", "")
-        evidence = (
-            f"torch {version} from conda beside wheels from pip that bring or expect another: "
-            f"{', '.join(wheels)}"
-        )
-        fix = (
-            f"conda remove -y --force {of_conda or 'pytorch'} && pip install --force-reinstall "
-            f"{_TORCH}"
-        )
+        evidence = f"torch {version} from conda, and wheels from pip that bring or expect another: "
+        evidence += ", ".join(wheels)
+        remove = f"conda remove -y --force {of_conda or 'pytorch'}"
+        fix = f"{remove} && pip install --force-reinstall {_TORCH}"
         yield Finding("conda and pip", "broken", evidence, fix)
 
 

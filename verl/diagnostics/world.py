@@ -1,5 +1,4 @@
-"""The facts that the doctor judges, as plain data. Reading them imports none of the libraries in
-question."""
+"""Read the facts that the doctor judges as plain data, without importing the libraries."""
 
 import glob
 import importlib.metadata
@@ -24,8 +23,8 @@ except ImportError:  # the doctor must run on a machine that lacks it
     psutil = None
 
 HERE = str(Path(verl.__file__).parent)
-# Modules without which no command but the doctor runs: the packages that verl requires, and those
-# that configuration and chat templates get from others.
+# Modules that every command but the doctor needs: packages that verl requires, and those that
+# configuration and chat templates get from others.
 CORE_MODULES = (
     "torch",
     "transformers",
@@ -68,7 +67,7 @@ class Host:
     shm: int | None  # None: there is no /dev/shm
     open_files: int  # soft limit
     open_files_hard: int
-    disks: Mapping[str, tuple[str, int]]  # what lies there -> (folder, free)
+    disks: Mapping[str, tuple[str, int]]  # use -> (folder, free)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,7 @@ class World:
 
 
 def read_world() -> World:
-    """Look at this machine. Takes as long as importing torch and calling each GPU once."""
+    """Read this machine. Takes as long as importing torch and calling each GPU once."""
     packages = read_packages()
     return World(
         python=sys.version_info[:2],
@@ -121,12 +120,12 @@ def read_world() -> World:
 
 
 def canonical(name: str) -> str:
+    """Return a package's name in the form that pip compares."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def read_packages() -> dict[str, Package]:
-    """What is installed, with who installed it. The first of two of one name is the one that Python
-    imports."""
+    """Return the installed packages. Of two with one name, Python imports the first."""
     found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -149,7 +148,7 @@ def _is_found(module: str) -> bool:
 
 
 def find_copies(folders: Sequence[str]) -> list[str]:
-    """Packages `verl` in these folders, each once."""
+    """Return the packages `verl` in these folders, each once."""
     found = [os.path.realpath(os.path.join(folder, "verl")) for folder in folders]
     return list(
         dict.fromkeys(path for path in found if os.path.exists(os.path.join(path, "__init__.py")))
@@ -164,7 +163,7 @@ def _requirements() -> list[str] | None:
 
 
 def _conda_packages(prefix: str) -> dict[str, str]:
-    """Of the environment that Python runs in; files are called name-version-build.json."""
+    """Read the packages of a conda environment, with files name-version-build.json."""
     names = [
         Path(path).stem.rsplit("-", 2)
         for path in glob.glob(f"{glob.escape(prefix)}/conda-meta/*-*-*.json")
@@ -173,7 +172,7 @@ def _conda_packages(prefix: str) -> dict[str, str]:
 
 
 def _count_cards() -> int:
-    """On the bus, or, where a container or WSL hides that, in /dev."""
+    """Count cards on the bus, or, where a container or WSL hides that, in /dev."""
     devices = (
         Path("/sys/bus/pci/devices").glob("*") if os.path.isdir("/sys/bus/pci/devices") else ()
     )
@@ -208,12 +207,12 @@ def read_host() -> Host:
         shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         open_files=without_limit if soft == resource.RLIM_INFINITY else soft,
         open_files_hard=without_limit if hard == resource.RLIM_INFINITY else hard,
-        disks={what: (folder, _free(folder)) for what, folder in folders.items()},
+        disks={use: (folder, _free(folder)) for use, folder in folders.items()},
     )
 
 
 def _read_memory() -> tuple[int | None, int | None, int | None]:
-    """RAM that this container may use, how much of it is available, and swap."""
+    """Return the RAM that this container may use, the available part of it, and swap."""
     if psutil is None:
         return None, None, None
     memory = psutil.virtual_memory()
@@ -228,7 +227,7 @@ def _read_memory() -> tuple[int | None, int | None, int | None]:
 
 
 def _free(folder: str) -> int:
-    """Where the folder is not there yet, of the one that it will be made in."""
+    """Return the free bytes of a folder, or of the first existing one above it."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -257,8 +256,7 @@ def read_network() -> Network:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel's says; "" where this kernel has none, or shows it to others
-    alone."""
+    """Read a file of the kernel; "" if it is missing or not readable for this user."""
     try:
         return path.read_text().strip()
     except OSError:

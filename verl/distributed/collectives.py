@@ -1,4 +1,4 @@
-"""The collectives that the package needs, each an identity where a rank is alone."""
+"""The collectives of the package; each is an identity where a rank is alone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,32 +9,30 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis of the mesh, this one being number `rank` of `size`. `group` None:
-    all there are."""
+    """The ranks along one axis of the mesh."""
 
     size: int = 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
+    rank: int = 0  # number of this process along the axis
+    group: dist.ProcessGroup | None = None  # None: all ranks
 
 
 ALONE = Axis()
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of `tensor` along the axis, in place where it has several ranks. Every one of them
-    must call it."""
+    """Sum `tensor` along the axis, in place. Every rank of the axis must call it."""
     if axis.size > 1:
         dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
 def sum_of(number: int, axis: Axis) -> int:
-    """The sum of a host number along the axis: over gloo, so that no device is waited for."""
+    """Sum a host number along the axis, over gloo: no device is waited for."""
     return int(all_reduce_sum(torch.tensor(number), axis).item())
 
 
 def max_of(number: int, axis: Axis) -> int:
-    """The largest of a host number along the axis."""
+    """Return the largest of a host number along the axis."""
     if axis.size == 1:
         return number
     largest = torch.tensor(number)
@@ -43,7 +41,7 @@ def max_of(number: int, axis: Axis) -> int:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """A small picklable value of every rank, in the order of ranks."""
+    """Gather a small picklable value of every rank, in the order of ranks."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size

@@ -1,5 +1,4 @@
-"""Sharding from outside: FSDP2 over any module that holds a list of layers, and full tensors back
-from it."""
+"""Shard any module with a list of layers by FSDP2, from outside, and get full tensors back."""
 
 from typing import Any
 
@@ -54,8 +53,9 @@ def apply_fsdp(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Shard `module` in place over the mesh: one unit per layer, one for all the rest (embeddings,
-    norm, head). Gives whether weights stay gathered until `reshard` (see `keeps_gathered`).
+    """Shard `module` in place: one unit for each layer, one for embeddings, norm and head.
+
+    Returns whether weights stay gathered until `reshard` (see `keeps_gathered`).
 
     Parameters, moments and accumulated gradients keep the dtype of the parameters (fp32 when
     trained); forward and backward run in `compute_dtype` (None: as the parameters are). Gradients
@@ -63,11 +63,8 @@ def apply_fsdp(
     They are summed over the ranks, never averaged: a loss has the denominators of the whole
     mini-batch already.
 
-    With `offload_policy` parameters, gradients and moments live on the host, and an optimizer step
-    is made there.
-
-    Parameters that are on the meta device on some ranks get the values of the first rank, unit by
-    unit.
+    With `offload_policy`, parameters, gradients and moments live on the host, where the optimizer
+    steps. Parameters on the meta device get the values of the first rank, unit by unit.
     """
     fills = agree_on_weights(module)
     keep_gathered = keeps_gathered(module, mesh, config, compute_dtype)
@@ -106,27 +103,27 @@ def apply_fsdp(
 
 
 def agree_on_weights(module: nn.Module) -> bool:
-    """Whether some rank has only the shapes of its parameters; they take the dtypes of the first
-    rank's here.
+    """Return whether some rank has only the shapes of its parameters.
 
-    Raises ModelError where shapes differ.
+    Such parameters take the first rank's dtypes. Raises ModelError where shapes differ.
     """
     if not dist.is_initialized():
         return False
+
     mine = {
         name: (parameter.is_meta, parameter.shape, parameter.dtype)
         for name, parameter in module.named_parameters()
     }
-    everybody = gather_objects(mine, Axis(dist.get_world_size(), dist.get_rank()))
-    if not any(is_meta for each in everybody for is_meta, *_ in each.values()):
+    ranks = gather_objects(mine, Axis(dist.get_world_size(), dist.get_rank()))
+    if not any(is_meta for each in ranks for is_meta, *_ in each.values()):
         return False
-    first = everybody[0]
+
+    first = ranks[0]
     assert not any(is_meta for is_meta, *_ in first.values()), (
         "the first rank reads the weights for all"
     )
-    shapes, expected = (
-        {(name, shape) for name, (_, shape, _) in each.items()} for each in (mine, first)
-    )
+    shapes = {(name, shape) for name, (_, shape, _) in mine.items()}
+    expected = {(name, shape) for name, (_, shape, _) in first.items()}
     differ = sorted({name for name, _ in shapes ^ expected})
     if differ:
         raise ModelError(
@@ -134,6 +131,7 @@ def agree_on_weights(module: nn.Module) -> bool:
             f"reads the weights for all, first {differ[0]}. Give every machine the same model "
             "folder."
         )
+
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             parameter.data = parameter.data.to(first[name][2])
@@ -141,9 +139,10 @@ def agree_on_weights(module: nn.Module) -> bool:
 
 
 def _fill(unit: nn.Module, device: torch.device) -> None:
-    """Give the parameters and buffers of a unit that are not sharded yet the values that they have
-    on the first rank. Every rank must call it. They are on `device` then, all of the unit at
-    once."""
+    """Broadcast the first rank's parameters and buffers of a unit that is not sharded yet.
+
+    All of them are on `device` then. Every rank must call it.
+    """
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # by what stood there: tied weights stay one
     for module in unit.modules():
         for name, parameter in module._parameters.items():
@@ -165,8 +164,7 @@ def _fill(unit: nn.Module, device: torch.device) -> None:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of the largest `nn.ModuleList` by parameters: a transformer's blocks (lists of
-    experts lie within)."""
+    """Return the layers of the largest `nn.ModuleList`: a transformer's blocks."""
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
     return list(max(lists, key=_num_parameters, default=nn.ModuleList()))
 
@@ -174,8 +172,8 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights of every unit.
 
-    A forward pass without backward leaves some gathered; the next forward pass would take those for
-    current even after an optimizer step.
+    A forward pass without backward leaves some gathered, and the next forward pass would use them
+    even after an optimizer step.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -183,11 +181,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def recover(module: nn.Module) -> None:
-    """After an exception in the middle of a pass: FSDP2 as if that pass had never begun. Gradients
-    are to be dropped.
+    """Reset FSDP2 after an exception within a pass; the caller drops the gradients.
 
-    What autograd would have called at the end of the backward pass is called here: without it every
-    unit would take the next forward pass for a recomputation, and leave its weights ungathered.
+    This calls the callback that autograd runs at the end of a backward pass. Without it every unit
+    would take the next forward pass for a recomputation, and leave its weights ungathered.
     """
     root = next((child for child in module.modules() if isinstance(child, FSDPModule)), None)
     if root is None:
@@ -211,11 +208,9 @@ def recover(module: nn.Module) -> None:
 
 
 def sync_gradients(module: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass leaves its gradients, and those of passes before it, in the
-    parameters.
+    """Choose whether the next backward pass reduces all gradients so far into the parameters.
 
-    Without, they are added up in fp32 where they arise, which takes as much memory as all
-    parameters: for one rank.
+    Otherwise they are added up in fp32, which takes as much memory as all parameters: for one rank.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
@@ -223,10 +218,10 @@ def sync_gradients(module: nn.Module, enabled: bool) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a possibly sharded tensor, detached: an alias wherever this rank has all of it,
-    so only read it.
+    """Return the whole of a possibly sharded tensor, detached.
 
-    Where it is sharded over several ranks, all of them must call this.
+    It is an alias where this rank has all of it: only read it. Where it is sharded over several
+    ranks, all of them must call this.
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -239,7 +234,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`full`, which every rank has, in the device, dtype and sharding of `like`."""
+    """Return `full`, which every rank has, in the device, dtype and sharding of `like`."""
     if not isinstance(like, DTensor):
         return full.to(device=like.device, dtype=like.dtype)
     full = full.to(device=like.device_mesh.device_type, dtype=like.dtype)

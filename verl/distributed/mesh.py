@@ -1,4 +1,4 @@
-"""The mesh: which ranks there are, and along which axes they work."""
+"""The mesh: all ranks, and the axes along which they work."""
 
 import atexit
 import functools
@@ -38,8 +38,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class RolloutMesh:
-    """This process among all ranks that generate, however they train: neighbours along `tensor`
-    share one engine and its requests, ranks along `data` have requests of their own."""
+    """This process among all ranks that generate, independent of how they train.
+
+    Neighbors along `tensor` share one engine and its requests; ranks along `data` have requests of
+    their own.
+    """
 
     data: Axis = ALONE
     tensor: Axis = ALONE
@@ -52,18 +55,21 @@ def init_mesh(
     sequence_parallel_size: int = 1,
     shard: bool = True,
 ) -> Mesh:
-    """The mesh over every rank that was launched: those of torchrun, or this process alone.
+    """Make the mesh over all launched ranks: those of torchrun, or this process alone.
 
-    Starts the default process group if nobody has: NCCL for CUDA (with gloo beside it for CPU
-    tensors), else gloo. A single process needs no address and no environment for it, since its
-    store lives in its own memory; one that is not to `shard` starts none at all. Several ranks
-    always shard. On CUDA a rank takes the device of its LOCAL_RANK.
+    Starts the default process group if it is missing: NCCL for CUDA tensors and gloo for CPU
+    tensors. A single process keeps its store in memory, and needs no address and no environment. On
+    CUDA a rank takes the device of its LOCAL_RANK.
 
-    `fsdp_size`: ranks that hold one copy of the weights; below 1, or as many as there are, means
-        all.
+    Args:
+        device: of the ranks; its index is replaced.
+        fsdp_size: ranks that hold one copy of the weights; below 1, or the number of ranks: all.
+        sequence_parallel_size: ranks that share the tokens of a row.
+        shard: False: a single process starts no process group. Several ranks always shard.
 
-    Raises ConfigError where a size does not divide the number of ranks, or where torchrun's
-    variables are incomplete.
+    Raises:
+        ConfigError: a size does not divide the number of ranks, or torchrun's variables are
+            incomplete.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else _launched_ranks()
     _check_sizes(world_size, fsdp_size, sequence_parallel_size)
@@ -76,7 +82,7 @@ def init_mesh(
 
 
 def init_rollout_mesh(mesh: Mesh, tensor_parallel_size: int) -> RolloutMesh:
-    """The ranks of `mesh` in groups of `tensor_parallel_size` neighbours. Every rank must call it.
+    """Group the ranks of `mesh` by `tensor_parallel_size` neighbors. Every rank must call it.
 
     Raises ConfigError where the size does not divide the number of ranks.
     """
@@ -91,14 +97,14 @@ def init_rollout_mesh(mesh: Mesh, tensor_parallel_size: int) -> RolloutMesh:
 
 
 def close_process_group() -> None:
-    """Undo `init_mesh`; meshes made before are useless afterwards."""
+    """Undo `init_mesh`; meshes made before cannot be used afterwards."""
     _build.cache_clear()
     _build_rollout.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-# the actor's, the critic's and the reference's engine share groups, and with them NCCL's buffers
+# Cached: the engines of actor, critic and reference share groups, and with them NCCL's buffers.
 @functools.cache
 def _build(device: torch.device, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
     world = Axis(dist.get_world_size(), dist.get_rank())
@@ -125,7 +131,7 @@ def _build_rollout(device: torch.device, tensor_parallel_size: int) -> RolloutMe
 
 
 def _two_axes(device: torch.device, size: int, names: tuple[str, str]) -> tuple[Axis, Axis]:
-    """All ranks as groups of `size` neighbours, which are the second axis."""
+    """Make two axes of all ranks; the second one has groups of `size` neighbors."""
     ranks = init_device_mesh(
         device.type, (dist.get_world_size() // size, size), mesh_dim_names=names
     )
@@ -162,10 +168,10 @@ def _start_process_group(device: torch.device, world_size: int) -> None:
 
 
 def _own_device(device: torch.device) -> torch.device:
-    """On CUDA the device of this rank, made current; elsewhere `device`."""
+    """Return the device of this rank, made current on CUDA."""
     if device.type != "cuda":
         return device
-    # a role may have one rank of many to itself
+    # LOCAL_RANK alone: a role may have one rank of many to itself.
     if _launched_ranks() > 1 or "LOCAL_RANK" in os.environ:
         # A launcher that hides the other ranks' devices leaves one, which is number 0 whatever the
         # rank.

@@ -1,5 +1,4 @@
-"""What need not lie on the device at the moment lies on the host: parameters and moments between
-phases, activations between forward and backward pass."""
+"""Move memory to the host: parameters and moments between phases, activations between passes."""
 
 import weakref
 from collections import deque
@@ -24,18 +23,16 @@ LEAVING_LAYERS = 2
 
 
 class Offload:
-    """Tensors whose memory is on their device only within `on_device`, and on the host (pinned on
-    CUDA) otherwise.
+    """Tensors with memory on their device only within `on_device`, and on the host otherwise.
 
     The tensors stay the same objects: their storage is emptied and filled again, so what refers to
     them (FSDP2, an optimizer) notices nothing. Nothing may read or write them outside: there is no
     memory behind them.
 
     Args:
-        tensors: gives those that there are, whenever they go to the host. Scalars stay where they
-            are.
-        device: where copies to the host start from. On a CPU they are copied within the host, as a
-            proof.
+        tensors: returns the tensors each time they go to the host. Scalars are not moved.
+        device: of the tensors. On CUDA the host's memory is pinned; on a CPU tensors are copied
+            within the host, for tests.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
@@ -49,8 +46,7 @@ class Offload:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Bring the tensors back for as long as this lasts. May be nested: the outermost one
-        moves."""
+        """Keep the tensors on the device within this context. Of nested ones, the outermost moves."""
         if self._users == 0:
             self._to_device()
         self._users += 1
@@ -85,7 +81,7 @@ class Offload:
         self._away = []
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bytes of a storage, their place on the host), chunk by chunk."""
+        """Yield (bytes of a storage, their place on the host), chunk by chunk."""
         position = 0
         for storage, num_bytes in self._away:
             there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
@@ -105,8 +101,7 @@ class Offload:
 
 
 def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Tensors with memory of their own: the local part of a DTensor, the parts of a quantised one;
-    no scalars."""
+    """Yield tensors with memory: local parts of DTensors, parts of quantized ones; no scalars."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -118,9 +113,10 @@ def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def apply_activation_offload(module: nn.Module, device: torch.device) -> None:
-    """Keep on the host what the checkpointed layers of `module` hold for the backward pass: their
-    inputs. After `apply_checkpointing`, before compile and sharding. Returned numbers do not
-    change."""
+    """Keep the inputs of checkpointed layers on the host until the backward pass.
+
+    To be called after `apply_checkpointing`, before compile and sharding. No number changes.
+    """
     hooks = _ActivationHooks(device)
     layers: list[Any] = [
         part for part in module.modules() if hasattr(part, "_gradient_checkpointing_func")
@@ -135,8 +131,7 @@ def apply_activation_offload(module: nn.Module, device: torch.device) -> None:
 
 
 class _Kept:
-    """One activation: on the host, and on the device while it has just left or is about to be
-    used."""
+    """One activation: on the host, and on the device shortly before and after the copies."""
 
     def __init__(self, host: Tensor, before: "weakref.ref[_Kept] | None") -> None:
         self.host = host
@@ -146,9 +141,11 @@ class _Kept:
         self.on_device: tuple[Tensor, Any] | None = None
 
     def leave(self) -> None:
-        """Free the memory on the device. The computing stream waits for the copy rather than the
-        allocator: a host that runs ahead would find no copy finished, and take new memory for every
-        layer."""
+        """Free the memory on the device.
+
+        The computing stream waits for the copy, not the allocator: a host that runs ahead would find
+        no copy finished, and take new memory for every layer.
+        """
         if self.on_device is not None:
             tensor, copied = self.on_device
             torch.cuda.current_stream(tensor.device).wait_event(copied)
@@ -208,7 +205,7 @@ class _ActivationHooks:
         return tensor
 
     def _fetch(self, kept: _Kept) -> Tensor:
-        """The activation's memory on the device, to be read after `leave`."""
+        """Return the activation's memory on the device, to be read after `leave`."""
         if kept.on_device is None:
             # Memory of the computing stream, which may still be at work on what lay there before.
             tensor = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=self.device)
@@ -216,8 +213,7 @@ class _ActivationHooks:
         return kept.on_device[0]
 
     def _copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy beside the computation, after all that it has queued so far; gives the event of its
-        end."""
+        """Copy on the second stream, after the work queued so far; return the event of its end."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):

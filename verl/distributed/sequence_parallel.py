@@ -22,50 +22,47 @@ from verl.utils.errors import ModelError
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """The exchanges of one rank with those that share its tokens. All of them must call each method
-    alike."""
+    """The exchanges among ranks that share tokens. All of them must make the same calls."""
 
     axis: Axis
 
-    def check_heads(self, heads: int, what: str) -> None:
-        """Raise ModelError, naming the model `what`, where its query heads cannot be dealt out
-        evenly."""
+    def check_heads(self, heads: int, owner: str) -> None:
+        """Raise ModelError, naming the `owner`, if its query heads cannot be dealt out evenly."""
         size = self.axis.size
         if heads % size:
             fitting = [str(part) for part in range(1, size) if heads % part == 0]
             raise ModelError(
-                f"ulysses_sequence_parallel_size must divide the query heads of {what}, got {size} "
+                f"ulysses_sequence_parallel_size must divide the query heads of {owner}, got {size} "
                 f"and {heads}. Below it fit {', '.join(fitting)}."
             )
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (n, Hq, D), k (n, Hk, D), v (n, Hk, Dv) of this rank's n tokens -> all P * n tokens of
-        its heads.
+        """Exchange this rank's n tokens of all heads for all P * n tokens of its heads.
 
-        q has Hq / P of them. Key heads are repeated as often as it takes for P to divide them,
-        which keeps each beside the query heads that it serves.
+        q (n, Hq, D), k (n, Hk, D), v (n, Hk, Dv) -> q (P * n, Hq / P, D), and k and v likewise. Key
+        heads are repeated until P divides them, which keeps each with the query heads that it serves.
         """
         repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
         if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            k = k.repeat_interleave(repeats, dim=1)
+            v = v.repeat_interleave(repeats, dim=1)
         return self._tokens_for_heads(q), self._tokens_for_heads(k), self._tokens_for_heads(v)
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """(P * n, H / P, D) -> (n, H, D): the reverse of `to_heads` for one tensor."""
+        """Undo `to_heads` for one tensor: (P * n, H / P, D) -> (n, H, D)."""
         # (P, n, H / P, D), by the rank of the heads
         parts = self._exchange(out.unflatten(0, (self.axis.size, -1)))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def own_heads(self, per_head: Tensor) -> Tensor:
-        """(H,) -> (H / P,): this rank's part of something that each head has one of."""
+        """Return this rank's part (H / P,) of a tensor (H,) with one number for each head."""
         return per_head.tensor_split(self.axis.size)[self.axis.rank]
 
     def gather(self, values: Tensor, places: Tensor, total: int) -> Tensor:
-        """(m, ...) of each rank -> (total, ...) on all of them; `places (m,)` is where this rank's
-        values go.
+        """Gather values (m, ...) of each rank to (total, ...) on all; `places` (m,) is their order.
 
-        What follows must be the same on all ranks: a value's gradient is then known where the value
-        comes from, and nothing is added up in the backward pass.
+        All ranks must compute the same from the result: a value's gradient is then known on its own
+        rank, and the backward pass sums nothing.
         """
         return _Gather.apply(values, places, total, self.axis)  # pyright: ignore[reportReturnType]
 
@@ -80,8 +77,7 @@ class SequenceParallel:
 
 
 class _AllToAll(torch.autograd.Function):
-    """(P, ...) -> (P, ...): part i goes to rank i, and what rank i sent becomes part i. Its own
-    transpose."""
+    """Send part i of (P, ...) to rank i, and receive part i from rank i. It is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
@@ -117,9 +113,10 @@ class _Gather(torch.autograd.Function):
 
 
 def apply_sequence_parallel(module: Any, axis: Axis) -> None:
-    """Let the ranks of `axis` share the tokens that `module` (a PackedCausalLM or PackedValueModel)
-    computes on: from then on it takes parts of a batch (`PackedBatch.split`), and gives the
-    predictions of the whole on every rank.
+    """Let the ranks of `axis` share the tokens of `module` (a PackedCausalLM or PackedValueModel).
+
+    From then on it takes parts of a batch (`PackedBatch.split`), and returns the predictions of the
+    whole on every rank.
 
     Raises ModelError where the model's heads cannot be dealt out evenly.
     """

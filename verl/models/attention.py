@@ -1,17 +1,17 @@
 """Attention over packed sequences, registered with transformers as `verl_packed`.
 
 transformers calls the function below once a layer with queries, keys and values of one row of N
-packed tokens. Where the sequences begin and end it finds in the `PackingSlot` of its own model: one
-object per model, hung on every module of it, so that two models in one process never see each
-other's batch.
+packed tokens. The bounds of the sequences are in the `PackingSlot` of its own model: one object per
+model, an attribute of each of its modules, so that two models in one process never see each other's
+batch.
 
 On CUDA in bf16 or fp16 `torch.nn.attention.varlen` computes it. Everywhere else, and wherever that
-kernel lacks what the layer asks for (soft cap, sinks, odd head sizes), sequences of similar length
-are laid out as right-padded blocks: causal attention needs no padding mask then, because padding
-comes after every real token.
+kernel lacks a feature of the layer (soft cap, sinks, odd head sizes), sequences of similar length
+form right-padded blocks: causal attention needs no padding mask then, because padding comes after
+every real token.
 
-A prompt that several responses share stands in the batch once (`Layout.shared`): each response sees
-it as if it stood before it.
+A prompt that several responses share is in the batch once (`Layout.shared`), and each response sees
+it as its own prefix.
 """
 
 import math
@@ -38,18 +38,14 @@ _SLOT = "verl_packing"
 
 
 class Facts(NamedTuple):
-    """What one layer asks of its attention: a query sees `window` keys (None: all), scores are
-    capped at `cap`, then `bias` is added.
-
-    `latent`: values are the second part of the keys (MLA), in the engine's decode steps alone.
-    """
+    """The parameters of one layer's attention."""
 
     scale: float
-    window: int | None
-    cap: float | None
+    window: int | None  # keys that a query sees; None: all
+    cap: float | None  # soft cap of the scores
     sinks: Tensor | None
-    latent: bool = False
-    bias: KeyBias | None = None
+    latent: bool = False  # values are a part of the keys (MLA), in decode steps of the engine only
+    bias: KeyBias | None = None  # added after the cap
 
     @property
     def is_plain(self) -> bool:
@@ -58,29 +54,35 @@ class Facts(NamedTuple):
 
 
 class PackingSlot:
-    """The batch that one model computes on at the moment."""
+    """The batch that one model computes at the moment."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        # a list while the load check records what layers ask for
+        # a list while the check at load records the layers' parameters
         self.seen: list[Facts] | None = None
         self.kernel = "auto"  # see `kernels.attention.choose_kernel`
-        # where the model sees a part of the tokens
+        # if the model computes a part of the tokens
         self.sequence_parallel: SequenceParallel | None = None
 
     def holding(self, layout: Layout | None) -> "_Holding":
-        """A context in which the model's layers compute on `layout`."""
+        """Return a context in which the model's layers compute on `layout`."""
         return _Holding(self, layout)
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """For `torch.utils.checkpoint`: the recompute in backward sees the layout of its own
-        forward, even if the model has computed other batches in between."""
+        """Return the contexts of forward and recompute for `torch.utils.checkpoint`.
+
+        The recompute sees the layout of its own forward, even if the model has computed other batches
+        in between.
+        """
         return nullcontext(), self.holding(self.layout)
 
 
 class _Holding:
-    """A class, not a generator: a graph that is kept is recomputed, and this context entered, more
-    than once."""
+    """The context of `PackingSlot.holding`.
+
+    It is no generator, since a graph that is kept is recomputed, and this context entered, more than
+    once.
+    """
 
     def __init__(self, slot: PackingSlot, layout: Layout | None) -> None:
         self.slot = slot
@@ -96,16 +98,17 @@ class _Holding:
 
 
 def prepare(model: nn.Module) -> PackingSlot:
-    """Give every module of `model` one slot and switch the model to `verl_packed`. Doing it twice
-    changes nothing."""
+    """Give every module of `model` one slot and switch the model to `verl_packed`.
+
+    A second call changes nothing.
+    """
     slot = getattr(model, _SLOT, None) or PackingSlot()
     route_attention(model)
     for module in model.modules():
         setattr(module, _SLOT, slot)
-        if (
-            isinstance(module, PreTrainedModel)
-            and module.config._attn_implementation != IMPLEMENTATION
-        ):
+        if not isinstance(module, PreTrainedModel):
+            continue
+        if module.config._attn_implementation != IMPLEMENTATION:
             set_attention(module, IMPLEMENTATION)
     return slot
 
@@ -122,19 +125,25 @@ def attention_switched(model: PreTrainedModel, implementation: str) -> Iterator[
 
 
 def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float = 1.0) -> None:
-    """Recompute each decoder layer in the backward pass (non-reentrant), or stop doing so. `module`
-    is a model of transformers or anything around one. With a `share` below 1 only so many of the
-    layers, the first ones."""
+    """Recompute decoder layers in the backward pass (non-reentrant), or stop doing so.
+
+    Args:
+        module: a model of transformers, or a module around one.
+        enabled: whether to recompute.
+        share: of the layers, from the first one on.
+    """
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     if not enabled:
-        # The older name goes in transformers 6, the newer one came within 5.
+        # transformers 5 introduced the newer name, transformers 6 removes the older one.
         getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
         return
+
     if not model.supports_gradient_checkpointing:
         raise ModelError(
             f"The family '{model.config.model_type}' does not support gradient checkpointing in "
             "transformers. Set model.enable_gradient_checkpointing=false."
         )
+
     contexts = prepare(model).checkpoint_contexts
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "context_fn": contexts})
@@ -152,11 +161,11 @@ def apply_checkpointing(module: nn.Module, enabled: bool = True, *, share: float
 def layer_facts(
     module: nn.Module, head_dim: int, scaling: float | None, asked: dict[str, Any]
 ) -> Facts:
-    """Read what transformers passes to the attention of one layer."""
+    """Read the arguments that transformers passes to the attention of one layer."""
     if "sliding_window" in asked:
         window = asked["sliding_window"]
     else:
-        # Some families (Qwen2-MoE) leave the window to the mask alone, and we never see a mask.
+        # Some families (Qwen2-MoE) express the window in the mask alone, which is not made here.
         config: Any = module.config
         types = getattr(config, "layer_types", None)
         slides = types is not None and types[module.layer_idx] == "sliding_attention"  # pyright: ignore
@@ -182,10 +191,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv), Hq a multiple of Hk -> (1, N, Hq,
-    Dv). Under sequence parallelism N are this rank's tokens, and attention itself is over all
-    tokens of this rank's heads. Raises ModelError for what packed attention cannot honour: a mask,
-    a bias, dropout, attention to the future.
+    query (1, Hq, N, D), key (1, Hk, N, D), value (1, Hk, N, Dv) -> (1, N, Hq, Dv), with Hq a
+    multiple of Hk. Under sequence parallelism N counts this rank's tokens, and attention is over all
+    tokens of this rank's heads.
+
+    Raises ModelError for a mask, a position bias, dropout and attention to the future.
     """
     slot: PackingSlot | None = getattr(module, _SLOT, None)
     layout = slot.layout if slot else None
@@ -199,6 +209,7 @@ def packed_attention(
     facts = layer_facts(module, query.shape[-1], scaling, asked)
     if slot.seen is not None:
         slot.seen.append(facts)
+
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if slot.sequence_parallel is not None:
         q, k, v = slot.sequence_parallel.to_heads(q, k, v)
@@ -207,6 +218,7 @@ def packed_attention(
         if facts.bias is not None:
             slopes = slot.sequence_parallel.own_heads(facts.bias.slopes)
             facts = facts._replace(bias=facts.bias._replace(slopes=slopes))
+
     if varlen_can(q, v, facts):
         # The kernels take one head size: narrower values (MLA) get columns of zeros.
         value_dim = v.shape[-1]
@@ -214,6 +226,7 @@ def packed_attention(
         out = _varlen_attention(q, k, v, layout, facts, slot.kernel)[..., :value_dim]
     else:
         out = block_attention(q, k, v, layout, facts)
+
     if slot.sequence_parallel is not None:
         out = slot.sequence_parallel.to_tokens(out)
     return out[None], None
@@ -225,11 +238,12 @@ AttentionInterface.register(IMPLEMENTATION, packed_attention)
 def refuse_unsupported(
     module: nn.Module, mask: Tensor | None, dropout: float, asked: dict[str, Any]
 ) -> None:
+    """Raise ModelError for arguments that packed attention cannot honor."""
+    looks_ahead = asked.get("is_causal") is False or getattr(module, "is_causal", True) is False
     problems = {
         "an attention mask": mask is not None,
         "a position bias": asked.get("position_bias") is not None,
-        "attention to the future": asked.get("is_causal") is False
-        or getattr(module, "is_causal", True) is False,
+        "attention to the future": looks_ahead,
         "dropout": dropout > 0,
     }
     wanted = [name for name, present in problems.items() if present]
@@ -242,6 +256,7 @@ def refuse_unsupported(
 
 
 def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
+    """Whether a kernel for packed sequences computes this attention."""
     head_dim = q.shape[-1]
     fits = head_dim % 8 == 0 and head_dim <= 256 and v.shape[-1] <= head_dim
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and facts.is_plain and fits
@@ -250,7 +265,7 @@ def varlen_can(q: Tensor, v: Tensor, facts: Facts) -> bool:
 def _varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts, kernel: str = "auto"
 ) -> Tensor:
-    """(N, Hq, D), (N, Hk, D), (N, Hk, D) -> (N, Hq, D) by a kernel for packed sequences."""
+    """Attend by a kernel for packed sequences: q (N, Hq, D), k and v (N, Hk, D) -> (N, Hq, D)."""
     # A window that covers every sequence is plain causal attention, which has the faster kernel.
     window = None if facts.window is None or facts.window >= layout.longest else facts.window
     if window is None and layout.shared:
@@ -258,6 +273,7 @@ def _varlen_attention(
     if window is None:
         attend = choose_kernel(kernel, q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
         return attend(q, k, v, layout.lengths, layout.cu_seqlens, facts.scale)
+
     key_offsets = None
     if layout.shared:
         # The kernel aligns the last query of a sequence with its last key, so keys may begin before
@@ -271,7 +287,7 @@ def _varlen_attention(
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Facts) -> Tensor:
-    """(N, Hq, D), (N, Hk, D), (N, Hk, Dv) -> (N, Hq, Dv), block by block."""
+    """Attend block by block: q (N, Hq, D), k (N, Hk, D), v (N, Hk, Dv) -> (N, Hq, Dv)."""
     outputs = []
     for index, keys, rows, length, context in layout.blocks:
         q_block, k_block, v_block = (
@@ -281,9 +297,10 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
         whole = context + length
         window = whole if facts.window is None else min(facts.window, whole)
         explicit = not facts.is_plain
-        seen = (
-            layout.band(length, context, window) if explicit or context or window < whole else None
-        )
+        seen = None
+        if explicit or context or window < whole:
+            seen = layout.band(length, context, window)
+
         if explicit:
             assert seen is not None
             out = _explicit(q_block, k_block, v_block, seen, facts)
@@ -302,8 +319,10 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fact
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, facts: Facts) -> Tensor:
-    """Attention written out, for soft caps, sinks and biases. The (s, Hq, L, K) scores are made
-    again in the backward pass rather than kept."""
+    """Compute attention with soft caps, sinks and biases.
+
+    The (s, Hq, L, K) scores are recomputed in the backward pass.
+    """
     bias = None
     if facts.bias is not None:
         bias = facts.bias.at(torch.arange(k.shape[2], device=k.device))
@@ -323,9 +342,9 @@ def _scores_to_values(
     sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K), bias (Hq, K) -> (s, Hq, L,
-    Dv).
+    """Compute attention from its definition.
 
+    q (s, Hq, L, D), k (s, Hk, K, D), v (s, Hk, K, Dv), seen (L, K), bias (Hq, K) -> (s, Hq, L, Dv).
     Scores and softmax are in fp32 at least. A sink is one more score per head that takes
     probability and has no value.
     """
@@ -339,6 +358,7 @@ def _scores_to_values(
     if bias is not None:
         scores = scores + bias.unflatten(0, heads).unsqueeze(2)
     scores = scores.masked_fill(~seen, float("-inf"))
+
     if sinks is None:
         weights = scores.softmax(-1)
     else:

@@ -1,5 +1,4 @@
-"""Which families can be computed on packed sequences, and the changes every configuration gets
-before loading."""
+"""Refuse families that cannot be packed, and change configurations before loading."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +9,7 @@ from transformers import PreTrainedConfig
 from verl.utils.errors import ModelError
 from verl.utils.registry import nearest_names
 
-# Families that carry state from token to token in something other than softmax attention, in all or
-# some layers.
+# Families with layers that carry state from token to token by other means than softmax attention.
 _RECURRENT = (
     "mamba",
     "rwkv",
@@ -27,17 +25,22 @@ _RECURRENT = (
     "kimi_linear",
     "lfm2",
 )
+# Families with the decoder layer of Llama: rotary embeddings of whole heads, and a gated MLP (SwiGLU).
+LLAMA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -> None:
-    """Raise ModelError, naming family and reason, for what packed attention is known to compute
-    wrongly.
+    """Raise ModelError, naming family and reason, for a model that packing computes wrongly.
 
-    `max_length` is the longest sequence (prompt and response) that the caller will ever give. A
-    family that is unknown here is judged by the check at load.
+    A family that is unknown here is judged by the check at load.
+
+    Args:
+        config: of the model.
+        max_length: of prompt and response together; None: not stated.
     """
-    family, text = config.model_type, config.get_text_config()
+    family = config.model_type
+    text = config.get_text_config()
     reason = _reason(config) or _reason(text) or _rope_reason(text, max_length)
     if reason:
         raise ModelError(
@@ -49,6 +52,7 @@ def refuse_unpackable(config: PreTrainedConfig, max_length: int | None = None) -
 
 
 def _reason(config: Any) -> str | None:
+    """Return why packed attention would be wrong, apart from positions."""
     family = config.model_type
     layers = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if getattr(config, "is_encoder_decoder", False):
@@ -73,7 +77,7 @@ def _reason(config: Any) -> str | None:
 
 
 def rope_settings(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary settings of a text configuration: one for all layers, or one per layer type."""
+    """Yield the rotary settings of a text configuration: one, or one for each layer type."""
     settings = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in settings:
         yield settings
@@ -82,9 +86,11 @@ def rope_settings(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _rope_reason(config: Any, max_length: int | None) -> str | None:
-    """transformers picks the frequencies of dynamic and long rotary embeddings by the longest
-    position in the batch, so one long sequence would change the log-probs of the short ones packed
-    beside it."""
+    """Return why the positions would depend on the batch.
+
+    transformers picks the frequencies of dynamic and long rotary embeddings by the longest position
+    in the batch, so one long sequence would change the log-probs of short ones in its pack.
+    """
     for settings in rope_settings(config):
         kind = settings.get("rope_type")
         if kind not in ("dynamic", "longrope"):
@@ -107,8 +113,10 @@ def _rope_reason(config: Any, max_length: int | None) -> str | None:
 
 
 def zero_dropout(config: PreTrainedConfig) -> None:
-    """Set every dropout (and router noise) of a configuration and its parts to 0: a log-prob must
-    not depend on when it is computed, and GPT-2 and OPT ship 0.1."""
+    """Set every dropout (and router noise) of a configuration and its parts to 0.
+
+    Log-probs must not vary from pass to pass, and GPT-2 and OPT ship 0.1.
+    """
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             zero_dropout(value)
@@ -117,8 +125,7 @@ def zero_dropout(config: PreTrainedConfig) -> None:
 
 
 def zero_module_dropout(model: nn.Module) -> None:
-    """The same for modules, for families that write a rate into their code instead of the
-    configuration."""
+    """Set dropout of modules to 0, for families with a rate in their code."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -128,8 +135,7 @@ def zero_module_dropout(model: nn.Module) -> None:
 
 
 def override(config: Any, changes: dict[str, Any], where: str = "override_config") -> None:
-    """Write nested `changes` into a configuration. Raises ModelError naming a key that it does not
-    have."""
+    """Write nested `changes` into a configuration. Raises ModelError for an unknown key."""
     for name, value in changes.items():
         if not hasattr(config, name):
             known = [key for key in config.to_dict() if not key.startswith("_")]

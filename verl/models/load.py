@@ -1,4 +1,4 @@
-"""Loading tokenizers and models from a folder or the hub."""
+"""Load tokenizers and models from a folder or the hub."""
 
 import socket
 from collections.abc import Iterator
@@ -51,24 +51,23 @@ DTYPES = {
 
 
 def resolve_path(path: str | Path) -> str:
-    """A model path as transformers takes it: `toy` is the packaged model, a local folder is made
-    absolute, anything else is a hub id. Raises ModelError for what looks like a folder and is
-    none."""
+    """Return a model path for transformers.
+
+    `toy` is the packaged model, a local folder becomes absolute, and any other text is a hub id.
+    Raises ModelError for a text that looks like a folder and is none.
+    """
     text = str(path)
     if text == TOY:
         return str(Path(__file__).parents[1] / "data" / "toy_model")
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
-    if (
-        folder.is_absolute()
-        or text.startswith((".", "~"))
-        or text.count("/") > 1
-        or folder.exists()
-    ):
+
+    looks_local = folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
+    if looks_local or folder.exists():
+        found = "a file" if folder.exists() else "none"
         raise ModelError(
-            f"Expected a model folder at '{text}', found "
-            f"{'a file' if folder.exists() else 'none'}. Give a folder in Hugging Face format, a "
+            f"Expected a model folder at '{text}', found {found}. Give a folder in Hugging Face format, a "
             "hub id such as Qwen/Qwen2.5-0.5B-Instruct, or 'toy'."
         )
     return text
@@ -80,11 +79,15 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, padding on the left, with a pad token (chosen and announced if it
-    has none).
+    """Load the tokenizer of a model. It pads on the left, with a pad token (logged if chosen here).
 
-    `custom_chat_template` is a Jinja template or the path of a file with one. Raises ModelError
-    with the way out.
+    Args:
+        path: of the model, see `resolve_path`.
+        trust_remote_code: whether code in the folder may run.
+        custom_chat_template: a Jinja template, or the path of a file with one.
+
+    Raises:
+        ModelError: it cannot be loaded; the message has the fix.
     """
     source = resolve_path(path)
     _need_files(source, _TOKENIZER_FILES, "a tokenizer", "tokenizer.json and tokenizer_config.json")
@@ -112,14 +115,21 @@ def load_causal_lm(
     check: bool = True,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode on `device`, dropout zeroed, attention packed and checked (see
-    `check_packed`).
+    """Load a causal LM in eval mode, with dropout zeroed and attention packed.
 
-    `override_config` changes keys of its configuration before loading; `max_length` is the longest
-    sequence that will be given, where the family's positions depend on it; `check=False` skips the
-    check. Without `weights` parameters have only their shapes (on the meta device): those of the
-    first rank come when the module is sharded. Raises ModelError with the way out, naming the
-    family where it cannot be run packed.
+    Args:
+        path: of the model, see `resolve_path`.
+        dtype: of the parameters.
+        device: where they go.
+        trust_remote_code: whether code in the folder may run.
+        override_config: keys of the configuration to change before loading.
+        max_length: the longest sequence, for families with positions that depend on it.
+        check: whether to compare packed with separate sequences, see `check_packed`.
+        weights: False: parameters have only shapes (on the meta device), and get the first rank's
+            values when the module is sharded.
+
+    Raises:
+        ModelError: with the fix, naming the family where it cannot be run packed.
     """
     model = load_transformer(
         AutoModelForCausalLM,
@@ -143,7 +153,7 @@ def load_model_config(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedConfig:
-    """The configuration that `load_causal_lm` gives a model, without its weights."""
+    """Load the configuration that `load_causal_lm` gives a model."""
     source = resolve_path(path)
     _need_files(source, ("config.json",), "a configuration", "config.json")
     _need_hub(source, "configuration")
@@ -151,7 +161,7 @@ def load_model_config(
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError if the tokenizer can make ids for which the model has no embedding."""
+    """Raise ModelError if the tokenizer has ids without an embedding in the model."""
     rows: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
@@ -172,8 +182,7 @@ def load_transformer(
     max_length: int | None,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """What `auto_class` of transformers makes of a folder, as `load_causal_lm` says, not yet
-    checked."""
+    """Load a folder with `auto_class` of transformers, as `load_causal_lm` does, without a check."""
     config = load_model_config(
         path, trust_remote_code=trust_remote_code, override_config=override_config
     )
@@ -185,6 +194,7 @@ def load_transformer(
         "trust_remote_code": trust_remote_code,
         "attn_implementation": IMPLEMENTATION,
     }
+
     model: Any
     missing: list[str] = []
     try:
@@ -204,12 +214,14 @@ def load_transformer(
                 "Mistral, Gemma, Phi, GPT-2, OPT and their like)."
             ) from error
         raise _explained(source, f"model of family '{config.model_type}'", error) from error
+
     if missing:
         raise ModelError(
             f"The weights in '{source}' lack {len(missing)} tensors of family "
             f"'{config.model_type}', first {missing[:3]}; they would be random. Give the folder of "
             "a complete model, or undo override_config."
         )
+
     zero_module_dropout(model)
     if weights:
         model.to(device)
@@ -220,8 +232,10 @@ def load_transformer(
 def _without_weights(
     auto_class: Any, source: str, config: PreTrainedConfig, kind: dict[str, Any]
 ) -> PreTrainedModel:
-    """The model of a folder with parameters on the meta device. Buffers are computed: no checkpoint
-    has them all."""
+    """Make a model with parameters on the meta device.
+
+    Buffers are computed, since no checkpoint has them all.
+    """
     from accelerate import init_empty_weights  # not at the top: it takes a second to import
 
     with init_empty_weights(include_buffers=False):
@@ -235,8 +249,10 @@ def _without_weights(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bar and no table of unexpected tensors (a critic's folder may have a language-model head):
-    what matters, the missing ones, is an error here. For loading and saving."""
+    """Hide progress bars and the table of unexpected tensors while loading or saving.
+
+    A critic's folder may have a language-model head. Missing tensors are an error elsewhere.
+    """
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -265,7 +281,7 @@ def _load_config(source: str, trust_remote_code: bool, changes: dict[str, Any]) 
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """What a name of the configuration stands for. Raises ModelError for one that is unknown."""
+    """Return the dtype of a name in the configuration. Raises ModelError for an unknown name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -274,8 +290,10 @@ def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -> None:
-    """For a local folder: at least one file of these patterns. transformers' own messages speak of
-    the hub then."""
+    """Raise ModelError if a local folder has no file of these patterns.
+
+    transformers' own messages would speak of the hub.
+    """
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         inner = folder / "huggingface"
@@ -291,8 +309,10 @@ def _need_files(source: str, patterns: tuple[str, ...], what: str, usual: str) -
 
 
 def _need_hub(source: str, what: str) -> None:
-    """ModelError for a hub id that is not cached, without a network: the hub's own client would
-    retry for a minute."""
+    """Raise ModelError for a hub id that is neither cached nor reachable.
+
+    The hub's own client would retry for a minute.
+    """
     if (
         Path(source).is_dir()
         or HF_HUB_OFFLINE
@@ -302,8 +322,8 @@ def _need_hub(source: str, what: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(source, "config.json"))
     except Exception as error:
-        # Every release of the hub's client raises errors of another library; what is not the
-        # network is told by the loading itself.
+        # Releases of the hub's client raise errors of different libraries. Errors other than the
+        # network's are raised again by the loading itself.
         if any(isinstance(cause, (socket.gaierror, ConnectionError)) for cause in _causes(error)):
             raise _unreachable(source, what) from error
 
@@ -324,8 +344,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explained(source: str, what: str, error: Exception) -> ModelError:
-    """What went wrong with the hub, the folder or the family, in a sentence with the command that
-    helps."""
+    """Make an error of loading a sentence with the command that helps."""
     kinds = {type(cause) for cause in _causes(error)}
 
     def is_a(*classes: type[BaseException]) -> bool:
@@ -343,10 +362,11 @@ def _explained(source: str, what: str, error: Exception) -> ModelError:
         )
     if is_a(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError):
         return _unreachable(source, what)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
-    # some errors say what it is in a second line
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        lines = [type(error).__name__]
+    # Some errors have the reason in a second line.
     reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
     if "ignore_mismatched_sizes" in reason:
         reason = "weights have other shapes than its configuration and override_config say"
@@ -373,7 +393,7 @@ def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def _template_text(template: str) -> str:
-    """The template itself: a string with Jinja braces, or the contents of the file it names."""
+    """Return the template: a text with Jinja braces, or the contents of the file that it names."""
     if "{" in template:
         return template
     file = Path(template).expanduser()

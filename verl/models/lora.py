@@ -1,10 +1,9 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): frozen weights W under trained factors, W x + (alpha /
 rank) B A x.
 
-peft's layers are put in place of linear layers within the Hugging Face module itself, which stays
-what it was to all
-others: same class, same attributes. Whoever needs weights under the names of the plain module (the
-rollout engine, a checkpoint) asks here.
+peft's layers replace linear layers within the Hugging Face module itself, which keeps its class and
+attributes. This file gives weights under the names of the plain module to the rollout engine and to
+checkpoints.
 """
 
 import copy
@@ -35,7 +34,7 @@ Targets = str | Sequence[str]
 _ADAPTER = "default"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
-_SAVED_PREFIX = "base_model.model."  # peft's own, before the names of every file it writes
+_SAVED_PREFIX = "base_model.model."  # peft puts it before every name in its files
 
 
 def apply_lora(
@@ -47,18 +46,19 @@ def apply_lora(
     exclude_modules: Targets | None = None,
     section: str = "actor_rollout_ref.model",
 ) -> None:
-    """Freeze `model` and put adapters beside its linear layers, in place; before checkpointing,
-    compile and sharding.
+    """Freeze `model` and add adapters to its linear layers, in place.
 
-    The adapters are fp32 (float64 in a float64 model) and compute what the base computes, for B
-    starts at zero; A is drawn with a seed of its own, so that all ranks start alike whatever they
-    have drawn before.
+    To be called before checkpointing, compile and sharding. The adapters are fp32 (float64 in a
+    float64 model). B starts at zero, so they change no output yet. A is drawn with a seed of its own,
+    so that all ranks start alike.
 
     Args:
         model: a causal LM, or the body of a critic.
-        target_modules: "all-linear" (all but the head); a list of names or ends of names; or a
-            regular expression that matches whole names, as peft understands them. `exclude_modules`
-            likewise.
+        rank: of the factors.
+        alpha: the update is scaled by alpha / rank.
+        target_modules: "all-linear" (all but the head), a list of names or ends of names, or a
+            regular expression that matches whole names, as in peft.
+        exclude_modules: layers without adapters, in the same forms.
         section: the configuration section that errors name.
 
     Raises:
@@ -68,6 +68,7 @@ def apply_lora(
     targets = _as_given(target_modules)
     excluded = None if exclude_modules is None else _as_given(exclude_modules)
     chosen = _chosen(model, targets, excluded, section)
+
     # Not at the top: peft and accelerate take a second to import, and most runs train all weights.
     peft = require("peft", "LoRA", "pip install peft")
     config = peft.LoraConfig(
@@ -82,6 +83,7 @@ def apply_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+
     model.requires_grad_(False)
     for name, layer in adapted_layers(model).items():
         assert isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)), name
@@ -91,8 +93,7 @@ def apply_lora(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers by the names that their base layers have in the plain module; empty without
-    LoRA."""
+    """Return peft's layers by their names in the plain module; empty without LoRA."""
     found = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     assert len(found) == len({id(module) for module in found.values()})
     return found
@@ -100,11 +101,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model computes what its frozen weights compute: the policy as it was before training."""
+    """Let the model compute with its frozen weights alone: the policy before training."""
     layers = adapted_layers(model).values()
-    # Not by peft's enable_adapters(), which also switches requires_grad: FSDP2 looks at its first
-    # pass which parameters are trained, and if that pass were this one, would add up their
-    # gradients in another dtype ever after.
+    # Not by peft's enable_adapters(), which also switches requires_grad: FSDP2 notes in its first
+    # pass which parameters are trained. If that pass were this one, it would add up their gradients
+    # in another dtype from then on.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -120,33 +121,34 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def plain_parameters(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """`named_parameters` of the module without its adapters. Without LoRA the module's own."""
+    """Yield `named_parameters` of the module without its adapters."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         if not _is_adapter_part(name):
             yield _plain(name), parameter
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` of the module without its adapters."""
+    """Yield `named_modules` of the module without its adapters."""
     for name, module in model.named_modules():
         if not _is_adapted(module) and not _is_adapter_part(name):
             yield _plain(name), module
 
 
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the plain module, whole tensor W + scale * B A), one after the other; nothing is
-    merged in place.
+    """Yield (name in the plain module, whole tensor W + scale * B A), without merging in place.
 
-    The sum is fp32 (float64 in a float64 model). Tensors without adapter alias the parameters where
-    this rank has all of them: read, don't write. Every rank must go through all of it.
+    The sum is fp32 (float64 in a float64 model). Tensors without an adapter alias the parameters if
+    they are whole on this rank: read, don't write. Every rank must iterate to the end.
     """
     yield from _whole(model, plain_parameters(model))
 
 
 def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name in the plain module, tensor as it stands in the model, whole tensor with its adapters)
-    of its state dict: persistent buffers too, and tied weights under each of their names. As
-    `merged_parameters` otherwise."""
+    """Yield (name in the plain module, tensor in the model, whole merged tensor) of the state dict.
+
+    It includes persistent buffers, and tied weights under each of their names. See
+    `merged_parameters`.
+    """
     state = model.state_dict(keep_vars=True)
     plain = [(_plain(name), tensor) for name, tensor in state.items() if not _is_adapter_part(name)]
     for (_, tensor), (name, whole) in zip(plain, _whole(model, plain)):
@@ -158,7 +160,9 @@ def _whole(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
     for name, tensor in tensors:
         owner, _, kind = name.rpartition(".")
         whole = full_tensor(tensor)
-        yield name, _merged(layers[owner], whole) if kind == "weight" and owner in layers else whole
+        if kind == "weight" and owner in layers:
+            whole = _merged(layers[owner], whole)
+        yield name, whole
 
 
 def _merged(layer: Any, weight: Tensor) -> Tensor:
@@ -167,15 +171,17 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 
 
 def merged_shape(layer: nn.Module, a: Tensor, b: Tensor) -> tuple[int, int]:
-    """The shape that the weight of `layer` must have for factors A (rank, in) and B (out, rank)."""
+    """Return the shape of the weight of `layer` for factors A (rank, in) and B (out, rank)."""
     inputs, outputs = a.shape[1], b.shape[0]
     return (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
 
 
 @torch.no_grad()
 def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W + scaling * B A in at least fp32, W being the `weight` of `layer`; A (rank, in), B (out,
-    rank)."""
+    """Compute W + scaling * B A in at least fp32.
+
+    W is the `weight` of `layer`, A (rank, in), B (out, rank).
+    """
     precise = torch.promote_types(weight.dtype, torch.float32)
     transposed = isinstance(layer, Conv1D)  # GPT-2: (in, out)
     total = (weight.T if transposed else weight).to(
@@ -189,8 +195,7 @@ def merged_weight(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor, scalin
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Every factor, whole and on the host, under peft's names within the model. Every rank must
-    call it."""
+    """Return every factor, whole and on the host, under peft's names. Every rank must call it."""
     return {
         _without_adapter_name(name): full_tensor(parameter).cpu()
         for name, parameter in model.named_parameters()
@@ -212,24 +217,26 @@ def save_adapters(folder: Path, model: PreTrainedModel, state: dict[str, Tensor]
 
 
 def read_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[Tensor, Tensor]]]:
-    """What `save_adapters` wrote: peft's configuration, and (A, B) by the name of the layer in the
-    plain module.
+    """Read the files of `save_adapters`.
 
-    Raises CheckpointError where a file of them is missing or damaged.
+    Returns:
+        peft's configuration, and (A, B) by the layer's name in the plain module.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
     """
-    with _read_or_told(folder):
+    with _explained(folder):
         config, saved = _read_files(folder)
-        layers = [
-            name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")
-        ]
-        return config, {
-            name: (saved[f"{name}.lora_A.weight"], saved[f"{name}.lora_B.weight"])
-            for name in layers
-        }
+        factors = {}
+        for name, a in saved.items():
+            if name.endswith(".lora_A.weight"):
+                layer = name.removesuffix(".lora_A.weight")
+                factors[layer] = (a, saved[f"{layer}.lora_B.weight"])
+        return config, factors
 
 
 def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """peft's configuration, and the factors under their names within the model."""
+    """Return peft's configuration, and the factors under their names in the model."""
     config = parse_json((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     _check_config(config)
     return config, {
@@ -239,7 +246,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _check_config(config: Any) -> None:
-    """Raise ValueError unless the numbers that scale the adapters are there."""
+    """Raise ValueError unless the numbers that scale the adapters are present."""
     if not isinstance(config, dict):
         raise ValueError(f"{_CONFIG_FILE} holds a {type(config).__name__}")
     for name in ("r", "lora_alpha"):
@@ -249,7 +256,8 @@ def _check_config(config: Any) -> None:
 
 
 @contextmanager
-def _read_or_told(folder: Path) -> Iterator[None]:
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an error of reading into a CheckpointError."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -261,7 +269,7 @@ def _read_or_told(folder: Path) -> Iterator[None]:
 
 
 def load_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Read what `save_adapters` wrote, or peft itself, into the adapters of `model`, in place."""
+    """Read files of `save_adapters`, or of peft itself, into the adapters of `model`, in place."""
     file = folder / _WEIGHTS_FILE
     if not file.is_file():
         raise CheckpointError(
@@ -269,9 +277,10 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
             "saved with lora_rank=0: set lora_rank=0, or start another run from its weights "
             "(python -m verl.model_merger merge)."
         )
-    with _read_or_told(folder):
+    with _explained(folder):
         written, saved = _read_files(folder)
         alpha = written["lora_alpha"]
+
     factors = {
         _without_adapter_name(name): parameter
         for name, parameter in model.named_parameters()
@@ -288,7 +297,7 @@ def load_adapters(folder: Path, model: PreTrainedModel) -> None:
             f"target_modules and exclude_modules as in {folder / _CONFIG_FILE}."
         )
     config: Any = model.peft_config[_ADAPTER]  # pyright: ignore
-    # of the same shapes, but scaled otherwise they are another policy
+    # Adapters of the same shapes with another scale are another policy.
     if alpha != config.lora_alpha:
         raise CheckpointError(
             f"The adapters in {folder} were trained with lora_alpha={alpha}, this run has "
@@ -307,7 +316,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _factors(layer: Any) -> tuple[nn.Linear, nn.Linear]:
-    """A (rank, in) and B (out, rank)."""
+    """Return A (rank, in) and B (out, rank)."""
     return layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
 
 
@@ -333,8 +342,10 @@ def _as_given(names: Targets) -> str | list[str]:
 def _chosen(
     model: PreTrainedModel, targets: str | list[str], excluded: str | list[str] | None, section: str
 ) -> list[str]:
-    """Names of the modules that get adapters. ModelError unless every name given means something,
-    and all that are chosen are linear layers other than the head."""
+    """Return the names of the modules that get adapters.
+
+    Raises ModelError for a name without a module, and for a module that is the head or not linear.
+    """
     family = model.config.model_type
     modules = {name: module for name, module in model.named_modules() if name}
     head: Any = model.get_output_embeddings()
@@ -346,26 +357,22 @@ def _chosen(
     stacks = sorted(
         {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim == 3}
     )
-    fix = (
-        "Set "
-        f"{section}.target_modules={_shown(sorted({name.rpartition('.')[2] for name in linear}))}."
-    )
+    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    fix = f"Set {section}.target_modules={_shown(leaves)}."
+
     if targets == ALL_LINEAR:
         if stacks:
             raise ModelError(
                 f"{section}.target_modules=all-linear: the experts of '{family}' are stacks of "
-                f"matrices ({stacks[0]}), beside which no adapter can be put, so that most weights "
-                f"would stay as they are. {fix[:-1]} to leave them so."
+                f"matrices ({stacks[0]}), which cannot have adapters, so that most weights would "
+                f"stay as they are. {fix[:-1]} to leave them so."
             )
         chosen = linear
     else:
         chosen = _matching(list(modules), targets, f"{section}.target_modules", linear, fix)
     if excluded is not None:
-        out = set(
-            _matching(
-                list(modules), excluded, f"{section}.exclude_modules", linear, "Drop the entry."
-            )
-        )
+        key = f"{section}.exclude_modules"
+        out = set(_matching(list(modules), excluded, key, linear, "Drop the entry."))
         chosen = [name for name in chosen if name not in out]
     if not chosen:
         raise ModelError(
@@ -377,12 +384,12 @@ def _chosen(
             continue
         kind = type(modules[name]).__name__
         if modules[name] is head:
-            what = "the head, whose log-probs are computed in chunks from its weight alone"
-        else:
-            what = f"{kind}, a stack of experts" if name in stacks else kind
+            kind = "the head, whose log-probs are computed in chunks from its weight alone"
+        elif name in stacks:
+            kind += ", a stack of experts"
         raise ModelError(
-            f"{section}.target_modules: '{name}' of '{family}' is {what}. Adapters go beside "
-            f"linear layers only. {fix}"
+            f"{section}.target_modules: '{name}' of '{family}' is {kind}. Only linear layers can "
+            f"have adapters. {fix}"
         )
     return chosen
 
@@ -390,7 +397,7 @@ def _chosen(
 def _matching(
     names: list[str], wanted: str | list[str], key: str, linear: list[str], fix: str
 ) -> list[str]:
-    """The names that a list of (ends of) names or a regular expression means, by peft's rule."""
+    """Return the names that a list of (ends of) names or a regular expression selects in peft."""
     leaves = sorted({name.rpartition(".")[2] for name in linear})
     if isinstance(wanted, str):
         try:
@@ -406,6 +413,7 @@ def _matching(
                 f"{nearest_names(wanted, leaves)}. {fix}"
             )
         return found
+
     found = []
     for entry in wanted:
         meant = [name for name in names if name == entry or name.endswith(f".{entry}")]

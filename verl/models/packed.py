@@ -1,5 +1,4 @@
-"""Packed batches, and the modules that compute on them: log-probs of a policy, values of a critic,
-scores."""
+"""Packed batches, and modules that compute log-probs, values and scores on them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -36,7 +35,7 @@ class PackedBatch:
     shared: tuple[int, ...] = ()  # number of responses of each shared prompt, as in `Layout`
     predict: Tensor  # (M,) int64, packed index of the token before each response token
     targets: Tensor  # (M,) int64, the response token ids
-    # (m,) int64 in a part of `split`: which of the M predictions are made from it
+    # (m,) int64 in a part of `split`: numbers of the predictions that are made from it
     places: Tensor | None = None
     num_predictions: int = 0  # M in a part of `split`
     # (M, H) each, of the whole: hidden states of other models at the predicting tokens
@@ -44,6 +43,7 @@ class PackedBatch:
 
     @property
     def max_seqlen(self) -> int:
+        """Tokens of the longest segment."""
         return max(self.lengths)
 
     @classmethod
@@ -53,8 +53,8 @@ class PackedBatch:
         """Pack the real tokens of padded rows, on the device of `input_ids`.
 
         input_ids (b, T), attention_mask (b, T) with 1 at real tokens; the last `response_length`
-        columns are the response. Rows without any real token are left out. Raises DataError where a
-        response token has no token before it, or where no row has a token.
+        columns are the response. Rows without a real token are dropped. Raises DataError where a
+        response token has no token before it, and where no row has a token.
         """
         real = attention_mask.bool()
         is_response = real.clone()
@@ -63,6 +63,7 @@ class PackedBatch:
         lengths = [int(length) for length in real.sum(1).tolist() if length]
         packed_positions = positions[real]
         index = is_response[real].nonzero().squeeze(1)
+
         if not lengths:
             raise DataError(
                 "Expected at least one real token to pack, but attention_mask is 0 everywhere."
@@ -73,6 +74,7 @@ class PackedBatch:
                 "prompt. Give each prompt a token, for example the model's beginning-of-sequence "
                 "token."
             )
+
         ids = input_ids[real]
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(
@@ -98,11 +100,14 @@ class PackedBatch:
     def with_shared_prompts(
         self, prompts: Sequence[int], prompt_lengths: Sequence[int]
     ) -> "PackedBatch":
-        """These S sequences, where those of equal number in `prompts` (S,) have their prompt in
-        common, once.
+        """Return these S sequences with each shared prompt only once.
 
-        The prompts are the first `prompt_lengths` (S,) tokens; that they are equal is the caller's
-        word. The M predicted tokens keep their order.
+        The M predicted tokens keep their order.
+
+        Args:
+            prompts: (S,) numbers; sequences of equal number share their prompt.
+            prompt_lengths: (S,) tokens of the prompts. The caller guarantees that shared prompts are
+                equal.
         """
         assert not self.shared, "prompts are shared already"
         members: dict[int, list[int]] = {}
@@ -110,6 +115,7 @@ class PackedBatch:
             members.setdefault(prompt, []).append(sequence)
         if len(members) == len(self.lengths):
             return self
+
         starts = [0, *accumulate(self.lengths)]
         plain: list[range] = []
         shared: dict[range, list[range]] = {}  # tokens of a prompt: those of its responses
@@ -123,6 +129,7 @@ class PackedBatch:
                 shared[prompt] = [
                     range(starts[i] + prompt_lengths[i], starts[i + 1]) for i in answered
                 ]
+
         segments = [*plain, *shared, *chain.from_iterable(shared.values())]
         lengths = tuple(len(segment) for segment in segments)
         kept = torch.cat([torch.arange(segment.start, segment.stop) for segment in segments])
@@ -131,6 +138,7 @@ class PackedBatch:
         for prompt, responses in shared.items():
             # The first token of every response is predicted from the last one of the prompt.
             place[[response.start - 1 for response in responses]] = place[prompt.stop - 1].item()
+
         device = self.input_ids.device
         kept = kept.to(device)
         return replace(
@@ -144,15 +152,14 @@ class PackedBatch:
         )
 
     def split(self, parts: int, part: int) -> "PackedBatch":
-        """What one of `parts` ranks computes of it: N / parts consecutive tokens, and the
-        predictions made from them.
+        """Return one rank's part: N / parts consecutive tokens, and the predictions from them.
 
-        Segments remain those of the whole, which attention sees. Where `parts` does not divide N,
-        one more segment is added, at the front: shared prompts and their responses are the last
-        ones.
+        Segments remain those of the whole, which attention sees. If `parts` does not divide N, one
+        more segment is added at the front, since shared prompts and their responses come last.
         """
         if parts == 1:
             return self
+
         added = -len(self.input_ids) % parts
         lengths = (added, *self.lengths) if added else self.lengths
         ids = torch.cat([self.input_ids.new_zeros(added), self.input_ids])
@@ -161,6 +168,7 @@ class PackedBatch:
         predict = self.predict + added
         places = (predict // size == part).nonzero().squeeze(1)
         own = slice(part * size, (part + 1) * size)
+
         return replace(
             self,
             input_ids=ids[own],
@@ -186,8 +194,7 @@ class PackedBatch:
 
 
 def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch) -> Tensor:
-    """(N, H): the last hidden states of a transformers base model over a packed batch, or over a
-    part of one."""
+    """Compute the last hidden states (N, H) of a base model over a packed batch or a part of one."""
     assert (batch.places is None) == (slot.sequence_parallel is None), (
         "parts are for ranks that share their tokens"
     )
@@ -199,7 +206,7 @@ def packed_hidden_states(body: nn.Module, slot: PackingSlot, batch: PackedBatch)
 
 
 def _of_whole_batch(slot: PackingSlot, batch: PackedBatch, values: Tensor) -> Tensor:
-    """(m, ...) of this part's predictions -> (M, ...) of all parts', on every rank."""
+    """Gather the values (m, ...) of this part's predictions to (M, ...) on every rank."""
     if batch.places is None:
         return values
     assert slot.sequence_parallel is not None
@@ -207,8 +214,7 @@ def _of_whole_batch(slot: PackingSlot, batch: PackedBatch, values: Tensor) -> Te
 
 
 class PackedCausalLM(nn.Module):
-    """Log-probs of response tokens under a causal LM. The model is switched to packed attention in
-    place."""
+    """Log-probs of response tokens under a causal LM, which is switched to packed attention."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
@@ -227,14 +233,18 @@ class PackedCausalLM(nn.Module):
         sum_pi_squared: bool = False,
         divergences: Sequence[Divergence] = (),
     ) -> dict[str, Tensor]:
-        """`log_probs` (M,) of log_softmax(logits / temperature) over the whole vocabulary, fp32
-        (float64 if the model is), and if asked for `entropy` (M,) in nats of the same distribution
-        and `states` (M, H), the last hidden states that predict.
+        """Compute `log_probs` (M,), fp32 (float64 if the model is), and what else is asked for.
 
-        `sum_pi_squared` (M,), if asked for, is the sum of squared probabilities over the
-        vocabulary: exp(2 log_prob - log_prob at half the temperature) of any token.
+        A log-prob is log_softmax(logits / temperature) over the whole vocabulary.
 
-        `divergences`: those whose states the batch carries, (M,) each under their names.
+        Args:
+            batch: the packed tokens.
+            temperature: of the softmax.
+            entropy: add `entropy` (M,) in nats of the same distribution.
+            states: add `states` (M, H), the last hidden states that predict.
+            sum_pi_squared: add the sum of squared probabilities (M,) over the vocabulary:
+                exp(2 log_prob - log_prob at half the temperature) of any token.
+            divergences: add those with states in the batch, (M,) each under their names.
         """
         hidden = packed_hidden_states(self.model.base_model, self.slot, batch)
         hidden = hidden.index_select(0, batch.predict)
@@ -248,6 +258,7 @@ class PackedCausalLM(nn.Module):
             temperature=temperature,
             entropy=entropy,
         )
+
         outputs = {"log_probs": log_probs}
         if entropy:
             outputs["entropy"] = entropies
@@ -263,14 +274,17 @@ class PackedCausalLM(nn.Module):
                 temperature=temperature / 2,
             )
             outputs["sum_pi_squared"] = (2 * log_probs - sharper).exp()
+
         for asked in divergences:
             if asked.states not in batch.states:
                 continue
             others = batch.states[asked.states]
+            if batch.places is not None:
+                others = others.index_select(0, batch.places)
             outputs[asked.name] = token_divergence(
                 hidden,
                 linear.weight,
-                others if batch.places is None else others.index_select(0, batch.places),
+                others,
                 asked.head,
                 kind=asked.kind,
                 beta=asked.beta,
@@ -291,8 +305,7 @@ class PackedValueModel(nn.Module):
         self.model = model
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """`values` (M,): what the critic expects before each response token, fp32 (float64 if the
-        model is)."""
+        """Compute `values` (M,), the critic's before each response token, in at least fp32."""
         hidden = packed_hidden_states(self.model.body, self.slot, batch).index_select(
             0, batch.predict
         )
@@ -307,16 +320,18 @@ class PackedValueModel(nn.Module):
 
 
 class PaddedValueModel(nn.Module):
-    """Values by a critic's own `forward(input_ids, attention_mask)`: takes and gives what
-    `PackedValueModel` does, and pads in between. Not for shared prompts or ranks that share tokens,
-    whose segments are no whole rows."""
+    """Values by a critic's own `forward(input_ids, attention_mask)` on padded rows.
+
+    It replaces `PackedValueModel`, except for shared prompts and for ranks that share tokens: their
+    segments are no whole rows.
+    """
 
     def __init__(self, model: "CriticModel") -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """`values` (M,), see `PackedValueModel.forward`."""
+        """Compute `values` (M,), see `PackedValueModel.forward`."""
         assert not batch.shared, "a padded forward takes whole rows"
         assert batch.places is None, "a padded forward takes whole rows"
         device = batch.input_ids.device
@@ -325,17 +340,16 @@ class PaddedValueModel(nn.Module):
         ids = torch.zeros(real.shape, dtype=batch.input_ids.dtype, device=device).masked_scatter(
             real, batch.input_ids
         )
-        # here, for checkpointing and other wrappers switch to packed attention
+
+        # At every call, since checkpointing and other wrappers switch to packed attention.
         self.model.use_own_attention()
         values: Any = self.model(input_ids=ids, attention_mask=real.long())
         if isinstance(values, Tensor) and values.shape == (*ids.shape, 1):
             values = values.squeeze(-1)
         if not isinstance(values, Tensor) or values.shape != ids.shape:
-            found = (
-                f"shape {tuple(values.shape)}"
-                if isinstance(values, Tensor)
-                else type(values).__name__
-            )
+            found = type(values).__name__
+            if isinstance(values, Tensor):
+                found = f"shape {tuple(values.shape)}"
             raise ModelError(
                 f"{type(self.model).__name__}.forward must give one value a token, a tensor of "
                 f"shape {tuple(ids.shape)} or {(*ids.shape, 1)} for input_ids {tuple(ids.shape)}, "
@@ -345,8 +359,7 @@ class PaddedValueModel(nn.Module):
 
 
 class PackedRewardModel(nn.Module):
-    """Scores of sequences whose response is their last token. The model is switched to packed
-    attention in place."""
+    """Scores of sequences at their last token. The model is switched to packed attention."""
 
     def __init__(self, model: PreTrainedModel, *, attention_kernel: str = "auto") -> None:
         super().__init__()
@@ -355,8 +368,7 @@ class PackedRewardModel(nn.Module):
         self.model = model
 
     def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """`rewards` (M,): the head on the state of each response token itself, fp32 (float64 if the
-        model is)."""
+        """Compute `rewards` (M,), the head's output at each response token, in at least fp32."""
         assert batch.places is None, "a score is read from the token after the one that predicts it"
         hidden = packed_hidden_states(self.model.base_model, self.slot, batch).index_select(
             0, batch.predict + 1
@@ -364,11 +376,8 @@ class PackedRewardModel(nn.Module):
         head: Any = self.model.score
         # In fp32: a score in bf16 has three digits.
         bias = None if head.bias is None else _at_least_fp32(head.bias)
-        return {
-            "rewards": F.linear(_at_least_fp32(hidden), _at_least_fp32(head.weight), bias).squeeze(
-                -1
-            )
-        }
+        scores = F.linear(_at_least_fp32(hidden), _at_least_fp32(head.weight), bias)
+        return {"rewards": scores.squeeze(-1)}
 
 
 def _at_least_fp32(values: Tensor) -> Tensor:

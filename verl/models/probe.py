@@ -1,5 +1,4 @@
-"""The check at load: packed, with our attention and our head, a model must say what transformers
-says unpacked."""
+"""Check at load that a packed model computes the same as transformers computes unpacked."""
 
 from typing import Any
 
@@ -23,12 +22,11 @@ _LONGEST_WINDOW = 64  # a window up to this is exceeded by the probe
 
 @torch.no_grad()
 def check_packed(model: PreTrainedModel) -> None:
-    """Raise ModelError, naming the family and what differs, unless two packed sequences give the
-    hidden states of the two run by transformers' eager attention, and (for a model with a head) our
-    log-probs those of its logits.
+    """Raise ModelError, naming family and difference, if packing changes the model's numbers.
 
-    Costs three forward passes over some 16 tokens. Leaves the model as it was, with packed
-    attention.
+    Two packed sequences must give the hidden states of transformers' eager attention, and, for a
+    model with a head, our log-probs must be those of its logits. Three forward passes over some 16
+    tokens are made. The model stays as it was, with packed attention.
     """
     slot = prepare(model)
     training = model.training
@@ -43,18 +41,17 @@ def check_packed(model: PreTrainedModel) -> None:
     finally:
         slot.seen = None
     _check_layers(model, asked)
+
     padded = _padded(sequences, device)
     real = padded["attention_mask"].bool()
+    logits = None
     with attention_switched(model, "eager"):
         expected = model.base_model(**padded, use_cache=False).last_hidden_state[real]
-        logits = (
-            model(**padded, use_cache=False).logits[real]
-            if model.get_output_embeddings() is not None
-            else None
-        )
-    _compare(
-        model, "its hidden states differ between packed and separate sequences", packed, expected
-    )
+        if model.get_output_embeddings() is not None:
+            logits = model(**padded, use_cache=False).logits[real]
+
+    fault = "its hidden states differ between packed and separate sequences"
+    _compare(model, fault, packed, expected)
     if logits is not None:
         linear: Any = model.get_output_embeddings()
         ours, _ = token_log_probs(
@@ -64,17 +61,18 @@ def check_packed(model: PreTrainedModel) -> None:
             bias=linear.bias,
             head=head_of(model),
         )
-        theirs = (
-            logits[batch.predict].to(ours.dtype).log_softmax(-1).gather(1, batch.targets[:, None])
-        )
-        what = "its logits are not the linear head's with a known scale and soft cap"
-        _compare(model, what, ours[:, None], theirs)
+        log_probs = logits[batch.predict].to(ours.dtype).log_softmax(-1)
+        theirs = log_probs.gather(1, batch.targets[:, None])
+        fault = "its logits are not the linear head's with a known scale and soft cap"
+        _compare(model, fault, ours[:, None], theirs)
     model.train(training)
 
 
 def _sequences(model: PreTrainedModel) -> list[list[int]]:
-    """A short sequence and a longer one that outgrows a small sliding window; the longer one, which
-    a leak would change, is the majority of tokens."""
+    """Draw a short sequence and a longer one, which outgrows a small sliding window.
+
+    The longer one, which a leak would change, has most of the tokens.
+    """
     config: Any = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     longest = _LONG if window is None or not _LONG <= window <= _LONGEST_WINDOW else window + 4
@@ -95,8 +93,10 @@ def _padded(sequences: list[list[int]], device: torch.device) -> dict[str, Tenso
 
 
 def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
-    """Every layer must have come to our attention, and every sliding layer with its window: a large
-    window is nothing that a short probe could miss by its numbers."""
+    """Raise ModelError unless every layer used our attention, sliding layers with a window.
+
+    The numbers of a short probe would not show that a large window is missing.
+    """
     config: Any = model.config.get_text_config()
     layers = config.num_hidden_layers
     if len(windows) < layers:
@@ -116,9 +116,11 @@ def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
         )
 
 
-def _compare(model: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:
-    """Relative error of (tokens, features); single numbers are compared on the scale of their
-    common deviation."""
+def _compare(model: PreTrainedModel, fault: str, ours: Tensor, theirs: Tensor) -> None:
+    """Raise ModelError if the relative error of (tokens, features) is above the tolerance.
+
+    Single numbers are compared on the scale of their common deviation.
+    """
     tolerance = _TOLERANCE.get(model.dtype, 1e-3)
     ours, theirs = ours.double(), theirs.double()
     scale = theirs.norm(dim=-1) if theirs.shape[-1] > 1 else theirs.square().mean().sqrt()
@@ -126,7 +128,7 @@ def _compare(model: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) ->
     error = errors.mean() if tolerance > 1e-2 else errors.max()
     if not bool(error <= tolerance):  # NaN is no pass either
         raise ModelError(
-            f"The model family '{model.config.model_type}' cannot be run packed: {what}. Relative "
+            f"The model family '{model.config.model_type}' cannot be run packed: {fault}. Relative "
             f"error {error:.1e} in {model.dtype}, tolerance {tolerance:.0e}. If the weights are "
             "not finite or the precision is at its limit, try float32; otherwise choose a "
             "supported family."

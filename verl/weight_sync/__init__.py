@@ -1,15 +1,13 @@
-"""Weights from the trainer to whoever generates: named tensors, in buckets, over the transport that
-fits."""
+"""Hand weights from the trainer to the rollout: named tensors, in buckets, by the best transport."""
 
 from verl.weight_sync.base import (
-    NamedTensors,
     ProofSchedule,
     WeightReceiver,
     WeightSender,
     WeightTaker,
     receive_into,
 )
-from verl.weight_sync.choice import Endpoint, choose_transport
+from verl.weight_sync.choice import Endpoint
 from verl.weight_sync.direct import DirectSender
 from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog
 from verl.weight_sync.link import Meeting, Offer, Route, join, plan_routes
@@ -20,14 +18,12 @@ __all__ = [
     "Fingerprint",
     "FingerprintLog",
     "Meeting",
-    "NamedTensors",
     "Offer",
     "ProofSchedule",
     "Route",
     "WeightReceiver",
     "WeightSender",
     "WeightTaker",
-    "choose_transport",
     "join",
     "plan_routes",
     "receive_into",

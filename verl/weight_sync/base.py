@@ -1,4 +1,4 @@
-"""The contract of a hand-over: who sends named tensors, who takes them, and how it is proved."""
+"""The contract of a hand-over: sender, receiver, engine, and the proof that they agree."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
@@ -9,87 +9,95 @@ from verl.distributed.collectives import ALONE, Axis, gather_objects
 from verl.utils.errors import RolloutError
 from verl.weight_sync.fingerprint import Fingerprint, FingerprintLog
 
-# (name as in the Hugging Face module's `named_parameters`, whole tensor); a tied weight once
+# (name in `named_parameters` of the Hugging Face module, whole tensor). A tied weight comes once.
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightTaker(Protocol):
-    """What a hand-over needs of an engine."""
+    """The methods that a hand-over calls on an engine."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """In which the engine keeps what is floating point."""
+        """Dtype in which the engine keeps floating-point weights."""
         ...
 
     def update_weights(self, named_tensors: NamedTensors) -> None:
-        """Take every tensor before asking for the next one, whose memory may be the same."""
+        """Copy each tensor before asking for the next one, which may reuse its memory."""
         ...
 
     def weight_place(self, name: str) -> torch.Tensor | None:
-        """The engine's own tensor of that name, if what `update_weights` is about to be given may
-        be written there."""
+        """Return the engine's own tensor of that name, if the next hand-over may write into it."""
         ...
 
     def weight_fingerprints(self) -> Mapping[str, Fingerprint]:
-        """Of the tensors as the engine has them now, by name."""
+        """Compute the fingerprints of the engine's tensors as they are now, by name."""
         ...
 
 
 class WeightSender(Protocol):
-    """One end of a transport. `send` returns when every receiver has all tensors, and raises
-    RolloutError where one has
-    not: its engine refused them, or what it has is not what `log` says was sent."""
+    """The trainer's end of a transport."""
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """`log` is filled by whoever makes the tensors (see `gathered`); without one nothing is
-        proved."""
+        """Return when every receiver has all tensors.
+
+        Raises RolloutError where a receiver's engine refused them, or where its fingerprints differ
+        from those in `log`.
+
+        Args:
+            named_tensors: whole tensors, one after the other.
+            log: filled by the code that makes the tensors (see `gathered`); None: no proof.
+        """
         ...
 
 
 class WeightReceiver(Protocol):
-    """The other end, in another process; see `receive_into`."""
+    """The rollout's end of a transport, in another process; see `receive_into`."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent next, to its end. A tensor is valid until the next one is asked for."""
+        """Yield the tensors of one hand-over. Each is valid until the next one is asked for."""
         ...
 
     def expected(self) -> Mapping[str, int] | None:
-        """Fingerprints of what was sent, after the end of `tensors`; None: not to be proved."""
+        """Return the sender's fingerprints, after the end of `tensors`; None: no proof is due."""
         ...
 
     def report(self, fault: str | None) -> None:
-        """Tell the sender how it went, once a hand-over."""
+        """Report success (None) or the fault to the sender, once a hand-over."""
         ...
 
 
 class ProofSchedule:
-    """Which hand-overs are proved: the first, and every `interval`-th after it; 0: the first
-    alone."""
+    """Chooses the hand-overs to prove: the first and every `interval`-th; 0: the first alone."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._number = 0
 
     def next(self) -> FingerprintLog | None:
-        """A log for the hand-over that begins, or None."""
-        due = self._number == 0 or (self._interval > 0 and self._number % self._interval == 0)
+        """Return a log for the hand-over that begins, or None if it is not to be proved."""
+        number = self._number
         self._number += 1
-        return FingerprintLog() if due else None
+        if number == 0 or (self._interval > 0 and number % self._interval == 0):
+            return FingerprintLog()
+        return None
 
 
 def receive_into(engine: WeightTaker, receiver: WeightReceiver, sharing: Axis = ALONE) -> None:
-    """Give the engine all tensors of one hand-over, prove them if asked to, and report to the
-    sender.
+    """Give the engine all tensors of one hand-over, prove them if due, and report to the sender.
 
-    Raises what the engine raises, or RolloutError naming the tensors that differ. `sharing`: the
-    ranks whose engines have parts of the same tensors, all of which must call this.
+    Raises the engine's own error, or RolloutError naming the tensors that differ.
+
+    Args:
+        engine: takes the tensors.
+        receiver: this end of the transport.
+        sharing: the ranks with engines that hold parts of the same tensors. All must call this.
     """
     tensors = receiver.tensors()
     try:
         engine.update_weights(tensors)
         check(receiver.expected(), engine, world=sharing, sharing=sharing)
     except Exception as error:
-        # The sender, and with it the other receivers, would wait for ever for one that has left.
+        # Read to the end: the sender, and with it the other receivers, would wait for ever.
         for _ in tensors:
             pass
         receiver.report(f"{type(error).__name__}: {error}")
@@ -104,43 +112,43 @@ def check(
     world: Axis = ALONE,
     sharing: Axis = ALONE,
 ) -> None:
-    """Raise RolloutError, on every rank of `world`, naming the tensors that some engine's
-    fingerprints show to differ.
+    """Raise RolloutError, on every rank of `world`, if a fingerprint of some engine differs.
 
     Args:
-        expected: of the whole tensors, in the engine's dtype; None: nothing is to be proved, on any
-            rank.
+        expected: fingerprints of the whole tensors in the engine's dtype. None, which must hold on
+            all ranks: no proof.
+        engine: this rank's.
         world: the ranks that must all call this.
-        sharing: the ranks whose engines have parts of the same tensors.
+        sharing: the ranks with engines that hold parts of the same tensors.
     """
     if expected is None:
         return
+
+    fingerprints = gather_objects(engine.weight_fingerprints(), sharing)
     sums: dict[str, int] = {}
-    found = (
-        [engine.weight_fingerprints()]
-        if sharing.size == 1
-        else gather_objects(engine.weight_fingerprints(), sharing)
-    )
-    for name, fingerprint in found[sharing.rank].items():
-        parts = (
-            [other[name].value for other in found] if fingerprint.is_part else [fingerprint.value]
-        )
-        sums[name] = _signed(sum(parts))
+    for name, own in fingerprints[sharing.rank].items():
+        total = own.value
+        if own.is_part:
+            total = sum(other[name].value for other in fingerprints)
+        sums[name] = _signed(total)
+
     differing = [name for name in {**expected, **sums} if expected.get(name) != sums.get(name)]
     faults = gather_objects(differing, world)
     if any(faults):
-        raise RolloutError(_told(faults, len(expected)))
+        raise RolloutError(_describe(faults, len(expected)))
 
 
-def _told(faults: list[list[str]], total: int) -> str:
+def _describe(faults: list[list[str]], total: int) -> str:
+    """Write the error for the names that differ, one list for each rank."""
     ranks_of: dict[str, list[int]] = {}
     for rank, names in enumerate(faults):
         for name in names:
             ranks_of.setdefault(name, []).append(rank)
-    listed = [
-        f"'{name}'" + (f" on rank {', '.join(map(str, ranks))}" if len(faults) > 1 else "")
-        for name, ranks in ranks_of.items()
-    ]
+
+    listed = []
+    for name, ranks in ranks_of.items():
+        where = f" on rank {', '.join(map(str, ranks))}" if len(faults) > 1 else ""
+        listed.append(f"'{name}'{where}")
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return (
         f"After the hand-over {len(listed)} of {total} weights of the rollout engine are not the "
@@ -151,5 +159,5 @@ def _told(faults: list[list[str]], total: int) -> str:
 
 
 def _signed(number: int) -> int:
-    """`number` mod 2^64 as int64 counts."""
+    """Reduce `number` mod 2^64 into the range of int64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

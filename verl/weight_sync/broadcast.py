@@ -1,4 +1,4 @@
-"""From one process to several others, on any machines: NCCL between GPUs, gloo between CPUs."""
+"""Send from one process to several on any machines: NCCL between GPUs, gloo between CPUs."""
 
 import itertools
 from collections import deque
@@ -29,7 +29,10 @@ class BroadcastSender:
     """A `WeightSender` to all other members of `peers`, which have a `BroadcastReceiver` each.
 
     Args:
-        dtype: the receivers', for what is wider.
+        peers: the group, in which this process is member 0.
+        device: of the tensors.
+        bucket_bytes: size of each of the two buckets.
+        dtype: the receivers' dtype; wider tensors are cast before they travel.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class BroadcastSender:
                 work.wait()
             end = End(None if log is None else log.read())
         except Exception as error:
-            # The receivers would wait for ever for what does not come.
+            # Without an end, the receivers would wait for ever.
             self._finish(End(fault=f"{type(error).__name__}: {error}"))
             raise
 
@@ -75,12 +78,13 @@ class BroadcastSender:
             )
 
     def _finish(self, end: End) -> list[str | None]:
+        """Send the end; return the fault of every receiver, or None."""
         self._peers.say(to_message(end))
         return self._peers.answers()
 
 
 class BroadcastReceiver:
-    """A `WeightReceiver` of what member 0 of `peers` sends."""
+    """A `WeightReceiver` for member 0 of `peers`."""
 
     def __init__(self, peers: PeerGroup, *, device: torch.device) -> None:
         self._peers = peers
@@ -88,7 +92,7 @@ class BroadcastReceiver:
         self._fingerprints: Mapping[str, int] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightReceiver.tensors`. The next bucket comes while one is read."""
+        """See `WeightReceiver.tensors`. While one bucket is read, the next one arrives."""
         unpacker = Unpacker()
         self._fingerprints = None
         coming = self._next_bucket()
@@ -97,6 +101,7 @@ class BroadcastReceiver:
             coming = self._next_bucket()
             work.wait()
             yield from unpacker.unpack(bucket, pieces)
+
         if coming.fault is not None:
             raise RolloutError(f"The trainer did not send all weights. {coming.fault}")
         self._fingerprints = coming.fingerprints
@@ -118,6 +123,6 @@ class BroadcastReceiver:
 
 
 def _used(pieces: list[Piece]) -> int:
-    """Bytes of a bucket with these pieces."""
+    """Return how many bytes of a bucket these pieces take."""
     last = pieces[-1]
     return last.offset + last.count * last.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Which transport fits two processes, by what is known of them."""
+"""Choose the transport between two processes by machine, GPU and process."""
 
 import os
 import platform
@@ -16,13 +16,15 @@ Transport = Literal["direct", "ipc", "broadcast", "host", "disk"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where weights are trained or used. A GPU is known by its UUID: its number is another one in
-    every process."""
+    """Where weights are trained or used.
+
+    GPUs are identified by UUID, since their numbers differ between processes.
+    """
 
     machine: str
     process: int
     gpu: str | None = None  # UUID; None: a CPU
-    host: str = "127.0.0.1"  # under which other machines reach this one
+    host: str = "127.0.0.1"  # address at which other machines reach this one
     dtype: torch.dtype | None = None  # of the weights that a receiver keeps
     unreachable_gpus: tuple[str, ...] = ()  # UUIDs; seen here, without peer access to `gpu`
 
@@ -41,7 +43,7 @@ class Endpoint:
 
 
 def choose_transport(sender: Endpoint, receiver: Endpoint) -> tuple[Transport, str]:
-    """Choose the fastest way from one to the other; gives it with the reason."""
+    """Choose the fastest way from one to the other; return it with the reason."""
     if sender.machine != receiver.machine:
         return "broadcast", "they are on two machines"
     if sender.process == receiver.process:
@@ -57,11 +59,12 @@ def choose_transport(sender: Endpoint, receiver: Endpoint) -> tuple[Transport, s
 
 
 def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU, which is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def device_of(uuid: str) -> torch.device:
-    """This process's name for a GPU. Raises RolloutError where it does not see it."""
+    """Return this process's device for a GPU. Raises RolloutError if the GPU is not visible."""
     seen = [gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise RolloutError(
@@ -73,7 +76,7 @@ def device_of(uuid: str) -> torch.device:
 
 
 def _unreachable_gpus(device: torch.device) -> tuple[str, ...]:
-    """The GPUs that this process sees and that `device` has no peer access to."""
+    """Return the UUIDs of visible GPUs to which `device` has no peer access."""
     unreachable = []
     for index in range(torch.cuda.device_count()):
         other = torch.device("cuda", index)
@@ -83,6 +86,7 @@ def _unreachable_gpus(device: torch.device) -> tuple[str, ...]:
 
 
 def _machine() -> str:
-    """Differs between machines, also where containers have equal names."""
+    """Return a text that differs between machines, even if containers have equal names."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+    boot_id = boot.read_text().strip() if boot.exists() else ""
+    return f"{platform.node()} {boot_id}"

@@ -1,4 +1,4 @@
-"""Within one process: the engine reads the trainer's tensors themselves."""
+"""Hand over within one process: the engine reads the trainer's tensors themselves."""
 
 from verl.distributed.collectives import ALONE, Axis
 from verl.weight_sync.base import NamedTensors, WeightTaker, check
@@ -9,20 +9,19 @@ class DirectSender:
     """A `WeightSender` to an engine of this process. Nothing is copied on the way.
 
     Args:
-        world: the ranks that hand over together, each to its own engine: a difference on one is
+        engine: takes the tensors.
+        world: the ranks that hand over together, each to its own engine. A difference on one is
             raised on all.
-        sharing: those of them whose engines have parts of the same weights (tensor parallelism).
+        sharing: those with engines that hold parts of the same weights (tensor parallelism).
     """
 
     def __init__(self, engine: WeightTaker, *, world: Axis = ALONE, sharing: Axis = ALONE) -> None:
         self._engine = engine
-        self._world, self._sharing = world, sharing
+        self._world = world
+        self._sharing = sharing
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
+        """See `WeightSender.send`."""
         self._engine.update_weights(named_tensors)
-        check(
-            None if log is None else log.read(),
-            self._engine,
-            world=self._world,
-            sharing=self._sharing,
-        )
+        expected = None if log is None else log.read()
+        check(expected, self._engine, world=self._world, sharing=self._sharing)

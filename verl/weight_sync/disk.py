@@ -1,5 +1,4 @@
-"""Through a folder, to engines that somebody started elsewhere: safetensors as Hugging Face lays
-them out."""
+"""Hand over through a folder of safetensors in Hugging Face's layout, to engines run elsewhere."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,36 +14,42 @@ from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.fingerprint import FingerprintLog
 
-_WEIGHTS, _PROOF = "weights", "fingerprints.json"
-_KEPT = 2  # the newest, and the one that somebody may be reading
+_WEIGHTS = "weights"
+_PROOF = "fingerprints.json"
+_KEPT = 2  # the newest, and the one that an engine may be reading
 
 
 class DiskSender:
-    """A `WeightSender` into `root/global_step_<number>/weights`, whole or not there at all, with
-    the sums of all files in `manifest.json`. It does not know who reads them.
+    """A `WeightSender` into `root/global_step_<number>/weights`.
+
+    A folder gets its name when it is complete, with the sums of all files in `manifest.json`. The
+    sender does not know its readers.
 
     Args:
-        dtype: of the files, for what is floating point and wider.
+        root: created at the first hand-over.
+        bucket_bytes: most bytes of one file.
+        dtype: of the files; wider floating-point tensors are cast.
     """
 
     def __init__(self, root: Path, *, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
         self._folders = CheckpointManager(root, max_to_keep=_KEPT)
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
         newest = self._folders.latest()
         self._number = 0 if newest is None else step_of(newest)
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
-        """See `WeightSender.send`: returns when the folder is complete."""
+        """See `WeightSender.send`. Returns when the folder is complete."""
         self._number += 1
 
-        # Of their own: what is handed over may be memory that the next tensor is in.
-        owned = (
-            (name, tensor.detach().to(travel_dtype(tensor, self._dtype)).to("cpu", copy=True))
-            for name, tensor in named_tensors
-        )
+        def owned() -> Iterator[tuple[str, torch.Tensor]]:
+            # Copies: the next tensor may reuse the memory of this one.
+            for name, tensor in named_tensors:
+                cast = tensor.detach().to(travel_dtype(tensor, self._dtype))
+                yield name, cast.to("cpu", copy=True)
 
         def write(folder: Path) -> None:
-            save_weights(folder, None, owned, max_file_bytes=self._bucket_bytes)
+            save_weights(folder, None, owned(), max_file_bytes=self._bucket_bytes)
             if log is not None:
                 (folder / _PROOF).write_text(json.dumps(log.read()), encoding="utf-8")
 
@@ -52,23 +57,27 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """A `WeightReceiver` of the newest complete folder under `root`. Raises CheckpointError where
-    there is none."""
+    """A `WeightReceiver` that reads the newest complete folder under `root`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._proof: Path | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightReceiver.tensors`. On the host."""
+        """See `WeightReceiver.tensors`. The tensors are on the host.
+
+        Raises CheckpointError if no folder is complete.
+        """
         newest = CheckpointManager(self._root).latest()
         if newest is None:
             raise CheckpointError(
                 f"Expected weights in {self._root}/global_step_N, found none that are complete."
             )
+
         folder = newest / _WEIGHTS
         proof = folder / _PROOF
         self._proof = proof if proof.exists() else None
+
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
@@ -79,4 +88,4 @@ class DiskReceiver:
         return None if self._proof is None else json.loads(self._proof.read_text(encoding="utf-8"))
 
     def report(self, fault: str | None) -> None:
-        """Nobody waits for it."""
+        """Do nothing: the sender waits for no reader."""

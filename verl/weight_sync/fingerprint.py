@@ -1,15 +1,15 @@
-"""Numbers that differ where tensors do: what proves that a hand-over brought every bit to its
-place.
+"""Fingerprints of tensors, which prove that a hand-over brought every bit to its place.
 
 The fingerprint of a tensor with bits b_i (a signed integer for each element) is sum_i h(i) b_i mod
 2^64, with an odd signed 32-bit hash h of the element's position in the whole tensor. As hashes are
-odd, one changed bit always changes the sum; elements that change places change it, but for a chance
-of about 2^-31. It is a sum: parts of a tensor are added up where they lie, and the sums added.
-Nothing but the sums leaves the device.
+odd, one changed bit always changes the sum. Elements that change places leave it equal with a
+probability of about 2^-31. Parts of a tensor are summed where they lie, and the sums are added, so
+only the sums leave the device.
 """
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -19,15 +19,15 @@ from torch import Tensor
 
 # 2654435761, near 2^32 / golden ratio, as a signed number: neighbours get hashes far apart
 _MULTIPLIER = -1640531535
-_CHUNK = 1 << 14  # elements at once on a CPU: what is made of them stays in its caches
+_CHUNK = 1 << 14  # elements at once on a CPU: intermediate results stay in its caches
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
-    """Where a tensor lies in the whole one: its element k is number start + k // run * stride + k %
-    run there.
+    """The place of a part in the whole tensor.
 
-    `run` 0: the elements are neighbours there, too.
+    Element k of the part is number start + k // run * stride + k % run of the whole. `run` 0: the
+    part is one run of neighbours.
     """
 
     start: int = 0
@@ -36,26 +36,31 @@ class Part(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Of a tensor, or of a rank's part of it: then those of all ranks add up to the whole's."""
+    """The fingerprint of a tensor, or of a rank's part; parts add up to the whole's value."""
 
     value: int
     is_part: bool = False
 
 
 def fingerprints(tensors: Sequence[Tensor], parts: Sequence[Part] | None = None) -> Tensor:
-    """(n,) int64 on the device of the tensors, which is not waited for. `parts`: by default all are
-    whole."""
+    """Compute n fingerprints (n,) int64 on the device of the tensors, without waiting for it.
+
+    Args:
+        tensors: n tensors on one device.
+        parts: their places in the whole tensors; None: all are whole.
+    """
     parts = parts or [Part()] * len(tensors)
     assert len(parts) == len(tensors)
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
+
     with torch.no_grad():
-        bits = [
-            tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize]).reshape(-1)
-            for tensor in tensors
-        ]
+        bits = []
+        for tensor in tensors:
+            integers = tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+            bits.append(integers.reshape(-1))
         if bits[0].is_cuda:
-            # Triton exists beside CUDA only.
+            # Triton exists only with CUDA.
             kernel = importlib.import_module("verl.weight_sync.fingerprint_kernel")
             return kernel.sum_of_bits(bits, parts)
         return torch.stack([_sum_of_bits(values, part) for values, part in zip(bits, parts)])
@@ -64,30 +69,37 @@ def fingerprints(tensors: Sequence[Tensor], parts: Sequence[Part] | None = None)
 def parts_of(
     cut: Callable[[Tensor], Tensor], shape: Sequence[int]
 ) -> list[tuple[tuple[int, slice, slice], Part]]:
-    """What `cut` takes of a tensor of `shape`: places in what it gives, seen as (rest, rows,
-    columns), and their parts.
+    """Describe the parts that `cut` takes of a tensor of `shape`.
 
     `cut` takes some rows or columns (the last two dimensions, which it counts from the end), the
-    same everywhere; or it gives zeros, whose sum is zero wherever they are said to lie.
+    same everywhere. Or it returns zeros, which add nothing to the sum wherever they are placed.
+
+    Returns:
+        Indices into the result of `cut`, seen as (rest, rows, columns), each with its `Part`.
     """
-    lead, rows, columns = math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1, shape[-1]
-    taken_rows = cut(torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, columns))[:, 0]
-    taken_columns = cut(torch.arange(columns, dtype=torch.int32).expand(rows, columns))[0]
-    return [
-        (
-            (number, slice(row_at, row_at + num_rows), slice(column_at, column_at + num_columns)),
-            Part((number * rows + row) * columns + column, num_columns, columns),
-        )
-        for number in range(lead)
-        for row, row_at, num_rows in _runs(taken_rows)
-        for column, column_at, num_columns in _runs(taken_columns)
-    ]
+    lead = math.prod(shape[:-2])
+    rows = shape[-2] if len(shape) > 1 else 1
+    columns = shape[-1]
+    row_numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, columns)
+    column_numbers = torch.arange(columns, dtype=torch.int32).expand(rows, columns)
+    row_runs = _runs(cut(row_numbers)[:, 0])
+    column_runs = _runs(cut(column_numbers)[0])
+
+    found = []
+    for number, (row, row_at, num_rows), (column, column_at, num_columns) in itertools.product(
+        range(lead), row_runs, column_runs
+    ):
+        row_slice = slice(row_at, row_at + num_rows)
+        column_slice = slice(column_at, column_at + num_columns)
+        start = (number * rows + row) * columns + column
+        found.append(((number, row_slice, column_slice), Part(start, num_columns, columns)))
+    return found
 
 
 class FingerprintLog:
-    """What the sender knows of the tensors it sends, in the dtype that the receiver keeps them in.
+    """The sender's fingerprints, of its tensors in the receiver's dtype.
 
-    Filled while they are handed over, read once they all are.
+    It is filled during a hand-over and read at its end.
     """
 
     def __init__(self) -> None:
@@ -95,17 +107,19 @@ class FingerprintLog:
         self._values: list[Tensor] = []
 
     def add(self, names: Iterable[str], values: Tensor) -> None:
+        """Append the fingerprints `values` (n,) of n tensors."""
         self._names += names
         self._values.append(values)
 
     def read(self) -> dict[str, int]:
-        """By name; waits for the device."""
+        """Return the fingerprints by name. Waits for the device."""
         values = torch.cat(self._values).tolist() if self._values else []
         assert len(values) == len(self._names)
         return dict(zip(self._names, values))
 
 
 def _sum_of_bits(bits: Tensor, part: Part) -> Tensor:
+    """Sum h(i) b_i of flat integers, chunk by chunk on a CPU."""
     total = torch.zeros((), dtype=torch.int64)
     for first in range(0, bits.numel(), _CHUNK):
         values = bits[first : first + _CHUNK].to(torch.int64)
@@ -126,16 +140,16 @@ def _multiples() -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The signed 32-bit number with the last 32 bits of `number`."""
+    """Return the signed 32-bit number with the last 32 bits of `number`."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _runs(numbers: Tensor) -> list[tuple[int, int, int]]:
-    """(first number, where it stands, how many count on from it) of each run of neighbours."""
+    """Return (first number, its index, length) of each run of consecutive numbers."""
     if not numbers.any():
         return [(0, 0, len(numbers))]
-    starts = [0, *((numbers[1:] != numbers[:-1] + 1).nonzero().flatten() + 1).tolist()]
-    return [
-        (int(numbers[start]), start, end - start)
-        for start, end in zip(starts, [*starts[1:], len(numbers)])
-    ]
+
+    breaks = (numbers[1:] != numbers[:-1] + 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*starts[1:], len(numbers)]
+    return [(int(numbers[start]), start, end - start) for start, end in zip(starts, ends)]

@@ -1,5 +1,4 @@
-"""`fingerprints` on a GPU in Triton: every tensor is read once, all of them by one launch or
-two."""
+"""Compute `fingerprints` on a GPU in Triton: one or two launches read every tensor once."""
 
 from collections.abc import Sequence
 
@@ -18,26 +17,34 @@ _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """See `verl.weight_sync.fingerprint.fingerprints`. `bits`: flat contiguous integers on one
-    device."""
+    """See `verl.weight_sync.fingerprint.fingerprints`.
+
+    Args:
+        bits: flat contiguous integers on one device.
+        parts: their places in the whole tensors.
+    """
     device = bits[0].device
     sums = torch.zeros(len(bits), dtype=torch.int64, device=device)
     table = [(values.data_ptr(), values.numel(), *part) for values, part in zip(bits, parts)]
-    # of tensors: number, first block, last
+
+    # (item size, strided, full) -> number of the tensor, its first block, end of its blocks
     blocks: dict[tuple[int, bool, bool], list[tuple[int, int, int]]] = {}
     for number, (values, (address, size, _, run, _)) in enumerate(zip(bits, table)):
-        # Where blocks are whole and the address allows it, loads are wide and not masked.
-        whole, all_of_it = size // _SIZE * (address % 16 == 0), -(-size // _SIZE)
+        # Loads are wide and not masked where blocks are whole and the address allows it.
+        whole = size // _SIZE * (address % 16 == 0)
+        all_of_it = -(-size // _SIZE)
         for full, first, end in ((True, 0, whole), (False, whole, all_of_it)):
             if first < end:
                 blocks.setdefault((values.itemsize, run > 0, full), []).append((number, first, end))
     lists = [_numbered(np.array(each)) for each in blocks.values()]
+
     # One copy for everything. The host waits for nothing: pageable memory is read before `to`
     # returns.
     numbers = np.concatenate(
         [np.array(table, dtype=np.int64).ravel(), *(each.ravel() for each in lists)]
     )
     on_device = torch.from_numpy(numbers).to(device, non_blocking=True)
+
     start = 5 * len(table)
     for (itemsize, strided, full), each in zip(blocks, lists):
         _sum_of_bits[(len(each),)](
@@ -56,8 +63,11 @@ def sum_of_bits(bits: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
 
 
 def _numbered(blocks: np.ndarray) -> np.ndarray:
-    """(all blocks, 2): number of the tensor, and of the block in it; `blocks` (n, 3) has the first
-    and last of each."""
+    """List every block: `blocks` (n, 3), with the first block and the end of each tensor.
+
+    Returns:
+        (all blocks, 2): number of the tensor, and of the block in it.
+    """
     tensors, first, end = blocks.T
     counts = end - first
     before = np.repeat(np.cumsum(counts) - counts - first, counts)
@@ -75,11 +85,11 @@ def _sum_of_bits(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """TABLE (n, 5): address, elements, start, run, stride. NUMBERS (programs, 2): tensor, block in
-    it.
+    """Add the products of one block to its tensor's sum.
 
-    FULL: the block is whole and the address a multiple of 16, so that loads are wide and not
-        masked.
+    TABLE (n, 5): address, elements, start, run, stride.
+    NUMBERS (programs, 2): tensor, block in it.
+    FULL: the block is whole and the address a multiple of 16: loads are wide and not masked.
     """
     program = tl.program_id(0)
     tensor = tl.load(NUMBERS + 2 * program)
@@ -94,8 +104,7 @@ def _sum_of_bits(
     stride = tl.load(row + 4)
     products = tl.zeros([BLOCK], tl.int64)
     within = tl.arange(0, BLOCK)
-    # In 32 bits, whatever is lost above: instructions for an element are what the kernel waits for,
-    # not memory.
+    # In 32 bits, since instructions limit the kernel, not memory. Higher bits do not matter.
     base = (start + first).to(tl.int32) * _MULTIPLIER
     source += first
     for step in range(STEPS):

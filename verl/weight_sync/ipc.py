@@ -1,9 +1,8 @@
-"""To another process of this machine, through memory that both map: a GPU's (CUDA IPC) or the
-host's.
+"""Hand over to a process of the same machine through shared memory: a GPU's (CUDA IPC) or the host's.
 
-Two buckets: one is filled while the other is read. What is in them, and who is done, goes over a
-connection, such as `multiprocessing.Pipe()` or a `Listener` and a `Client` with a socket of this
-machine.
+One of two buckets is filled while the other is read. Their contents, and the acknowledgements, are
+messages on a connection, such as `multiprocessing.Pipe()`, or a `Listener` and a `Client` with a
+local socket.
 """
 
 import inspect
@@ -36,7 +35,7 @@ _GONE = "The rollout process ended while weights were handed over to it."
 
 @dataclass(frozen=True)
 class _Memory:
-    """Both buckets, behind one another. `gpu` None: a file whose descriptor follows."""
+    """Both buckets, one after the other. `gpu` None: a file, with its descriptor sent next."""
 
     bucket_bytes: int
     gpu: str | None = None  # UUID
@@ -45,18 +44,23 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Filled:
+    """The message that a bucket can be read."""
+
     slot: int
     pieces: list[Piece]
 
 
 class SharedMemorySender:
-    """A `WeightSender` to the processes at the other ends of `connections`, each of which has made
-    a `SharedMemoryReceiver`.
+    """A `WeightSender` to the processes at the other ends of `connections`.
+
+    Each of them makes a `SharedMemoryReceiver`.
 
     Args:
-        device: where the memory is. A GPU: the receivers' own, by UUID, whatever its number there.
-            CPU: host memory, which a sender or receiver on a GPU pins.
-        dtype: the receivers', for what is wider.
+        connections: one to each receiver.
+        device: of the memory. A GPU must be the receivers' own, under whatever number there. CPU
+            means host memory, which a sender or receiver on a GPU pins.
+        bucket_bytes: size of each bucket.
+        dtype: the receivers' dtype; wider tensors are cast.
         pin: whether the sender's tensors come from a GPU.
     """
 
@@ -73,6 +77,7 @@ class SharedMemorySender:
         self._dtype = dtype
         self._wait = _wait_of(device, current=pin)
         bucket_bytes = slot_bytes(bucket_bytes)
+
         if device.type == "cuda":
             memory = torch.empty(_SLOTS * bucket_bytes, dtype=torch.uint8, device=device)
             handle = reduce_tensor(memory)[1]
@@ -86,7 +91,8 @@ class SharedMemorySender:
                 peer = connection.recv()
                 send_handle(connection, descriptor, peer)
             os.close(descriptor)
-        self._memory = memory  # as long as a receiver may read it
+
+        self._memory = memory  # kept as long as a receiver may read it
         self._slots = memory.split(bucket_bytes)
 
     def send(self, named_tensors: NamedTensors, log: FingerprintLog | None = None) -> None:
@@ -108,7 +114,7 @@ class SharedMemorySender:
                 unread.append(slot)
             end = End(None if log is None else log.read())
         except Exception as error:
-            # The receivers would wait for ever for what does not come.
+            # Without an end, the receivers would wait for ever.
             self._finish(End(fault=f"{type(error).__name__}: {error}"), len(unread))
             raise
 
@@ -117,7 +123,7 @@ class SharedMemorySender:
             raise RolloutError(f"The rollout process did not take the weights. {' '.join(faults)}")
 
     def _finish(self, end: End, num_unread: int) -> list[str | None]:
-        """Say the end; gives the fault of every receiver, or None."""
+        """Send the end; return the fault of every receiver, or None."""
         self._send(end)
         for _ in range(num_unread):
             self._receive()
@@ -131,7 +137,7 @@ class SharedMemorySender:
             raise RolloutError(_GONE) from error
 
     def _receive(self) -> list[Any]:
-        """The next message of every receiver."""
+        """Wait for the next message of every receiver."""
         try:
             return [connection.recv() for connection in self._connections]
         except (EOFError, OSError) as error:
@@ -139,23 +145,28 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """A `WeightReceiver`, the other end of a `SharedMemorySender`. `device`: that of the engine
-    which takes the tensors, which may lie in host memory."""
+    """A `WeightReceiver`, the other end of a `SharedMemorySender`.
+
+    Args:
+        connection: to the sender.
+        device: of the engine that takes the tensors, which may lie in host memory.
+    """
 
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
         self._fingerprints: Mapping[str, int] | None = None
         self._wait = _wait_of(device)
-        told: _Memory = connection.recv()
-        if told.gpu is not None:
-            memory = _open_on_gpu(told)
+
+        shared: _Memory = connection.recv()
+        if shared.gpu is not None:
+            memory = _open_on_gpu(shared)
         else:
             connection.send(os.getpid())
             descriptor = recv_handle(connection)
-            memory = _map(descriptor, _SLOTS * told.bucket_bytes, pin=device.type == "cuda")
+            memory = _map(descriptor, _SLOTS * shared.bucket_bytes, pin=device.type == "cuda")
             os.close(descriptor)
         self._memory = memory
-        self._slots = memory.split(told.bucket_bytes)
+        self._slots = memory.split(shared.bucket_bytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightReceiver.tensors`."""
@@ -165,6 +176,7 @@ class SharedMemoryReceiver:
             yield from unpacker.unpack(self._slots[message.slot], message.pieces)
             self._wait()  # the engine's copies out of this bucket
             self._connection.send(message.slot)
+
         if message.fault is not None:
             raise RolloutError(f"The trainer did not send all weights. {message.fault}")
         self._fingerprints = message.fingerprints
@@ -178,27 +190,35 @@ class SharedMemoryReceiver:
         self._connection.send(fault)
 
 
-def _open_on_gpu(told: _Memory) -> Tensor:
-    """The sender's memory. Its handle has the GPU's number in the sender's process, which may be
-    another one's here."""
-    assert told.gpu is not None
-    arguments = inspect.signature(rebuild_cuda_tensor).bind(*told.handle).arguments
-    device = device_of(told.gpu)
+def _open_on_gpu(shared: _Memory) -> Tensor:
+    """Map the sender's memory.
+
+    The handle holds the GPU's number in the sender's process, which is replaced by the number here.
+    """
+    assert shared.gpu is not None
+    arguments = inspect.signature(rebuild_cuda_tensor).bind(*shared.handle).arguments
+    device = device_of(shared.gpu)
     torch.cuda.init()
     return rebuild_cuda_tensor(**{**arguments, "storage_device": device.index})
 
 
 def _wait_of(device: torch.device, *, current: bool = False) -> Callable[[], None]:
-    """Waits until the GPU (`current`: this thread's, if `device` is none) has done what it was
-    asked to."""
+    """Return a function that waits until the GPU's queued work is done.
+
+    Args:
+        device: the GPU. A CPU needs no waiting, unless:
+        current: wait for this thread's GPU.
+    """
     if device.type == "cuda":
         return partial(torch.cuda.synchronize, device)
     return torch.cuda.synchronize if current else lambda: None
 
 
 def _new_file(num_bytes: int) -> int:
-    """A descriptor of a file without a name, in memory where the system can: /dev/shm may be
-    small."""
+    """Make a nameless file and return its descriptor.
+
+    It is in memory where the system supports that, and not in /dev/shm, which may be small.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("verl_weights")
     else:
@@ -209,9 +229,10 @@ def _new_file(num_bytes: int) -> int:
 
 
 def _map(descriptor: int, num_bytes: int, *, pin: bool) -> Tensor:
+    """Map a file as bytes, pinned for a GPU if asked for."""
     memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
     if pin:
-        # From memory that may be paged out a GPU copies at a fraction of the speed.
+        # A GPU copies from pageable memory at a fraction of the speed.
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())

@@ -1,12 +1,11 @@
-"""Weights from the ranks that train to the ranks that generate: who sends to whom, and how the two
-ends find each other."""
+"""Link ranks that train to ranks that generate: plan who sends to whom, and connect both ends."""
 
 import itertools
 import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -25,8 +24,10 @@ from verl.weight_sync.ipc import SharedMemoryReceiver, SharedMemorySender
 
 @dataclass(frozen=True)
 class Route:
-    """One sender and the receivers that it serves by one transport. Ranks count within the trainer
-    and within the rollout."""
+    """One sender and the receivers that it serves by one transport.
+
+    The sender's rank counts within the trainer, those of receivers within the rollout.
+    """
 
     transport: Transport
     sender: int
@@ -36,7 +37,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the receivers of a route find its sender."""
+    """The address at which the receivers of a route reach its sender."""
 
     route: Route
     address: str  # of a host, a socket in the file system, or a folder
@@ -52,32 +53,23 @@ def plan_routes(
     """Decide which rank that trains serves which rank that generates, and how.
 
     Every rank that trains has whole weights while it gathers, so receivers are spread over the
-    senders of their machine. The log says which transport is taken, and why.
+    senders of their machine. The transport and its reason are logged.
 
     Args:
-        transport: taken instead of the one that fits best.
+        senders: the ranks that train.
+        receivers: the ranks that generate.
+        transport: used instead of the fastest one.
     """
     routes: dict[tuple[Transport, int], list[int]] = {}
     reasons: dict[Transport, str] = {}
-    next_sender = itertools.count()
-    for receiver, endpoint in enumerate(receivers):
-        near = [
-            number for number, sender in enumerate(senders) if sender.machine == endpoint.machine
-        ]
-        same_gpu = [
-            number
-            for number in near
-            if endpoint.gpu is not None and senders[number].gpu == endpoint.gpu
-        ]
-        sender = 0
-        if same_gpu:
-            sender = same_gpu[0]
-        elif near:
-            sender = near[next(next_sender) % len(near)]
+    turn = itertools.count()
 
+    for receiver, endpoint in enumerate(receivers):
+        sender = _nearest(senders, endpoint, turn)
         way, reason = choose_transport(senders[sender], endpoint)
         if transport is not None:
-            way, reason = transport, "actor_rollout_ref.rollout.weight_transport asks for it"
+            way = transport
+            reason = "actor_rollout_ref.rollout.weight_transport asks for it"
         if way == "broadcast":
             sender = 0  # one broadcast reaches all of them
         routes.setdefault((way, sender), []).append(receiver)
@@ -91,20 +83,30 @@ def plan_routes(
     ]
 
 
+def _nearest(senders: Sequence[Endpoint], receiver: Endpoint, turn: Iterator[int]) -> int:
+    """Choose the sender on the receiver's GPU, else the next in turn on its machine, else 0."""
+    near = [number for number, each in enumerate(senders) if each.machine == receiver.machine]
+    for number in near:
+        if receiver.gpu is not None and senders[number].gpu == receiver.gpu:
+            return number
+    return near[next(turn) % len(near)] if near else 0
+
+
 def _host_of(sender: Endpoint, receivers: Sequence[Endpoint], served: Sequence[int]) -> str:
+    """Return the sender's address, or the loopback address if all are on its machine."""
     is_one_machine = all(receivers[number].machine == sender.machine for number in served)
     return "127.0.0.1" if is_one_machine else sender.host
 
 
 class Offer:
-    """A sender's end of a route until its receivers have come.
+    """A sender's end of a route until its receivers have connected.
 
     Args:
-        route: which receivers, by which transport.
+        route: the receivers and the transport.
         device: of the sender's tensors.
-        bucket_bytes: weights that travel at a time.
-        dtype: of the receivers, for what is wider.
-        folder: for the transport `disk`.
+        bucket_bytes: size of a bucket of weights.
+        dtype: of the receivers; wider tensors are cast.
+        folder: of the weights, for the transport "disk".
     """
 
     def __init__(
@@ -119,8 +121,9 @@ class Offer:
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+
         if route.transport in ("host", "ipc"):
-            # A path of a socket must be short, and the folder is this user's alone.
+            # The path of a socket must be short, and the folder is private to this user.
             sockets = tempfile.mkdtemp(prefix="verl-weights-")
             weakref.finalize(self, shutil.rmtree, sockets, ignore_errors=True)
             address = f"{sockets}/sender"
@@ -136,7 +139,7 @@ class Offer:
             raise RolloutError(f"A rollout in another process cannot be served {route.transport}.")
 
     def accept(self) -> WeightSender:
-        """Wait for the receivers; gives the sender that serves them."""
+        """Wait for the receivers; return the sender that serves them."""
         route = self.meeting.route
         if route.transport == "disk":
             return DiskSender(
@@ -163,6 +166,7 @@ def join(meeting: Meeting, receiver: int, device: torch.device) -> WeightReceive
     """Connect a receiver to the sender that waits at `meeting`.
 
     Args:
+        meeting: the address of the sender.
         receiver: number of this rank within the rollout.
         device: of the engine that takes the weights.
     """

@@ -1,5 +1,4 @@
-"""Whole tensors from FSDP2's shards, a bucket at a time: one is gathered while the one before is
-read."""
+"""Gather whole tensors from FSDP2's shards in buckets: one is gathered while the last is read."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +15,10 @@ from verl.weight_sync.base import NamedTensors
 from verl.weight_sync.buckets import travel_dtype
 from verl.weight_sync.fingerprint import FingerprintLog, Part, fingerprints
 
-# At most three gathers' worth is in memory: one that comes, one that came, and the latter put in
-# order. Together that is two buckets.
+# At most three gathers are in memory: one on its way, one that arrived, and the latter in order.
+# Together that is two buckets.
 _SHARE = 2 / 3
-# what torch 2.13 calls it
+# its name in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -31,30 +30,34 @@ def gathered(
     log: FingerprintLog | None = None,
     place: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of tensors that may be sharded over several ranks, all of which must go
-    through all of it.
+    """Yield (name, whole tensor) of tensors that may be sharded over several ranks.
 
-    What this rank has all of is given as it is: read, don't write. Beyond what the caller keeps, no
-    more than two buckets are in memory, or two tensors where those are larger.
+    All of those ranks must iterate to the end. A tensor that this rank holds whole is an alias: read
+    it, don't write. Apart from tensors that the caller keeps, at most two buckets are in memory, or
+    two tensors where those are larger.
 
     Args:
-        dtype: of the receiver, for what is floating point: what is wider is cast before it travels.
-        log: gets the fingerprints, in the receiver's dtype, taken from the shards themselves.
-        place: the receiver's own contiguous tensor of that name, if it may be written to: what is
-            gathered comes there at once, and is that tensor.
+        named_tensors: parameters, sharded or whole.
+        bucket_bytes: size of a bucket.
+        dtype: of the receiver. Wider floating-point tensors are cast before they travel.
+        log: gets the fingerprints in the receiver's dtype, computed from the shards themselves.
+        place: returns the receiver's own contiguous tensor of a name, if it may be written to. The
+            gathered values go into it directly.
     """
     waiting: list[_Bucket] = []
     proofs: list[tuple[_Bucket, Tensor]] = []
+
     for bucket in _buckets(named_tensors, int(bucket_bytes * _SHARE), dtype):
         bucket.start()
         if log is not None:
             proofs.append((bucket, bucket.fingerprints(dtype)))
         waiting.append(bucket)
-        # One is on its way meanwhile; what this rank has all of waits for nothing.
+        # The newest stays on its way meanwhile; whole tensors need no waiting.
         while waiting and (len(waiting) > 1 or bucket.mesh is None):
             yield from waiting.pop(0).finish(place)
     for bucket in waiting:
         yield from bucket.finish(place)
+
     if log is not None:
         _add_up([bucket for bucket, _ in proofs], [values for _, values in proofs])
         for bucket, values in proofs:
@@ -63,91 +66,93 @@ def gathered(
 
 @dataclass
 class _Bucket:
-    """Tensors of one dtype that are sharded alike; or, without a mesh, that this rank has all
-    of."""
+    """Tensors of one dtype that are sharded alike, or, without a mesh, whole on this rank."""
 
     dtype: torch.dtype  # in which they travel
     mesh: DeviceMesh | None
     axis: int  # of the mesh, along which they are sharded
     names: list[str] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
-    # from `start` on, what this rank has of them
+    # this rank's shards; from `start` on, in the dtype in which they travel
     shards: list[Tensor] = field(default_factory=list)
     num_bytes: int = 0
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to gather. The shards go to their places in what is gathered, so that nothing is
-        held twice."""
+        """Begin to gather. Shards are copied to their places in the result, and not kept twice."""
         self.shards = [_local(tensor) for tensor in self.shards]
         if self.mesh is None:
             return
+
         size = self.mesh.size(self.axis)
         rows = [-(-shape[0] // size) for shape in self.shapes]
         self._chunks = [count * shape[1:].numel() for count, shape in zip(rows, self.shapes)]
-        self._whole = torch.empty(
-            size, sum(self._chunks), dtype=self.dtype, device=_device_of(self.mesh)
-        )
+        device = _device_of(self.mesh)
+        self._whole = torch.empty(size, sum(self._chunks), dtype=self.dtype, device=device)
         mine = self._whole[self.mesh.get_local_rank(self.axis)]
+
         # The last ranks have fewer rows, or none: the rest of their chunks is never read.
         flat = [shard.reshape(-1) for shard in self.shards]
-        places = [
-            chunk if len(chunk) == len(shard) else chunk[: len(shard)]
-            for chunk, shard in zip(mine.split_with_sizes(self._chunks), flat)
-        ]
+        chunks = mine.split_with_sizes(self._chunks)
+        places = [chunk[: len(shard)] for chunk, shard in zip(chunks, flat)]
         torch._foreach_copy_(places, flat)
         self.shards = places
+
         group = self.mesh.get_group(self.axis)
         self._work: Any = _all_gather(self._whole.view(-1), mine, group=group, async_op=True)
 
     @torch.no_grad()
     def fingerprints(self, dtype: torch.dtype | None) -> Tensor:
-        """Of what this rank has of the tensors, as the receiver will have it."""
-        cast = [
-            shard.to(dtype) if dtype is not None and shard.is_floating_point() else shard
-            for shard in self.shards
-        ]
+        """Compute fingerprints of this rank's shards, in the receiver's dtype."""
+        cast = []
+        for shard in self.shards:
+            is_cast = dtype is not None and shard.is_floating_point()
+            cast.append(shard.to(dtype) if is_cast else shard)
         if self.mesh is None:
             return fingerprints(cast)
         rank = self.mesh.get_local_rank(self.axis)
         return fingerprints(cast, [Part(rank * chunk) for chunk in self._chunks])
 
     def finish(self, place: Callable[[str], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """The whole tensors. Nothing of them stays here."""
-        tensors, self.shards = self.shards, []
-        yield from zip(self.names, tensors if self.mesh is None else self._in_order(place))
+        """Yield the whole tensors, and keep no reference to them."""
+        tensors = self.shards
+        self.shards = []
+        if self.mesh is not None:
+            tensors = self._in_order(place)
+        yield from zip(self.names, tensors)
 
     @torch.no_grad()
     def _in_order(self, place: Callable[[str], Tensor | None]) -> list[Tensor]:
+        """Wait for the gather, and copy its columns into one tensor after the other."""
         self._work.wait()
-        whole, ranks = self._whole, len(self._whole)
+        whole = self._whole
+        ranks = len(whole)
         del self._whole, self._work
+
         sizes = [shape.numel() for shape in self.shapes]
         places = [place(name) for name in self.names]
         for number, (given, size, chunk) in enumerate(zip(places, sizes, self._chunks)):
-            # Where ranks have unequal shares, what comes of the last ones has more than the tensor.
+            # With unequal shares, the chunks of the last ranks hold more than the tensor.
             if given is not None and (size < ranks * chunk or given.dtype != self.dtype):
                 places[number] = None
         if len(places) == 1 and places[0] is None:
             return [whole.view(-1)[: sizes[0]].view(self.shapes[0])]
+
         missing = [ranks * chunk for given, chunk in zip(places, self._chunks) if given is None]
-        scratch = iter(
-            torch.empty(sum(missing), dtype=self.dtype, device=whole.device).split_with_sizes(
-                missing
-            )
-        )
+        memory = torch.empty(sum(missing), dtype=self.dtype, device=whole.device)
+        scratch = iter(memory.split_with_sizes(missing))
         flat = [next(scratch) if given is None else given.view(-1) for given in places]
-        torch.split_with_sizes_copy(
-            whole, self._chunks, dim=1, out=[tensor.view(ranks, -1) for tensor in flat]
-        )
-        return [
-            tensor[:size].view(shape) if given is None else given
-            for given, tensor, size, shape in zip(places, flat, sizes, self.shapes)
-        ]
+        columns = [tensor.view(ranks, -1) for tensor in flat]
+        torch.split_with_sizes_copy(whole, self._chunks, dim=1, out=columns)
+
+        tensors = []
+        for given, tensor, size, shape in zip(places, flat, sizes, self.shapes):
+            tensors.append(tensor[:size].view(shape) if given is None else given)
+        return tensors
 
 
 def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
-    """Make fingerprints of this rank's shards those of the whole tensors, in place."""
+    """Turn fingerprints of shards into those of whole tensors, in place, by a sum over ranks."""
     groups = [
         None if bucket.mesh is None else bucket.mesh.get_group(bucket.axis) for bucket in buckets
     ]
@@ -162,39 +167,43 @@ def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
 def _buckets(
     named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[_Bucket]:
+    """Group neighbours of one dtype and sharding into buckets of at most `most_bytes`."""
     bucket: _Bucket | None = None
     for name, tensor in named_tensors:
         mesh, axis = _sharding(tensor)
         travel = travel_dtype(tensor, dtype)
         num_bytes = tensor.numel() * travel.itemsize
         kind = (travel, mesh, axis)
-        if (
-            bucket is None
-            or (bucket.dtype, bucket.mesh, bucket.axis) != kind
-            or bucket.num_bytes + num_bytes > most_bytes
-        ):
-            if bucket is not None:
+
+        if bucket is not None:
+            is_alike = (bucket.dtype, bucket.mesh, bucket.axis) == kind
+            if not is_alike or bucket.num_bytes + num_bytes > most_bytes:
                 yield bucket
+                bucket = None
+        if bucket is None:
             bucket = _Bucket(*kind)
+
         bucket.names.append(name)
         bucket.shapes.append(tensor.shape)
         bucket.shards.append(tensor)
         bucket.num_bytes += num_bytes
-        del tensor  # which may be made for us alone, as the next one will be
+        del tensor  # the caller may have made it for this loop alone, as the next one
         if bucket.num_bytes >= most_bytes:
             yield bucket
             bucket = None
+
     if bucket is not None:
         yield bucket
 
 
 def _sharding(tensor: Tensor) -> tuple[DeviceMesh | None, int]:
-    """The mesh and its axis along which `tensor` is sharded; no mesh where this rank has all of
-    it."""
+    """Return the mesh and the axis along which `tensor` is sharded; no mesh if it is whole here."""
     if not isinstance(tensor, DTensor):
         return None, 0
     axis = _sharded_axis(tensor.device_mesh, tensor.placements)
-    return (None, 0) if axis is None else (tensor.device_mesh, axis)
+    if axis is None:
+        return None, 0
+    return tensor.device_mesh, axis
 
 
 @functools.cache
@@ -217,8 +226,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     # Shards on the host would be gathered by gloo, at a fraction of the speed.
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device("cpu")
-    )
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

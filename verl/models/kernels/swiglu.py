@@ -25,8 +25,6 @@ from verl.utils.logging import logger
 
 # Norm of the difference to float32 over the norm: what rounding to 16 bits explains.
 _TOLERANCE = 1e-2
-# Families whose MLP is Llama's: for plans, which have no module to look at.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def is_there(device: torch.device) -> bool:

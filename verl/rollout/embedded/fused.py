@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.models.attention import Facts
+from verl.models.families import LLAMA_FAMILIES
 from verl.rollout.embedded.attention import LayerShape, Paging, PrefillStep, Step
 from verl.rollout.embedded.invariant import InvariantOperations
 from verl.rollout.embedded.tensor_parallel import TensorParallel
-
-# h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h); rotary
-# embeddings of whole heads.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,13 @@ class Layer:
 
 
 def can_fuse(module: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` can replace `module`.
+    """Check whether `FusedDecoder` can replace `module`.
 
-    The parts of the module must be transformers' own classes, not a user's subclasses.
+    Its parts must be transformers' own, not a user's subclasses, and its layer Llama's:
+    h += attention(rms_norm(h)); h += down(silu(gate(n)) * up(n)) with n = rms_norm(h).
     """
     config: Any = module.config
-    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+    if config.model_type not in LLAMA_FAMILIES or config.hidden_act != "silu":
         return False
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return False
