@@ -324,6 +324,10 @@ class _OldModuleLoader:
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are looked up on use."""
 
+    def get_resource_reader(self, fullname: str) -> None:
+        """Refuse: a `pkg://` search path of Hydra is passed over, as if there were no package."""
+        raise ModuleNotFoundError(f"'{fullname}' is an old path of verl 0.5 without files.")
+
 
 def find_old_module(name: str) -> ModuleSpec | None:
     """The spec of a module that is only in the table; None for a module that verl 0.5 had not.
