@@ -125,7 +125,7 @@ def test_evaluation_tells_what_is_wrong():
 def test_help_and_the_configuration_are_printed(root, module, capsys):
     with pytest.raises(SystemExit):
         load_config(["--help"], root=root)
-    assert f"python -m verl.trainer.{module}" in capsys.readouterr().out
+    assert f"python -m verl.jobs.{module}" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         load_config(["--cfg", "job"], root=root)
     assert "  path: null\n" in capsys.readouterr().out
