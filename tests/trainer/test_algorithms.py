@@ -469,7 +469,7 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
         f"{ACTOR}.policy_loss.loss_mode=recipe_loss",
         f"{ACTOR}.ppo_mini_batch_size=2",
     ]
-    with pytest.warns(DeprecationWarning, match=r"register_policy_loss is now verl\.algorithms"):
+    with pytest.warns(DeprecationWarning, match=r"register_policy_loss is now verl\."):
         assert run(tmp_path / "whole", *own) == 0
     assert "recipe_loss: a loss of verl's padded signature" in "".join(capfd.readouterr())
     assert run(tmp_path / "cut", *own, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == 0
