@@ -1,5 +1,5 @@
 """A rollout on ranks of its own: the tokens and weights of a run in which it lives with the
-actor."""
+actor. tests/trainer/test_placement.py has one on Ray."""
 
 import os
 import signal
@@ -46,14 +46,6 @@ def test_under_torchrun(together, tmp_path, transport):
     folder, expected = together
     way = f"actor_rollout_ref.rollout.weight_transport={transport}"
     assert train(2, tmp_path, APART, way) == expected
-    assert same_bits(weights(tmp_path, 3), weights(folder, 3))
-
-
-def test_on_ray(together, tmp_path):
-    pytest.importorskip("ray", reason="the optional backend is not installed")
-    folder, expected = together
-    apart = train(1, tmp_path, APART, "trainer.n_gpus_per_node=2", "ray_init.num_cpus=2")
-    assert apart == expected
     assert same_bits(weights(tmp_path, 3), weights(folder, 3))
 
 
