@@ -27,8 +27,8 @@ def _own_log() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-# Files that start ranks, or compute for long: first, since a long one at the end would leave the other of two processes
-# without work.
+# Files that start ranks or compute for long: first, since a long one at the end would leave the
+# other of two processes without work.
 _LONG = (
     "test_ranks.py",
     "test_ray.py",
