@@ -40,6 +40,7 @@ from verl.models.attention import IMPLEMENTATION, prepare
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.rollout import Request, SamplingParams, create_rollout_engine
+from verl.rollout.base import Completions
 from verl.utils.peaks import phase_peaks
 from verl.workers.trained import add_adapters, parameter_dtype
 
@@ -229,10 +230,12 @@ class Run:
         ]
         # Pages for responses of full length come with the call; a few tokens then show what a step
         # takes.
-        for tokens in (half, 4):
-            params = SamplingParams(max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
-            drawn = self.rollout.generate(requests, params, seed=0, step=1)
-        list(drawn)
+        self.draw(requests, half).close()
+        list(self.draw(requests, 4))
+
+    def draw(self, requests: list[Request], tokens: int) -> Completions:
+        params = SamplingParams(max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
+        return self.rollout.generate(requests, params, seed=0, step=1)
 
     def log_probs(self) -> None:
         self.engine.infer(self.batch, self.budget, temperature=1.0, entropy=True)

@@ -27,17 +27,22 @@ def _own_log() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-# Files that start ranks: first, since a long one at the end would leave the other of two processes
-# without work.
+# Files that start ranks or compute for long: first, since a long one at the end would leave the
+# other of two processes without work.
 _LONG = (
     "test_ranks.py",
-    "test_placement.py",
     "test_ray.py",
-    "test_generation.py",
-    "test_algorithms.py",
     "test_spmd.py",
-    "test_readme.py",
+    "test_hostile_programs.py",
+    "test_embedded.py",
+    "test_rollout_apart.py",
+    "test_placement.py",
+    "test_resume.py",
+    "test_algorithms.py",
     "test_api.py",
+    "test_distillation.py",
+    "test_readme.py",
+    "test_generation.py",
     "test_sft.py",
 )
 

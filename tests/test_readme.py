@@ -1,16 +1,14 @@
 """What a newcomer pastes works: the first steps are run as they stand in the README, other examples
 are read."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from tests.launches import launch, run_module
 from verl.algorithms.advantages import advantage_estimators
 from verl.cli.commands import COMMANDS
 from verl.config import load_config
@@ -46,19 +44,20 @@ EXAMPLES = [
 PIECES_OF_CODE = [code for text in HOW_TO for code in blocks(text, "python")]
 
 
+def run_code(code: str) -> None:
+    """`python -c code`, as a program of `launch`."""
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.timeout(600)
 def test_the_first_steps(tmp_path: Path):
     """Each in the folder where the one before left its files."""
     assert [words[:2] for words in FIRST_STEPS] == [
         ["verl", name] for name in ("doctor", "plan", "train", "merge", "generate", "eval")
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     told, status = {}, {}
     for _, name, *arguments in FIRST_STEPS:
-        command = [sys.executable, "-m", "verl.cli.main", name, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = launch(1, run_module, "verl.cli.main", [name, *arguments], folder=tmp_path)
         told[name], status[name] = done.stdout, done.returncode
         assert done.returncode == 0 or name == "doctor", done.stdout + done.stderr
     verdict = told["doctor"].splitlines()[-1]
@@ -75,13 +74,7 @@ def test_the_first_steps(tmp_path: Path):
     assert float(mean[1]) > 0.6, "the packaged model has 0.3, and it was trained"
 
     # The pieces of Python follow in the same folder, as a reader pastes them.
-    done = subprocess.run(
-        [sys.executable, "-c", "\n\n".join(blocks(README, "python"))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = launch(1, run_code, "\n\n".join(blocks(README, "python")), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[Step 10/10] Actor loss: " in done.stdout, "it trains, and resumes no other run"
     assert "I Device: " in done.stdout

@@ -6,7 +6,7 @@ MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}
 OUTPUT=${OUTPUT:-gsm8k_responses.parquet}
 
-python3 -m verl.trainer.main_generation \
+python3 -m verl.jobs.main_generation \
   data.path="$DATA_DIR/test.parquet" \
   data.prompt_key=prompt \
   data.batch_size=256 \
@@ -19,6 +19,6 @@ python3 -m verl.trainer.main_generation \
   rollout.top_p=0.95 \
   "$@"
 
-python3 -m verl.trainer.main_eval \
+python3 -m verl.jobs.main_eval \
   data.path="$OUTPUT" \
   data.output_path="${OUTPUT%.parquet}_scores.json"

@@ -2,13 +2,14 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+
+from tests.launches import fork_server, free_port
 
 # Of one call on all ranks. A rank that waits for a collective which the others never make would
 # wait for 30 minutes.
@@ -24,13 +25,8 @@ class Ranks:
         if torch.cuda.is_available():
             context = multiprocessing.get_context("spawn")
         else:
-            # A server that has imported everything once and forks: a second group of ranks costs
-            # nothing.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["tests.distributed.jobs", "peft"])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            context = fork_server()
+        port = free_port()
         self.size = size
         self.connections: list[Connection] = []
         self.processes = []

@@ -3,8 +3,6 @@ it."""
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.launches import launch, run_module
 from tests.trainer.runs import run_in_child, write_lines
 from verl.checkpoint.claim import Claim
 from verl.jobs import finished_batches
@@ -323,21 +322,8 @@ def test_errors_of_shared_parts_name_keys_as_they_are_written_here(tmp_path, cap
 
 def test_two_ranks_of_torchrun_give_the_responses_of_one_process(whole, tmp_path):
     output = tmp_path / "out.parquet"
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--standalone",
-        "-m",
-    ]
     asked = command(output, "data.batch_size=5", "trainer.nnodes=1", "trainer.n_gpus_per_node=2")
-    done = subprocess.run(
-        [*launcher, "verl.jobs.main_generation", *asked],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    done = launch(2, run_module, "verl.jobs.main_generation", asked)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert responses(output) == responses(whole)
 

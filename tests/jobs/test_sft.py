@@ -4,8 +4,6 @@ and resumed."""
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.launches import launch, run_module
 from tests.shared_files import SHARED, needs_shared
 from tests.trainer.runs import (
     metric_lines,
@@ -264,13 +263,7 @@ def test_two_ranks_learn_as_one_process(tmp_path, rows_file, undisturbed):
     command = command_line(
         tmp_path, rows_file, *STATEFUL, f"data.val_files={rows_file}", "trainer.num_threads=1"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "-m", "verl.trainer.fsdp_sft_trainer", *command],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    done = launch(2, run_module, "verl.trainer.fsdp_sft_trainer", command)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("Training completed") == 1
     assert_same(tmp_path, undisturbed, rel=2e-5)

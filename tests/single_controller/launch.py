@@ -3,7 +3,6 @@ everything."""
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import socket
 import time
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.launches import fork_server
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,7 @@ def launch(
     silence_s: float = 300.0,
 ) -> Run:
     """Run `scenario(pool, *args)` on rank 0 of `size` ranks that call `join()`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.single_controller.workers", "verl.single_controller.spmd"]
-    )
+    context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

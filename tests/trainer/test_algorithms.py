@@ -75,7 +75,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_takes_three_steps_with_every_loss(trainer, monkeypatch, estimator):
+def test_every_estimator_takes_a_step_with_every_loss(trainer, monkeypatch, estimator):
     trainer.config.algorithm.adv_estimator = estimator
     if estimator != "gae":
         monkeypatch.setattr(trainer, "critic_wg", None)
@@ -91,19 +91,13 @@ def test_every_estimator_takes_three_steps_with_every_loss(trainer, monkeypatch,
         before = {
             name: tensor.clone() for name, tensor in worker.engine.hf_model.state_dict().items()
         }
-        norms = []
-        for _ in range(3):
-            trainer.global_step += 1
-            trainer.metrics = {}
-            batch = trainer.step(next(iter(trainer.train_loader)))
-            assert batch.batch["advantages"].isfinite().all()
-            assert all(math.isfinite(value) for value in trainer.metrics.values()), (
-                estimator,
-                loss,
-            )
-            assert trainer.metrics["actor/skipped_updates"] == 0
-            norms.append(trainer.metrics["actor/grad_norm"])
-        assert max(norms) > 0
+        trainer.global_step += 1
+        trainer.metrics = {}
+        batch = trainer.step(next(iter(trainer.train_loader)))
+        assert batch.batch["advantages"].isfinite().all()
+        assert all(map(math.isfinite, trainer.metrics.values())), (estimator, loss)
+        assert trainer.metrics["actor/skipped_updates"] == 0
+        assert trainer.metrics["actor/grad_norm"] > 0
         assert not same_bits(before, worker.engine.hf_model.state_dict())
 
 

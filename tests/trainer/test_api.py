@@ -4,7 +4,7 @@ itself."""
 import json
 import re
 import runpy
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import verl
+from tests.launches import launch
 from tests.tiny_reward_models import other_tokenizer, save_reward_model
 from tests.trainer.runs import command_line, same_bits, step_lines, weights, without_times
-from tests.trainer.test_ranks import TORCHRUN
 from verl.config import load_config
 from verl.data.chat import apply_chat_template
 from verl.data.toy import TOY_MODEL
@@ -432,14 +432,18 @@ def program(tmp_path_factory: pytest.TempPathFactory, reward_folder: Path) -> Pa
     return folder
 
 
+def run_program(arguments: list[str]) -> None:
+    """`python program.py arguments` in this folder."""
+    sys.argv = ["program.py", *arguments]
+    runpy.run_path("program.py")
+
+
 @pytest.fixture(scope="module")
 def alone(program: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sys.argv",
-            ["program.py", str(program / "run.yaml"), str(program / "alone.json"), "{}", "4"],
-        )
-        runpy.run_path(str(program / "program.py"))
+        patch.chdir(program)
+        patch.setattr("sys.argv", sys.argv)
+        run_program(["run.yaml", "alone.json", "{}", "4"])
     return json.loads((program / "alone.json").read_text())
 
 
@@ -456,13 +460,7 @@ def test_two_ranks_answer_score_and_train_as_one_process(
     alone, program, tmp_path, keywords, steps, place
 ):
     arguments = ["run.yaml", str(tmp_path / "told.json"), json.dumps(keywords), str(steps)]
-    done = subprocess.run(
-        [*TORCHRUN, "program.py", *arguments],
-        cwd=program,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+    done = launch(2, run_program, arguments, folder=program)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     told = json.loads((tmp_path / "told.json").read_text())
     assert alone["critic"] == "CriticModel"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import save_tiny, tiny_tokenizer
 from tests.trainer.runs import run, step_lines, without_times
 from tests.trainer.test_algorithms import trainer_of
-from tests.trainer.test_ranks import ALONE, TORCHRUN, assert_same, train
+from tests.trainer.test_ranks import assert_same, train
 from verl.config import load_config
 from verl.models.load import resolve_path
 from verl.trainer.algorithm import algorithm_in_words
@@ -118,10 +118,10 @@ def test_a_teacher_on_ranks_of_its_own_and_on_all_ranks(tmp_path, teacher):
     own += [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"]
     apart = ["trainer.placement.actor=[0]", "trainer.placement.critic=[0]"]
     apart.append("trainer.placement.teacher=[1]")
-    alone = train(ALONE, tmp_path / "alone", *own)
+    alone = train(1, tmp_path / "alone", *own)
     assert alone[1]["actor/distillation_loss"] > 0.1
-    assert without_times(train(TORCHRUN, tmp_path / "apart", *own, *apart)) == without_times(alone)
-    assert_same(train(TORCHRUN, tmp_path / "together", *own), alone)
+    assert without_times(train(2, tmp_path / "apart", *own, *apart)) == without_times(alone)
+    assert_same(train(2, tmp_path / "together", *own), alone)
 
 
 def test_another_vocabulary_is_an_error_that_names_both(tmp_path, teacher):

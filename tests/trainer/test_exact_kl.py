@@ -7,7 +7,7 @@ import torch
 from tests.trainer.runs import run, step_lines, weights, without_times
 from tests.trainer.test_algorithms import trainer_of
 from tests.trainer.test_invariance import relative_distance
-from tests.trainer.test_ranks import ALONE, TORCHRUN, train
+from tests.trainer.test_ranks import train
 from verl.engine.microbatch import TokenBudget
 from verl.protocol import DataProto
 
@@ -63,6 +63,6 @@ def test_a_reference_on_ranks_of_its_own_gives_the_same_run(tmp_path):
     own = [*FULL, "trainer.max_steps=2"]
     apart = ["trainer.placement.actor=[0]", "trainer.placement.critic=[1]"]
     apart.append("trainer.placement.reference=[1]")
-    alone = train(ALONE, tmp_path / "alone", *own)
+    alone = train(1, tmp_path / "alone", *own)
     assert alone[1]["actor/kl_loss"] > 1e-7
-    assert without_times(train(TORCHRUN, tmp_path / "apart", *own, *apart)) == without_times(alone)
+    assert without_times(train(2, tmp_path / "apart", *own, *apart)) == without_times(alone)

@@ -1,4 +1,4 @@
-"""One program: this process alone, two ranks of torchrun, and two actors of Ray give the same
+"""One program: one process alone, two ranks of torchrun, and two actors of Ray give the same
 run."""
 
 import json
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.runs import command_line, metric_lines, same_bits, weights, without_times
+from tests.launches import Done, launch
+from tests.trainer.runs import command_line, same_bits, step_lines, weights, without_times
 from tests.trainer.test_overlap import scoring_begins_within_generation
 from verl.checkpoint.manager import CheckpointManager
 from verl.trainer.main_ppo import main
 
 pytestmark = pytest.mark.timeout(180)
 
-ALONE = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 # Odd numbers: three prompts for two ranks in generation, four mini-batches, whose rows the ranks do
 # divide.
@@ -39,15 +39,26 @@ COMMAND = [
 OF_THE_ENGINES = ("rollout/", "perf/", "timing_")
 
 
-def train(launcher: list[str], folder: Path, *more: str) -> list[dict[str, Any]]:
+def train(ranks: int, folder: Path, *more: str) -> list[dict[str, Any]]:
     """Run the main job; gives the metrics of its training steps."""
-    command = [*launcher, "-m", "verl.trainer.main_ppo", *command_line(folder, *COMMAND, *more)]
+    done = launch(ranks, main, command_line(folder, *COMMAND, *more))
+    on_ray = any(override.startswith("ray_init.") for override in more)
+    return lines_of(done, folder, 2 if on_ray else ranks)
+
+
+def train_by_torchrun(folder: Path, *more: str) -> list[dict[str, Any]]:
+    """`train` on two ranks, as users start it."""
+    command = [*TORCHRUN, "-m", "verl.trainer.main_ppo", *command_line(folder, *COMMAND, *more)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    return lines_of(Done(done.returncode, done.stdout, done.stderr), folder, 2)
+
+
+def lines_of(done: Done, folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """The metrics of the training steps of a run that ended well."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.count("Training completed") == 1
-    ranks = 1 if launcher == ALONE and "trainer.n_gpus_per_node=2" not in more else 2
     assert f"; {ranks} rank" in done.stdout
-    return [line for line in metric_lines(folder) if line["step"] > 0]
+    return step_lines(folder)
 
 
 def assert_same(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -70,9 +81,7 @@ def responses(folder: Path, step: int) -> list[str]:
 def alone(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("alone")
     samples = f"trainer.rollout_data_dir={folder / 'samples'}"
-    return folder, train(
-        ALONE, folder / "run", "trainer.max_steps=4", "trainer.save_freq=2", samples
-    )
+    return folder, train(1, folder / "run", "trainer.max_steps=4", "trainer.save_freq=2", samples)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +91,7 @@ def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     # the first one; the last is waited for
     beside = ["trainer.save_freq=1", "trainer.async_save=True"]
     beside.append("trainer.profile_steps=[2]")
-    return folder, train(TORCHRUN, folder / "run", "trainer.max_steps=2", *beside, samples)
+    return folder, train_by_torchrun(folder / "run", "trainer.max_steps=2", *beside, samples)
 
 
 def test_two_ranks_train_as_one_process(alone, on_two):
@@ -98,7 +107,7 @@ def test_two_ranks_tell_of_responses_while_they_generate_others(on_two, tmp_path
         "trainer.save_freq=2",
         "trainer.profile_steps=[2]",
     ]
-    lines = train(TORCHRUN, tmp_path, "trainer.max_steps=2", *after)
+    lines = train(2, tmp_path, "trainer.max_steps=2", *after)
     assert without_times(lines) == without_times(on_two[1])
     assert same_bits(weights(tmp_path, 2), weights(on_two[0] / "run", 2))
     assert scoring_begins_within_generation(on_two[0] / "run", 2)
@@ -115,7 +124,7 @@ def test_two_ranks_save_each_its_shards_beside_the_steps(on_two):
 
 
 def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
-    resumed = train(ALONE, on_two[0] / "run", "trainer.max_steps=4", "trainer.save_freq=2")
+    resumed = train(1, on_two[0] / "run", "trainer.max_steps=4", "trainer.save_freq=2")
     assert_same(resumed, alone[1])
     for role in ("actor", "critic"):
         theirs = weights(alone[0] / "run", 4, role)
@@ -125,9 +134,7 @@ def test_what_two_ranks_saved_one_process_resumes(alone, on_two):
 
 def test_what_one_process_saved_two_ranks_resume(alone, tmp_path):
     start = f"trainer.resume_from_path={alone[0] / 'run' / 'global_step_2'}"
-    resumed = train(
-        TORCHRUN, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start
-    )
+    resumed = train(2, tmp_path, "trainer.max_steps=4", "trainer.resume_mode=resume_path", start)
     assert_same(resumed, alone[1][2:])
 
 
@@ -135,7 +142,7 @@ def test_what_one_process_saved_two_ranks_resume(alone, tmp_path):
 def test_generation_is_dealt_to_engines_however_training_is(alone, tmp_path, ranks_an_engine):
     sequence = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     engines = f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks_an_engine}"
-    [line] = train(TORCHRUN, tmp_path, "trainer.max_steps=1", sequence, engines)
+    [line] = train(2, tmp_path, "trainer.max_steps=1", sequence, engines)
     assert_same([line], alone[1][:1])
     for count in ("rollout/generated_tokens", "rollout/prefill_tokens"):
         assert line[count] == alone[1][0][count], "every sample is generated once"
@@ -156,9 +163,7 @@ def test_two_actors_of_ray_train_as_one_process(alone, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(temporary))
     # whose path is short enough for Ray's sockets
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())
-    on_ray = train(
-        ALONE, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY
-    )
+    on_ray = train(1, tmp_path / "run", "trainer.max_steps=2", "trainer.n_gpus_per_node=2", *RAY)
     assert_same(on_ray, alone[1][:2])
     assert not [*temporary.glob("verl-*")]
 

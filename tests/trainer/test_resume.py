@@ -15,7 +15,7 @@ import pytest
 import verl.checkpoint.manager
 import verl.checkpoint.sharded
 import verl.engine.base
-import verl.workers.actor
+import verl.workers.rollout
 from tests.trainer.runs import (
     command_line,
     metric_lines,
@@ -89,7 +89,7 @@ def die_at_call(
 
 def in_rollout(patch: Patch, algorithm: str) -> None:
     """Of step 3, its tokens drawn: two batches of validation follow the second step."""
-    die_at_call(patch, verl.workers.actor, "assemble", 2 + 2 + 1)
+    die_at_call(patch, verl.workers.rollout, "assemble", 2 + 2 + 1)
 
 
 def in_update(patch: Patch, algorithm: str) -> None:

@@ -196,13 +196,13 @@ def test_the_stored_configuration_has_no_secrets(first):
     assert stored["trainer.project_name"] == "http://***@host"
 
 
-def test_a_program_hears_that_nothing_was_left_to_train(tmp_path, monkeypatch, caplog):
+def test_a_program_hears_that_nothing_was_left_to_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     keywords = {"data.dataset_name": "toy", "trainer.max_steps": 1, "trainer.save_freq": 1}
     assert RLTrainer(**keywords).train()
-    caplog.clear()
+    capsys.readouterr()
     assert RLTrainer(**keywords).train() == {}
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("W ")]
     assert any(f"Resumed from {tmp_path}/checkpoints/toy/toy" in line for line in warnings)
     (nothing,) = [line for line in warnings if "Nothing is left to train" in line]
     assert f"{tmp_path}/checkpoints/toy/toy" in nothing

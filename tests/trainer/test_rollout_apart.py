@@ -1,16 +1,20 @@
 """A rollout on ranks of its own: the tokens and weights of a run in which it lives with the
-actor."""
+actor. tests/trainer/test_placement.py has one on Ray."""
 
-import subprocess
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from tests.launches import launch
 from tests.trainer.runs import PPO, command_line, metric_lines, same_bits, weights, without_times
-from tests.trainer.test_ranks import ALONE, TORCHRUN
 from verl.config import load_config
 from verl.config.placement import ranks_of_roles
 from verl.diagnostics.memory_plan import plan_memory
+from verl.protocol import DataProto
+from verl.trainer import PPOTrainer
+from verl.trainer.main_ppo import main
 from verl.utils.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(180)
@@ -19,11 +23,9 @@ STEPS = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=2"]
 APART = "trainer.placement.rollout=[1]"
 
 
-def train(launcher: list[str], folder: Path, *more: str) -> list[dict]:
+def train(ranks: int, folder: Path, *more: str) -> list[dict]:
     """Run the main job; gives the metrics that depend on neither clocks nor copies."""
-    overrides = command_line(folder, *STEPS, *more)
-    command = [*launcher, "-m", "verl.trainer.main_ppo", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = launch(ranks, main, command_line(folder, *STEPS, *more))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = without_times(metric_lines(folder))
     for line in lines:
@@ -36,48 +38,38 @@ def train(launcher: list[str], folder: Path, *more: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("together")
-    return folder, train(ALONE, folder)
+    return folder, train(1, folder)
 
 
 @pytest.mark.parametrize("transport", ["null", "broadcast", "disk"])
 def test_under_torchrun(together, tmp_path, transport):
     folder, expected = together
     way = f"actor_rollout_ref.rollout.weight_transport={transport}"
-    assert train(TORCHRUN, tmp_path, APART, way) == expected
+    assert train(2, tmp_path, APART, way) == expected
     assert same_bits(weights(tmp_path, 3), weights(folder, 3))
 
 
-def test_on_ray(together, tmp_path):
-    pytest.importorskip("ray", reason="the optional backend is not installed")
-    folder, expected = together
-    apart = train(ALONE, tmp_path, APART, "trainer.n_gpus_per_node=2", "ray_init.num_cpus=2")
-    assert apart == expected
-    assert same_bits(weights(tmp_path, 3), weights(folder, 3))
+def train_until_killed(command: list[str]) -> int:
+    """The main job, that SIGKILL ends within its second step."""
+    step = PPOTrainer.run_step
+
+    def die(self: PPOTrainer, prompts: DataProto) -> None:
+        step(self, prompts)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    PPOTrainer.run_step = die
+    return main(command)
 
 
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(together, tmp_path):
     folder, expected = together
     killed = command_line(tmp_path, *STEPS[1:], APART, "trainer.save_freq=1", "trainer.max_steps=3")
-    program = (
-        "import os, sys\n"
-        "from verl.trainer import PPOTrainer, main_ppo\n"
-        "step = PPOTrainer.run_step\n"
-        "def die(self, prompts):\n"
-        "    step(self, prompts)\n"
-        "    os.kill(os.getpid(), 9)\n"
-        "PPOTrainer.run_step = die\n"
-        "sys.exit(main_ppo.main())\n"
-    )
-    script = tmp_path / "killed.py"
-    script.write_text(program)
-    done = subprocess.run(
-        [*TORCHRUN, str(script), *killed], capture_output=True, text=True, timeout=150
-    )
+    done = launch(2, train_until_killed, killed)
     assert done.returncode != 0
     assert (tmp_path / "global_step_1").exists()
     assert not (tmp_path / "global_step_2").exists()
 
-    assert train(TORCHRUN, tmp_path, APART, "trainer.save_freq=1") == expected
+    assert train(2, tmp_path, APART, "trainer.save_freq=1") == expected
     assert same_bits(weights(tmp_path, 3), weights(folder, 3))
 
 

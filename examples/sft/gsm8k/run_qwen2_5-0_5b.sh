@@ -5,7 +5,7 @@ set -euo pipefail
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}
 
-python3 -m verl.trainer.main_sft \
+python3 -m verl.jobs.main_sft \
   data.train_files="$DATA_DIR/train.parquet" \
   data.val_files="$DATA_DIR/test.parquet" \
   data.prompt_key=extra_info \
