@@ -55,14 +55,17 @@ def make_worker(asked: argparse.Namespace, model: Path) -> RolloutWorker:
     # no file is opened
     data = {"train_files": "none", "train_batch_size": asked.prompts, **lengths}
     trainer = {"device": asked.device}
+
     config = config_from_dict(
         {"data": data, "actor_rollout_ref": actor_rollout_ref, "trainer": trainer}
     )
-    device, tokenizer = torch.device(asked.device), load_tokenizer(model)
+    device = torch.device(asked.device)
+    tokenizer = load_tokenizer(model)
     actor = ActorWorker(config.actor_rollout_ref, total_steps=1, device=device, tokenizer=tokenizer)
     rollout = RolloutWorker(
         config.actor_rollout_ref, device=device, tokenizer=tokenizer, actor=actor
     )
+
     rollout.take_weights()
     return rollout
 
@@ -109,14 +112,18 @@ def roll_out_vllm(asked: argparse.Namespace, model: Path, prompts: Prompts) -> l
         vocabulary=0,  # no prompt is drawn there
         workloads=(Workload(prompts=len(prompts), samples=asked.samples, **lengths),),
     )
+
     job.write(asked.out / "job.json")
     (asked.out / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
-    script, log = Path(__file__).with_name("agreement_vllm.py"), asked.out / "vllm.log"
+    script = Path(__file__).with_name("agreement_vllm.py")
+    log = asked.out / "vllm.log"
     environment = VLLM_ON_CPU if asked.device == "cpu" else {}
+
     if not run_process([str(script), str(asked.out)], log, environment, python=asked.vllm_python):
         raise SystemExit(
             "agreement.py: vLLM failed, see above. --vllm-python names an interpreter that has it."
         )
+
     answer = json.loads((asked.out / "vllm.json").read_text(encoding="utf-8"))
     print(answer["versions"])
     samples = enumerate(answer["samples"])
@@ -129,7 +136,8 @@ def both_log_probs(
     worker: RolloutWorker, prompts: Prompts, completions: list[Completion]
 ) -> tuple[Tensor, Tensor]:
     """The trainer's and the rollout's (B, R); all responses have R tokens, so nothing is masked."""
-    rollout, samples = worker.config.rollout, len(completions) // len(prompts)
+    rollout = worker.config.rollout
+    samples = len(completions) // len(prompts)
     rows = [prompt for prompt in prompts for _ in range(samples)]
     sizes = {"prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
     columns = assemble(rows, completions, **sizes, pad_token_id=worker.tokenizer.pad_token_id)
@@ -160,6 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--gain", type=float, default=8.0, help="factor of a random model's logits [8]"
     )
+
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[bfloat16]"
     )
@@ -171,6 +180,7 @@ def main() -> None:
         "new-tokens": 256,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=count, help=f"[{count}]")
+
     parser.add_argument(
         "--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM"
     )
@@ -180,10 +190,12 @@ def main() -> None:
         default=Path("outputs/agreement"),
         help="folder for vLLM's log and tokens",
     )
+
     asked = parser.parse_args()
     asked.model = asked.model or {"cpu": "tiny", "cuda": "1.5b"}[asked.device]
     asked.out = asked.out.resolve()
     asked.out.mkdir(parents=True, exist_ok=True)
+
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary if asked.model in SHAPES else asked.model)
         if asked.model in SHAPES:

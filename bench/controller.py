@@ -21,8 +21,12 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
 from verl.single_controller.spmd import ResourcePool, join
 
-EMPTY_CALLS, EMPTY_WORKERS, ROUNDS = 600, 8, 20
-BATCHES, BATCH_WORKERS, BATCH_MB = 10, 2, 100
+EMPTY_CALLS = 600
+EMPTY_WORKERS = 8
+ROUNDS = 20
+BATCHES = 10
+BATCH_WORKERS = 2
+BATCH_MB = 100
 
 
 class Echo(Worker):
@@ -77,6 +81,7 @@ def measure(backend: str, pool: ResourcePool) -> None:
         handed_on = seconds(lambda: group.rows(group.same(batch, blocking=False)), BATCHES)
         tell(backend, f"{BATCH_MB} MB there and on to the next call, through the driver", read)
         tell(backend, f"{BATCH_MB} MB there and on to the next call, as a future", handed_on)
+
     pool.shutdown()
 
 
@@ -93,7 +98,8 @@ def bare_call() -> Callable[[], Any]:
 
 
 def tell(backend: str, what: str, taken: list[float]) -> None:
-    median, best = statistics.median(taken) * 1e3, taken[0] * 1e3
+    median = statistics.median(taken) * 1e3
+    best = taken[0] * 1e3
     print(f"{backend}: {what}: median {median:.2f} ms, best {best:.2f} ms", flush=True)
 
 

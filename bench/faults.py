@@ -27,7 +27,8 @@ LEFT_S = 30.0
 GIVE_UP_S = DEADLINE_S + 40.0  # so that an error that comes too late is seen as well
 START_S = 180.0
 MARK = "VERL_FAULT_RUN"  # in the environment of every process of a case
-UPDATE, ROLLOUT = "update_actor", "generate_sequences"
+UPDATE = "update_actor"
+ROLLOUT = "generate_sequences"
 TRAINING = [
     "data.dataset_name=toy",
     "data.train_batch_size=4",
@@ -92,11 +93,13 @@ def all_cases() -> list[Case]:
             if backend != "alone":  # nothing watches a process alone but its shell
                 cases.append(Case("SIGSTOP", backend, UPDATE, stuck, rank))
                 cases.append(Case("kill -9", backend, ROLLOUT, died, rank))
+
     gone = r"launcher \(torchrun\)"
     cases.append(Case("kill -9", "torchrun", "start-up", gone, victim="torch.distributed.run"))
     cases.append(Case("kill -9", "torchrun", "a step", gone, victim="torch.distributed.run"))
     cases.append(Case("kill -9", "ray", "a step", r"GCS, ", victim="gcs_server"))
     cases.append(Case("kill -9", "ray", "a step", r"raylet|node", victim="raylet/raylet"))
+
     return cases
 
 
@@ -228,6 +231,7 @@ def main() -> int:
     print("| fault | backend | phase | error after | named first | left after 30 s |")
     print("|---|---|---|---|---|---|", flush=True)
     failed = 0
+
     for case in cases:
         outcome = outcome_of(case)
         noticed = outcome.seconds is not None and outcome.seconds <= DEADLINE_S
@@ -238,6 +242,7 @@ def main() -> int:
         left = "; ".join(outcome.left) or "none"
         cells = (f"{case.fault} of {who}", case.backend, case.phase, seconds, named, left)
         print(f"| {' | '.join(cells)} |", flush=True)
+
     print(f"{len(cases) - failed} of {len(cases)} as they should be")
     return 1 if failed else 0
 

@@ -51,7 +51,8 @@ class Work:
 def measure_machine(cache_bytes: int) -> Machine:
     """Best of several matrix products of 1,024 x 1,024, and of several copies of `cache_bytes`
     bytes."""
-    one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    one = torch.randn(1024, 1024)
+    other = torch.randn(1024, 1024)
     source = torch.ones(max(1, cache_bytes // 4))
     target = torch.empty_like(source)
     return Machine(

@@ -80,6 +80,7 @@ def write_model(
         max_position_embeddings=4096,
         bos_token_id=None,
     )
+
     torch.manual_seed(0)
     with device:
         model: Any = Qwen2ForCausalLM(config)
@@ -87,6 +88,7 @@ def write_model(
     model = model.to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -135,10 +137,8 @@ def print_table(
         return max(step[key] for step in steps)
 
     rows = arguments.prompts * arguments.samples
-    generated, trained = (
-        rows * arguments.new_tokens,
-        rows * (arguments.prompt_tokens + arguments.new_tokens),
-    )
+    generated = rows * arguments.new_tokens
+    trained = rows * (arguments.prompt_tokens + arguments.new_tokens)
     total = mean("timing_s/step")
     print(
         f"\n{name}: {parameters / 1e6:,.1f} M parameters, {arguments.prompts} prompts x "
@@ -173,6 +173,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
+
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument(
         "--micro-tokens", type=int, help="tokens of a forward-backward pass; default: the config's"
@@ -180,17 +181,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
     arguments = parser.parse_args()
+
     if arguments.tiny:
-        arguments.prompts, arguments.samples, arguments.prompt_tokens, arguments.new_tokens = (
-            4,
-            2,
-            16,
-            12,
-        )
+        arguments.prompts = 4
+        arguments.samples = 2
+        arguments.prompt_tokens = 16
+        arguments.new_tokens = 12
+
     if arguments.steps < 2:
         parser.error(
             f"--steps must be at least 2, as the first is a warm-up, got {arguments.steps}."
         )
+
     return arguments
 
 
@@ -202,6 +204,7 @@ def main() -> None:
             "gpu_step.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
             "--tiny."
         )
+
     device = torch.device("cpu" if arguments.tiny else "cuda")
     name = "tiny" if arguments.tiny else "1.5b"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
@@ -223,6 +226,7 @@ def main() -> None:
         print(f"trainer ready after {time.perf_counter() - started:.1f} s", flush=True)
         trainer.fit()
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+
     print_table([json.loads(line) for line in lines], arguments, name, parameters)
     print(f"total: {time.perf_counter() - started:.1f} s")
 

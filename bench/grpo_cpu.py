@@ -86,11 +86,13 @@ def main() -> None:
     )
     add_task_arguments(parser)
     arguments = parser.parse_args()
+
     if arguments.steps <= WARMUP_STEPS:
         parser.error(
             f"--steps must be above {WARMUP_STEPS}, the steps that are not counted, got "
             f"{arguments.steps}."
         )
+
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -109,6 +111,7 @@ def main() -> None:
             new=arguments.new,
         )
         machine = measure_machine(cached_bytes(shape, work))
+
     floors = {
         "generation": rollout_floor(machine, shape, work),
         "update": update_floor(machine, shape, work),
@@ -119,6 +122,7 @@ def main() -> None:
         f"{work.prompts} prompts x {work.samples} samples x {work.new} tokens, {arguments.threads} "
         f"threads, median of steps {WARMUP_STEPS + 1}..{arguments.steps}"
     )
+
     print_table(ours, peer, floors)
     print_details("ours", ours, tokens)
     if peer:
@@ -129,6 +133,7 @@ def main() -> None:
         )
     else:
         print("TRL is not installed, so ours ran alone. To compare: pip install trl")
+
     print(
         f"floor: {machine.gflops:.0f} GFLOP/s fp32 (matrix product of 1,024), "
         f"{machine.gb_per_s:.1f} GB/s (copy of the key-value cache's size)"

@@ -47,7 +47,8 @@ def make_model(hidden: int, layers: int) -> Any:
 @contextmanager
 def going(way: str) -> Iterator[None]:
     """Have the engine go one way: in 'torch', in so many lanes, or as it is 'chosen'."""
-    pay, count = host_lanes.pay, host_lanes.count_lanes
+    pay = host_lanes.pay
+    count = host_lanes.count_lanes
     if way == "torch":
         host_lanes.pay = lambda *_: False  # type: ignore[assignment]
     elif way != "chosen":
@@ -56,7 +57,8 @@ def going(way: str) -> Iterator[None]:
     try:
         yield
     finally:
-        host_lanes.pay, host_lanes.count_lanes = pay, count
+        host_lanes.pay = pay
+        host_lanes.count_lanes = count
 
 
 def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) -> dict[str, float]:
@@ -74,6 +76,7 @@ def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) 
         )
         for first in range(0, rows, samples)
     ]
+
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     speeds: dict[str, list[float]] = {way: [] for way in ways}
     for step in range(1 + repetitions):
@@ -84,6 +87,7 @@ def measure(model: Any, rows: int, new: int, ways: list[str], repetitions: int) 
                     len(c.token_ids) for c in engine.generate(requests, params, seed=0, step=step)
                 )
                 speeds[way].append(tokens / (time.perf_counter() - start))
+
     return {way: statistics.median(measured[1:]) for way, measured in speeds.items()}
 
 
@@ -97,6 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--models", type=int, default=len(MODELS), help="how many of the models, the smallest first"
     )
+
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     for threads in arguments.threads:

@@ -57,6 +57,7 @@ def rewards_of(overrides: list[str], seed: int) -> list[float]:
         lines = [
             json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
         ]
+
     return [line["critic/score/mean"] for line in lines if line["step"] > 0]
 
 
@@ -69,6 +70,7 @@ def main() -> int:
     given = parser.parse_args()
     seeds = [int(seed) for seed in given.seeds.split(",")]
     chosen = [name for name in ALGORITHMS if name.lower() in given.only.lower().split(",")]
+
     print(
         "| algorithm | steps | "
         + " | ".join(f"seed {seed}" for seed in seeds)
@@ -76,17 +78,22 @@ def main() -> int:
     )
     print("|" + "---|" * (len(seeds) + 3))
     reached = True
+
     for name in chosen:
-        cells, steps = [], 0
+        cells = []
+        steps = 0
         for seed in seeds:
             rewards = rewards_of(ALGORITHMS[name], seed)
-            first, last, steps = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3, len(rewards)
+            first = sum(rewards[:3]) / 3
+            last = sum(rewards[-3:]) / 3
+            steps = len(rewards)
             cells.append(f"{first:.3f} -> {last:.3f}")
             reached &= last >= GOAL
         settings = ", ".join(
             f"`{override}`" for override in ALGORITHMS[name] if "max_steps" not in override
         )
         print(f"| {name} | {steps} | {' | '.join(cells)} | {settings} |", flush=True)
+
     return 0 if reached else 1
 
 

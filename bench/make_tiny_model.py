@@ -18,9 +18,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-PAD, END = "<|pad|>", "<|end|>"
-NUM_TOKENS, PADDED_TOKENS = 1000, 1024
-CORPUS_LINES, CORPUS_WORDS = 8000, 1200
+PAD = "<|pad|>"
+END = "<|end|>"
+NUM_TOKENS = 1000
+PADDED_TOKENS = 1024
+CORPUS_LINES = 8000
+CORPUS_WORDS = 1200
 
 
 def corpus(seed: int) -> Iterator[str]:
@@ -29,7 +32,8 @@ def corpus(seed: int) -> Iterator[str]:
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvw" for vowel in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(2, 4))) for _ in range(CORPUS_WORDS)]
     for _ in range(CORPUS_LINES):
-        one, other = draw.randint(0, 99), draw.randint(0, 99)
+        one = draw.randint(0, 99)
+        other = draw.randint(0, 99)
         yield f"Compute {one} + {other} = {one + other}"
         yield " ".join(draw.choices(words, k=10)) + "."
 
@@ -43,6 +47,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_TOKENS,
         special_tokens=[PAD, END],
@@ -75,6 +80,7 @@ def make_model(seed: int, *, end: int, pad: int) -> Qwen2ForCausalLM:
         pad_token_id=pad,
         dtype="float32",
     )
+
     return Qwen2ForCausalLM(config)
 
 

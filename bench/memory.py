@@ -114,12 +114,14 @@ def make_config(case: Case, folder: Path, device: str) -> Any:
         **case.changes,
     }
     tree: dict[str, Any] = {}
+
     for key, value in values.items():
         *sections, name = key.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
         node[name] = value
+
     return config_from_dict(tree)
 
 
@@ -131,17 +133,20 @@ def zero_model(folder: Path, dtype: torch.dtype | str) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=IMPLEMENTATION
         )
+
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[name] = torch.nn.Parameter(
                     torch.zeros(parameter.shape, dtype=parameter.dtype)
                 )
+
     model.tie_weights()
     rotary = model.base_model.rotary_emb
     # its buffers are computed, not loaded
     model.base_model.rotary_emb = type(rotary)(config=config)
     prepare(model)
+
     return model
 
 
@@ -159,6 +164,7 @@ def make_batch(case: Case) -> DataProto:
         "old_log_probs": torch.zeros(shape),
         "weights": mask / mask.sum(),
     }
+
     uids = np.array([str(row // 2) for row in range(case.rows)], dtype=object)
     return DataProto(
         batch=TensorDict(columns, batch_size=[case.rows]), non_tensor_batch={"uid": uids}
@@ -181,10 +187,13 @@ class Run:
     """The phases of one case, as the actor makes them."""
 
     def __init__(self, case: Case, config: Any, folder: Path, device: torch.device) -> None:
-        self.case, self.config, self.device = case, config, device
+        self.case = case
+        self.config = config
+        self.device = device
         roles = config.actor_rollout_ref
         model = zero_model(folder, parameter_dtype(roles.model, device))
         self.rollout: Any = None
+
         with phase_peaks.phase("load", device):
             add_adapters(model, roles.model, f"{ROLE}.model")
             self.engine = TrainEngine(
@@ -203,6 +212,7 @@ class Run:
             self.rollout = create_rollout_engine(
                 roles.rollout, model=model, tokenizer=None, device=device
             )
+
         self.batch = make_batch(case)
         self.budget = TokenBudget(max_tokens=case.tokens)
 
@@ -264,6 +274,7 @@ class Run:
             "actor update": self.update,
         }
         self._sleep()
+
         self.update()
         for phase in PHASES[1:]:
             if phase not in self.case.phases:
@@ -273,6 +284,7 @@ class Run:
             with phase_peaks.phase(phase, self.device):
                 todo[phase]()
             found[phase] = self._told(phase)
+
         return found
 
     def _sleep(self) -> None:
@@ -334,13 +346,16 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/memory"), help="folder for logs and JSON"
     )
+
     parser.add_argument("--case", help="run this one in this process, and write its JSON")
     arguments = parser.parse_args(words)
     known = TINY if arguments.tiny else CASES
     arguments.cases = list(known) if arguments.cases is None else arguments.cases.split(",")
+
     for name in [*arguments.cases, *([arguments.case] if arguments.case else [])]:
         if name not in known:
             parser.error(f"--cases must be of {', '.join(known)}, got '{name}'.")
+
     return arguments
 
 
@@ -348,21 +363,25 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     out: Path = arguments.out.resolve()
     device = torch.device("cpu" if arguments.tiny else "cuda")
+
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
             "memory.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
             "--tiny."
         )
         return 1
+
     known = TINY if arguments.tiny else CASES
     if arguments.case:
         results = run_case(known[arguments.case], out / arguments.case, device)
         (out / f"{arguments.case}.json").write_text(json.dumps(results), encoding="utf-8")
         return 0
+
     print(f"{versions(device.type)}\n{HEADER}\n|{'---|' * HEADER.count(' |')}", flush=True)
     failed = []
     for name in arguments.cases:
-        start, file = time.perf_counter(), out / f"{name}.json"
+        start = time.perf_counter()
+        file = out / f"{name}.json"
         file.unlink(missing_ok=True)
         command = [
             __file__,
@@ -385,6 +404,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for result in json.loads(file.read_text(encoding="utf-8")):
             print(row(name, result), flush=True)
         print(f"| {name} | {time.perf_counter() - start:.0f} s in all |", flush=True)
+
     return 1 if failed else 0
 
 

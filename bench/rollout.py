@@ -62,7 +62,9 @@ TINY_DEFAULTS = {
     "prompt_tokens": 16,
 }
 # Two workloads that differ by the decode steps alone: 256 rows with contexts of 256 to 512 tokens.
-DECODE_ROWS, DECODE_PROMPT, DECODE_TOKENS = 256, 256, 256
+DECODE_ROWS = 256
+DECODE_PROMPT = 256
+DECODE_TOKENS = 256
 LOG_TAIL = 3000
 
 
@@ -92,6 +94,7 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
         "--engines", help=f"of {', '.join(SCRIPTS)} [ours,vllm; with --tiny or --decode-step: ours]"
     )
     parser.add_argument("--hf", action="store_true", help="transformers too, as in --engines")
+
     parser.add_argument("--lengths", help="fixed:L or tail:L; several with commas [tail:1024]")
     parser.add_argument("--prompts", type=int, help="[64]")
     parser.add_argument("--samples", help="n, the samples of a prompt; several with commas [16]")
@@ -102,6 +105,7 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
     parser.add_argument(
         "--repeats", type=int, help="timed runs, of which the best counts [2; 6 with --decode-step]"
     )
+
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--decode-step", action="store_true", help="one decode step instead of whole rollouts"
@@ -112,6 +116,7 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
     parser.add_argument(
         "--vllm-inproc", action="store_true", help="vLLM's engine in the process of its caller"
     )
+
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/rollout"), help="folder for logs and JSON"
@@ -123,9 +128,11 @@ def parse_plan(words: Sequence[str] | None = None) -> Plan:
     }
     if arguments.decode_step and set(batch.values()) != {None}:
         parser.error(f"--decode-step has a batch of its own, got another by {batch}.")
+
     for name, value in (TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+
     try:
         return make_plan(arguments)
     except ValueError as error:
@@ -139,22 +146,26 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     )
     chosen = [*engines.split(","), *(["hf"] if arguments.hf else [])]
     models = arguments.models.split(",")
+
     for kind, names, known in (("--engines", chosen, SCRIPTS), ("--models", models, SHAPES)):
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{kind} must be of {', '.join(known)}, got '{unknown[0]}'.")
+
     samples = [int(number) if number.isdecimal() else 0 for number in arguments.samples.split(",")]
     # A decode step is a difference of two best runs: both must have met the machine at its best.
     repeats = (
         (6 if arguments.decode_step else 2) if arguments.repeats is None else arguments.repeats
     )
     counts = [*samples, arguments.prompts, arguments.prompt_tokens, arguments.max_num_seqs, repeats]
+
     if min(counts) < 1:
         raise ValueError(
             "--prompts, --samples, --prompt-tokens, --max-num-seqs and --repeats must be at least "
             f"1, got {arguments.prompts}, {arguments.samples}, {arguments.prompt_tokens}, "
             f"{arguments.max_num_seqs} and {repeats}."
         )
+
     if arguments.decode_step:
         if arguments.max_num_seqs < DECODE_ROWS:
             raise ValueError(
@@ -173,6 +184,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             for lengths in arguments.lengths.split(",")
             for n in samples
         ]
+
     for workload in workloads:
         parse_lengths(workload.lengths)
     return Plan(
@@ -204,11 +216,13 @@ def refuse_what_cannot_run(plan: Plan) -> None:
             f"Install it: {sys.executable} -m pip install vllm==0.24.0; or leave it out: --engines "
             "ours"
         )
+
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "rollout.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
             "--tiny."
         )
+
     if plan.device == "cpu" and "vllm" in plan.engines:
         raise SystemExit(
             "rollout.py: --tiny runs on CPU, where vLLM is not measured. Take --engines ours,hf."
@@ -266,8 +280,10 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
         seed=plan.seed,
         workloads=plan.workloads,
     )
+
     job.write(folder / f"{engine}.job.json")
-    answer, log = folder / f"{engine}.json", folder / f"{engine}.log"
+    answer = folder / f"{engine}.json"
+    log = folder / f"{engine}.log"
     answer.unlink(missing_ok=True)
     command = [
         str(HERE / SCRIPTS[engine]),
@@ -276,6 +292,7 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
         "--json",
         str(answer),
     ]
+
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if plan.vllm_inproc else {}
     start = time.perf_counter()
     if not run_process(command, log, environment):
@@ -283,6 +300,7 @@ def run_side(plan: Plan, model: str, engine: str) -> dict[str, Any] | None:
     result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     result["process_s"] = time.perf_counter() - start
     print(f"{model}: {NAMES[engine]} done in {result['process_s']:.1f} s, log: {log}", flush=True)
+
     return result
 
 
@@ -310,6 +328,7 @@ def print_table(
     best = {
         engine: min(result["workloads"][number]["seconds"]) for engine, result in results.items()
     }
+
     rows = {}
     for engine, seconds in best.items():
         tokens = results[engine]["workloads"][number]["tokens"]
@@ -327,6 +346,7 @@ def print_table(
             f"| {NAMES[engine]} | {tokens / seconds:,.0f} | {seconds:.3f} | {ratio} | "
             f"{bound.total_s / seconds:.1%} | {results[engine]['start_up_s']:.1f} |"
         )
+
     print(
         f"roofline: {bound.total_s:.3f} s = prefill {bound.prefill_s:.3f} + {bound.decode_steps} "
         f"decode steps, weights {bound.weights_s:.3f} and cache {bound.cache_s:.3f}"
@@ -345,6 +365,7 @@ def print_table(
                     f"{name} {value:,.6g}" for name, value in measured["statistics"].items()
                 )
             )
+
     return rows
 
 
@@ -361,6 +382,7 @@ def print_decode_step(
     print("| engine | ms | roofline ms | ms / roofline |\n|---|---|---|---|")
     roofline_ms = 1e3 * bound.decode_s / bound.decode_steps
     rows = {}
+
     for engine, result in results.items():
         first, whole = (min(workload["seconds"]) for workload in result["workloads"])
         step_ms = 1e3 * (whole - first) / (DECODE_TOKENS - 1)
@@ -375,6 +397,7 @@ def print_decode_step(
         print(
             f"  prefill and first token: {first:.3f} s; with {DECODE_TOKENS} tokens: {whole:.3f} s"
         )
+
     return rows
 
 
@@ -405,7 +428,9 @@ def run(plan: Plan) -> list[str]:
     print(
         f"{source}: {machine.gflops / 1e3:,.3g} TFLOP/s, {machine.gb_per_s:,.0f} GB/s", flush=True
     )
-    failures, reports = [], {}
+    failures = []
+    reports = {}
+
     for model in plan.models:
         write_config(plan.out / model / "model", model, plan.device)
         results = {}
@@ -436,6 +461,7 @@ def run(plan: Plan) -> list[str]:
             "models": reports,
         }
         (plan.out / "rollout.json").write_text(json.dumps(everything, indent=2), encoding="utf-8")
+
     return failures
 
 

@@ -24,7 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # of `tail:L`; the first and the last as shares of L
-MEDIAN, SIGMA, SHORTEST = 300 / 1024, 0.8, 1 / 64
+MEDIAN = 300 / 1024
+SIGMA = 0.8
+SHORTEST = 1 / 64
 WARM_UP_TOKENS = 16
 
 
@@ -160,6 +162,7 @@ def check(answers: Sequence[Answer], asks: Sequence[Ask]) -> int:
         raise RuntimeError(
             f"The engine was asked for {len(limits)} samples and gave {len(answers)}."
         )
+
     wrong = [
         number
         for number, (answer, limit) in enumerate(zip(answers, limits))
@@ -171,6 +174,7 @@ def check(answers: Sequence[Answer], asks: Sequence[Ask]) -> int:
             f"{len(wrong)} of {len(limits)} samples do not have the length that was imposed; "
             f"sample {first} has {answers[first].num_tokens} tokens instead of {limits[first]}."
         )
+
     broken = sum(answer.finite is False for answer in answers)
     if broken:
         raise RuntimeError(f"{broken} of {len(limits)} samples have log-probs that are not finite.")
@@ -219,6 +223,7 @@ def run_job(make: Callable[[Job], Side], job: Job) -> dict[str, Any]:
     print(
         f"start-up: {start_up_s:.2f} s, of which making the engine {construct_s:.2f} s", flush=True
     )
+
     results = [measure(side, workload, job, draws) for workload in job.workloads]
     return {
         "versions": side.versions,

@@ -84,7 +84,8 @@ def rollout_roofline(
 ) -> Roofline:
     """The bound for samples of `limits` (n,) tokens of `prompts` distinct prompts of
     `prompt_tokens` tokens."""
-    flops, bandwidth = machine.gflops * 1e9, machine.gb_per_s * 1e9
+    flops = machine.gflops * 1e9
+    bandwidth = machine.gb_per_s * 1e9
     # Embeddings that are not the output projection too are looked up, not read; `shape` leaves them
     # out.
     weights_read_s = (shape.body + shape.head) * dtype_bytes / bandwidth
@@ -97,6 +98,7 @@ def rollout_roofline(
         + 2 * shape.head * prompts
         + shape.attention * causal_pairs
     )
+
     return Roofline(
         prefill_s=max(prefill / flops, weights_read_s),
         weights_s=float(np.maximum(weights_read_s, products_s).sum()),
@@ -126,7 +128,8 @@ def _best_cuda(work: Callable[[], object]) -> float:
     """Seconds on the device; the first runs choose kernels and raise the clock."""
     seconds = []
     for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         work()
         end.record()

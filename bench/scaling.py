@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=131_072, help="of the mini-batch, a rank [131072]"
     )
+
     parser.add_argument(
         "--micro-tokens", type=int, default=32_768, help="of a forward-backward pass [32768]"
     )
@@ -45,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=2, help="timed updates, of which the best counts [2]"
     )
+
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -80,7 +82,8 @@ def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
         job = make_job(arguments, Path(folder))
-        side, rows = Ours(job), draw_rows(job)
+        side = Ours(job)
+        rows = draw_rows(job)
         update_flops_of_a_rank, pass_flops = update_flops(job, rows)
     world = side.engine.mesh.world
 

@@ -70,6 +70,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="1.5b", help=f"of {', '.join(SHAPES)} [1.5b]")
     parser.add_argument("--prompts", type=int, help="[64]")
+
     parser.add_argument("--samples", type=int, help="responses a prompt, at least 2 [16]")
     parser.add_argument("--prompt-tokens", type=int, help="[256]")
     parser.add_argument("--new-tokens", type=int, help="of the longest response [1024]")
@@ -78,6 +79,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-micro-tokens", type=int, help="of the others' passes, if they have room for less"
     )
+
     parser.add_argument("--steps", type=int, default=2, help="the first is a warm-up [2]")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument(
@@ -86,6 +88,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--vllm-memory", type=float, default=0.6, help="share of the device for vLLM [0.6]"
     )
+
     parser.add_argument("--trl-prompts", type=int, help="prompts that TRL gets, if not all")
     parser.add_argument(
         "--trl-steps", type=int, help="steps that TRL makes, if not --steps; 1 counts its first one"
@@ -94,6 +97,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--limit-s", type=float, default=500.0, help="time limit of an engine [500]"
     )
     parser.add_argument("--seed", type=int, default=0)
+
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/step"), help="folder for model, logs and JSON"
@@ -102,19 +106,23 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--write-model", action="store_true", help="write the model into --out and nothing else"
     )
     arguments = parser.parse_args(words)
+
     for name, value in (TINY_DEFAULTS if arguments.tiny else DEVICE_DEFAULTS).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+
     arguments.model = "tiny" if arguments.tiny else arguments.model
     arguments.peer_micro_tokens = arguments.peer_micro_tokens or arguments.micro_tokens
     arguments.lengths = arguments.lengths or f"fixed:{arguments.new_tokens}"
     arguments.engines = (
         arguments.engines or ("ours" if arguments.tiny else "ours,assembled")
     ).split(",")
+
     try:
         check(arguments)
     except ValueError as error:
         parser.error(str(error))
+
     return arguments
 
 
@@ -127,12 +135,14 @@ def check(arguments: argparse.Namespace) -> None:
         for name in names:
             if name not in known:
                 raise ValueError(f"--{option} must be of {', '.join(known)}, got '{name}'.")
+
     _, longest = parse_lengths(arguments.lengths)
     fewest = min(arguments.micro_tokens, arguments.peer_micro_tokens)
     if longest + arguments.prompt_tokens > fewest:
         raise ValueError(
             f"A pass must hold a row of {longest + arguments.prompt_tokens} tokens, got {fewest}."
         )
+
     if min(arguments.steps, arguments.samples) < 2:
         raise ValueError(
             f"--steps and --samples must be at least 2, got {arguments.steps} and "
@@ -157,9 +167,12 @@ def make_job(arguments: argparse.Namespace, engine: str) -> StepJob:
         backend="aot_eager" if arguments.tiny else "inductor",
         seed=arguments.seed,
     )
+
     if engine == "trl":
-        prompts, steps = arguments.trl_prompts or job.prompts, arguments.trl_steps or job.steps
+        prompts = arguments.trl_prompts or job.prompts
+        steps = arguments.trl_steps or job.steps
         job = replace(job, prompts=prompts, steps=steps)
+
     return job
 
 
@@ -168,6 +181,7 @@ def run_engine(arguments: argparse.Namespace, engine: str) -> dict[str, Any] | s
     if engine in NEEDS and importlib.util.find_spec(NEEDS[engine][0]) is None:
         package, install = NEEDS[engine]
         return f"the package {package} is not installed: {sys.executable} -m pip install {install}"
+
     files = {suffix: arguments.out / f"{engine}.{suffix}" for suffix in ("job.json", "json", "log")}
     make_job(arguments, engine).write(files["job.json"])
     files["json"].unlink(missing_ok=True)
@@ -178,6 +192,7 @@ def run_engine(arguments: argparse.Namespace, engine: str) -> dict[str, Any] | s
         "--json",
         str(files["json"]),
     ]
+
     problem = run_limited(command, files["log"], limit_s=arguments.limit_s)
     return problem or json.loads(files["json"].read_text(encoding="utf-8"))
 
@@ -204,6 +219,7 @@ def print_table(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
         f"{engine} (x {scaled[engine]:g})" if scaled[engine] != 1 else engine for engine in columns
     ]
     heads = ["seconds", *names, *(f"{peer} / {first}" for peer in peers)]
+
     print("\n| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for phase in PHASES:
         cells = [f"{column[phase]:.3f}" for column in columns.values()]
@@ -214,6 +230,7 @@ def print_table(arguments: argparse.Namespace, results: dict[str, dict[str, Any]
             for peer in peers
         ]
         print("| " + " | ".join([phase, *cells, *ratios]) + " |")
+
     for engine, factor in scaled.items():
         if factor != 1:
             given = f"{arguments.prompts / factor:g} of {arguments.prompts}"
@@ -241,13 +258,16 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.out = arguments.out.resolve()
     device = torch.device("cpu" if arguments.tiny else "cuda")
+
     if not arguments.tiny and not torch.cuda.is_available():
         raise SystemExit(
             "step.py needs a CUDA device, and PyTorch sees none. Try the script itself with --tiny."
         )
+
     if arguments.write_model:
         write_model(arguments.out / "model", SHAPES[arguments.model], device)
         return
+
     # In a process of its own, so that no memory of the device stays with this one.
     command = [
         str(Path(__file__).resolve()),
@@ -264,6 +284,7 @@ def main() -> None:
     )
     if problem:
         raise SystemExit(f"step.py: the model could not be written: {problem}")
+
     print(
         f"{arguments.model}: {arguments.prompts} prompts x {arguments.samples} samples, "
         f"{arguments.prompt_tokens} + {arguments.lengths} tokens, passes of "
@@ -272,6 +293,7 @@ def main() -> None:
         flush=True,
     )
     start = time.perf_counter()
+
     results: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
     for engine in arguments.engines:
@@ -285,6 +307,7 @@ def main() -> None:
         jobs = {name: asdict(make_job(arguments, name)) for name in arguments.engines}
         everything = {"jobs": jobs, "results": results, "problems": problems}
         (arguments.out / "step.json").write_text(json.dumps(everything, indent=2), encoding="utf-8")
+
     if results:
         print_table(arguments, results)
     print(f"{time.perf_counter() - start:.0f} s in all", flush=True)

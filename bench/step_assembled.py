@@ -81,7 +81,8 @@ def buckets(model: torch.nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
         size += 2 * parameter.numel()
         if size >= BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
     if bucket:
         yield bucket
 
@@ -108,6 +109,7 @@ def make_trainer(job: StepJob) -> Torch:
         seed=job.seed,
     )
     trainer = Torch(sizes)
+
     saved = AutoModelForCausalLM.from_pretrained(Path(sizes.folder), dtype=torch.float32)
     trainer.model.load_state_dict(saved.state_dict())
     return trainer
@@ -134,6 +136,7 @@ def to_rows(asks: list[Ask], outputs: list[Any]) -> list[Row]:
         )
         prompt = torch.tensor(ask.prompt_ids)
         rows += [Row(prompt, torch.tensor(ids), float(a)) for ids, a in zip(responses, advantages)]
+
     return rows
 
 
@@ -149,11 +152,13 @@ def step(
     clock.lap("generate")
     rollout.engine.sleep(level=2)
     clock.lap("weights")
+
     rows = to_rows(asks, outputs)
     clock.lap("rest")
     if job.old_log_probs:
         trainer.log_probs(rows)
         clock.lap("old log-probs")
+
     trainer.gradients(rows)
     norm = trainer.step()
     clock.lap("update")
@@ -162,6 +167,7 @@ def step(
         torch.cuda.empty_cache()
     rollout.take(buckets(trainer.model))
     clock.lap("weights")
+
     return clock.total(), rows, norm
 
 
@@ -171,12 +177,15 @@ def run(job: StepJob) -> dict[str, Any]:
     trainer = make_trainer(job)
     rollout.take(buckets(trainer.model))
     steps: list[dict[str, float]] = []
-    tokens, norm = 0, 0.0
+    tokens = 0
+    norm = 0.0
+
     for number in range(job.steps):
         seconds, rows, norm = step(job, number, rollout, trainer)
         tokens = sum(len(row.response) for row in rows)
         steps.append(seconds)
         print(f"step {number + 1}: {seconds}", flush=True)
+
     return {
         "versions": f"vllm {vllm.__version__}, {trainer.versions}",
         "steps": steps,

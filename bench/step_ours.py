@@ -27,7 +27,8 @@ ROWS = {
 
 def impose_lengths(rollout: Any, job: StepJob) -> None:
     """Give every sample of a step its length, for which the trainer has no key."""
-    generate, limits = rollout.generate, job.limits().tolist()
+    generate = rollout.generate
+    limits = job.limits().tolist()
 
     def limited(requests: list[Request], *arguments: Any, **named: Any) -> Any:
         asked = [
@@ -50,6 +51,7 @@ def run(job: StepJob) -> dict[str, Any]:
         micro_tokens=job.micro_tokens,
         no_checkpointing=not job.checkpointing,
     )
+
     config = make_config(sizes, folder, job.torch_device)
     trainer = PPOTrainer(
         config,
@@ -58,11 +60,13 @@ def run(job: StepJob) -> dict[str, Any]:
         train_dataset=RandomPrompts(job.prompts * job.steps, job.prompt_tokens, job.vocabulary),
     )
     trainer.reads_old_log_probs = job.old_log_probs
+
     trainer.init_workers()
     impose_lengths(trainer.rollout_wg.worker.engine, job)
     trainer.fit()
     text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     lines: list[dict[str, float]] = [json.loads(line) for line in text.splitlines()]
+
     return {
         "versions": versions(job.device),
         "steps": [

@@ -116,6 +116,7 @@ def run(job: StepJob) -> dict[str, Any]:
     digits = np.random.default_rng(job.seed).integers(
         10, size=(job.prompts * job.steps, job.prompt_tokens)
     )
+
     prompts = ["".join(map(str, row)) for row in digits]
     num_tokens = len(tokenizer(prompts[0])["input_ids"])
     if num_tokens != job.prompt_tokens:
@@ -128,6 +129,7 @@ def run(job: StepJob) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[watch],
     )
+
     trainer.compute_loss = watch.timing("loss_forward", trainer.compute_loss)
     trainer.accelerator.backward = watch.timing("backward", trainer.accelerator.backward)
     model.generate = watch.timing("gen", model.generate)
@@ -138,6 +140,7 @@ def run(job: StepJob) -> dict[str, Any]:
         {row: sum(line.get(name, 0.0) for name in names) for row, names in ROWS.items()}
         for line in watch.steps
     ]
+
     return {
         "versions": f"trl {trl.__version__}, {versions(job.device)}",
         "steps": steps,

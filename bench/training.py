@@ -85,6 +85,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", help="of a row: fixed:L or tail:L; several with commas [fixed:4096]"
     )
+
     parser.add_argument("--tokens", type=int, help="of the mini-batch [65536]")
     parser.add_argument(
         "--micro-tokens", type=int, help="of a forward-backward pass, at least a row [16384]"
@@ -96,6 +97,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         default="on",
         help="on, off or ours's share of the layers, 0.5 say; several with commas [on]",
     )
+
     parser.add_argument(
         "--lora", type=int, default=0, help="rank of adapters; 0 trains all weights [0]"
     )
@@ -106,6 +108,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-entropy", action="store_true", help="ours and hf without entropies in the update"
     )
+
     parser.add_argument(
         "--shared-prompts", action="store_true", help="groups of 16 with 1,024 + 512 tokens"
     )
@@ -115,12 +118,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=300.0, help="time limit of an engine on one workload [300]"
     )
+
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens, on CPU")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/training"), help="folder for logs and JSON"
     )
     arguments = parser.parse_args(words)
+
     try:
         return complete(arguments)
     except ValueError as error:
@@ -136,9 +141,11 @@ def complete(arguments: argparse.Namespace) -> argparse.Namespace:
         "samples": 1,
         **shared,
     }
+
     for name, value in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+
     usual = "ours,ours-shared" if arguments.shared_prompts else "ours,torch,hf"
     arguments.engines = (arguments.engines or usual).split(",") + [
         "ours-compiled"
@@ -147,16 +154,19 @@ def complete(arguments: argparse.Namespace) -> argparse.Namespace:
     for name in ("models", "lengths", "checkpointing"):
         setattr(arguments, name, getattr(arguments, name).split(","))
     known = {"engines": ENGINES, "models": SHAPES}
+
     for option, names in known.items():
         for name in getattr(arguments, option):
             if name not in names:
                 raise ValueError(f"--{option} must be of {', '.join(names)}, got '{name}'.")
+
     for checkpointing in arguments.checkpointing:
         if checkpointing not in ("on", "off") and not 0 < float(checkpointing) < 1:
             raise ValueError(
                 "--checkpointing must be on, off or a share between 0 and 1, got "
                 f"'{checkpointing}'."
             )
+
     for lengths in arguments.lengths:
         _, longest = parse_lengths(lengths)
         if longest > arguments.micro_tokens:
@@ -167,6 +177,7 @@ def complete(arguments: argparse.Namespace) -> argparse.Namespace:
             raise ValueError(
                 f"--prompt-tokens must be in 1..{longest - 1}, got {arguments.prompt_tokens}."
             )
+
     if min(arguments.samples, arguments.repeats) < 1 or arguments.lora < 0:
         raise ValueError("--samples and --repeats must be at least 1, --lora at least 0.")
     return arguments
@@ -212,6 +223,7 @@ def run_engine(job: Job, engine: str, folder: Path, limit_s: float) -> dict[str,
         "--json",
         str(files["json"]),
     ]
+
     # As the trainer has it (`use_expandable_segments`).
     problem = run_limited(
         command,
@@ -226,7 +238,8 @@ def row(engine: str, result: dict[str, Any]) -> str:
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"
 
-    tokens, optimizer_s = result["tokens"], result["optimizer_s"]
+    tokens = result["tokens"]
+    optimizer_s = result["optimizer_s"]
     cells = [
         engine,
         f"{result['update_s']:.3f}",
@@ -272,6 +285,7 @@ def run_workload(
         f"optimizer\n{HEADER}\n|{'---|' * HEADER.count(' |')}",
         flush=True,
     )
+
     for engine in arguments.engines:
         job = make_job(arguments, model, lengths, checkpointing, engine)
         result = run_engine(job, engine, arguments.out / model / name, arguments.limit_s)
@@ -281,6 +295,7 @@ def run_workload(
         else:
             results[engine] = result
             print(row(engine, result), flush=True)
+
     if len(results) > 1:
         print(f"largest relative difference: {disagreement(results)}", flush=True)
         first, *peers = results
@@ -289,6 +304,7 @@ def run_workload(
                 f"{peer} {results[peer][phase] / results[first][phase]:.2f}" for peer in peers
             ]
             print(f"{phase} as a multiple of {first}'s: {', '.join(ratios)}", flush=True)
+
     return {"job": asdict(job), "results": results, "problems": problems}
 
 
@@ -300,6 +316,7 @@ def main() -> None:
             "training.py needs a CUDA device, and PyTorch sees none. Try the script itself with "
             "--tiny."
         )
+
     start = time.perf_counter()
     reports = []
     for model in arguments.models:
@@ -310,9 +327,11 @@ def main() -> None:
                 (arguments.out / "training.json").write_text(
                     json.dumps(reports, indent=2), encoding="utf-8"
                 )
+
     versions = {result["versions"] for report in reports for result in report["results"].values()}
     print(f"\n{'; '.join(versions)}; {time.perf_counter() - start:.0f} s in all", flush=True)
     failed = [engine for report in reports for engine in report["problems"]]
+
     if failed:
         raise SystemExit(
             f"training.py: {', '.join(failed)} failed; what the others gave stands above."

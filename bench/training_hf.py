@@ -88,25 +88,31 @@ class HF(Plain):
         longest = max(len(row.response) for row in rows)
         ids = torch.zeros(len(rows), width + longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
+
         for number, row in enumerate(rows):
             real = slice(width - len(row.prompt), width + len(row.response))
             ids[number, real] = torch.cat([row.prompt, row.response])
             mask[number, real] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+
+        ids = ids.to(self.device)
+        mask = mask.to(self.device)
         with autocast(self.device):
             output = self.model(
                 input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=longest + 1
             )
+
         # accelerate hands the outputs of a model under autocast over in fp32.
         logits = output.logits.float()[:, :-1]
         targets = ids[:, width:]
         chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
         # Row by row: all normalizers at once would double the memory of the logits.
         log_probs = chosen - torch.stack([row.logsumexp(-1) for row in logits])
+
         if entropy:
             with torch.no_grad():
                 for row in logits:
                     torch.special.entr(row.softmax(-1)).sum(-1)
+
         return log_probs, mask[:, width:]
 
 

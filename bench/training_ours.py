@@ -100,11 +100,13 @@ def as_batch(rows: list[Row]) -> DataProto:
     ids = torch.zeros(len(rows), prompt_width + response_width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     advantages = torch.zeros(len(rows), response_width)
+
     for number, row in enumerate(rows):
         real = slice(prompt_width - len(row.prompt), prompt_width + len(row.response))
         ids[number, real] = torch.cat([row.prompt, row.response])
         mask[number, real] = 1
         advantages[number] = row.advantage
+
     response_mask = mask[:, prompt_width:]
     columns = {
         "input_ids": ids,
@@ -113,6 +115,7 @@ def as_batch(rows: list[Row]) -> DataProto:
         "advantages": advantages * response_mask,
         "weights": response_mask / response_mask.sum(),
     }
+
     prompts = [row.prompt.numpy().tobytes() for row in rows]
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     uids = np.array([f"prompt-{numbers[prompt]}" for prompt in prompts], dtype=object)

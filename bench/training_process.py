@@ -37,6 +37,7 @@ def run_limited(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return f"not done after {time.perf_counter() - start:.0f} s, killed; log: {log}"
+
     return None if code == 0 else f"{last_error(log)} (code {code}, log: {log})"
 
 

@@ -39,9 +39,11 @@ def packed_varlen(
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """(1, H, N, D) each -> (1, N, H, D), causal within each sequence of `cu_seq_lens_q`."""
-    ends, longest = asked["cu_seq_lens_q"], asked["max_length_q"]
+    ends = asked["cu_seq_lens_q"]
+    longest = asked["max_length_q"]
     # Autocast leaves RoPE in fp32, and does not know varlen_attn.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+
     if q.is_cuda:
         out = varlen_attn(
             q,
@@ -57,6 +59,7 @@ def packed_varlen(
         )
     else:
         out = one_by_one(q, k, v, ends)
+
     return out[None], None
 
 
@@ -96,6 +99,7 @@ class Torch(Plain):
         self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(len(row.response) for row in rows)
         total = torch.zeros(2, device=self.device)
+
         for part in self._parts(rows):
             log_probs = self._log_probs(part, rows)
             counts = torch.tensor([len(row.response) for row in part])
@@ -109,6 +113,7 @@ class Torch(Plain):
             )
             loss.backward()
             total += torch.stack([loss.detach(), log_probs.detach().sum() / tokens])
+
         return Numbers(*total.tolist())
 
     @torch.no_grad()
@@ -142,10 +147,12 @@ class Torch(Plain):
                 for start, row in zip(starts, part)
             ]
         )
+
         ids, positions, answered = (tensor.to(self.device) for tensor in (ids, positions, answered))
         ends = torch.tensor(starts, dtype=torch.int32, device=self.device)
         # The longest row of all: a number of the batch's own would compile the layers again.
         longest = max(row.length for row in rows)
+
         with autocast(self.device):
             output = self.model.base_model(
                 input_ids=ids[None],
@@ -163,6 +170,7 @@ class Torch(Plain):
                 checkpoint(self.chunk, piece, weight, targets, use_reentrant=False)
                 for piece, targets in zip(hidden.split(count), ids[answered].split(count))
             ]
+
         return torch.cat(pieces)
 
 

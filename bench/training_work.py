@@ -111,6 +111,7 @@ def draw_rows(job: Job) -> list[Row]:
     )
     draw = np.random.default_rng(job.seed)
     rows: list[Row] = []
+
     for start in range(0, len(lengths), job.samples):
         group = np.maximum(
             lengths[start : start + job.samples] - job.prompt_tokens, SHORTEST_RESPONSE
@@ -125,6 +126,7 @@ def draw_rows(job: Job) -> list[Row]:
         for count in group:
             response = torch.from_numpy(draw.integers(job.vocabulary, size=count))
             rows.append(Row(prompt, response, float(draw.standard_normal())))
+
     return rows
 
 
@@ -166,6 +168,7 @@ def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
     if job.optimizer:
         side.step()
     start_up_s = time.perf_counter() - start
+
     print(
         f"start-up {start_up_s:.1f} s, {numbers}, log-prob pass {before:.6f}, norm {norm:.6g}",
         flush=True,
@@ -176,10 +179,12 @@ def measure(side: Side, job: Job, start: float) -> dict[str, Any]:
         if job.optimizer:
             recorder.time("optimizer", side.step)
         print(f"{recorder.seconds}", flush=True)
+
     train_flops, forward_flops = update_flops(job, rows)
     best = {name: min(seconds) for name, seconds in recorder.seconds.items()}
     update_s = best["gradients"] + best.get("optimizer", 0.0)
     device = torch.device(job.device)
+
     return {
         "versions": side.versions,
         "start_up_s": start_up_s,

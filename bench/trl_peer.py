@@ -141,6 +141,7 @@ def main() -> None:
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         train(arguments, folder, watch)
+
     versions = (
         f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )

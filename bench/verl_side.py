@@ -93,7 +93,8 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
 def profile_counted_steps(trainer: PPOTrainer) -> cProfile.Profile:
     """A profile that starts after the warm-up. Set on the object: a subclass with a `run_step` of
     its own might read the old log-probs, so the trainer would compute them."""
-    profile, run_step = cProfile.Profile(), trainer.run_step
+    profile = cProfile.Profile()
+    run_step = trainer.run_step
 
     def profiled(prompts: DataProto) -> None:
         if trainer.global_step == WARMUP_STEPS:
@@ -113,6 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     steps = train(arguments)
+
     seconds = [
         {name: step.get(f"timing_s/{name}", 0.0) for name in ("step", *PHASES)} for step in steps
     ]

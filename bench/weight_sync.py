@@ -70,7 +70,8 @@ class Result(NamedTuple):
     peak_gib: float
 
     def row(self) -> str:
-        size, proof_s = self.num_bytes / 1e9, self.proved_s - self.hand_over_s
+        size = self.num_bytes / 1e9
+        proof_s = self.proved_s - self.hand_over_s
         share = proof_s / self.hand_over_s
         cells = [
             self.model,
@@ -85,6 +86,7 @@ class Result(NamedTuple):
             f"{share / RolloutConfig().fingerprint_interval:.2%}",
             f"{self.peak_gib:.2f}",
         ]
+
         return "| " + " | ".join(cells) + " |"
 
 
@@ -98,16 +100,21 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=float, default=512, help="rollout.update_weights_bucket_megabytes [512]"
     )
+
     parser.add_argument(
         "--repeats", type=int, default=5, help="timed runs, of which the best counts [5]"
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on the CPU")
     arguments = parser.parse_args(words)
+
     if arguments.tiny:
-        arguments.models, arguments.bucket_mb = "tiny", 0.1
+        arguments.models = "tiny"
+        arguments.bucket_mb = 0.1
+
     for model in arguments.models.split(","):
         if model not in SHAPES:
             parser.error(f"--models must be of {', '.join(SHAPES)}, got '{model}'.")
+
     return arguments
 
 
@@ -157,7 +164,8 @@ def measure(name: str, bucket_bytes: int, repeats: int, device: torch.device) ->
         total_steps=1,
         gradient_checkpointing=False,
     )
-    world, device = trainer.mesh.world, trainer.device
+    world = trainer.mesh.world
+    device = trainer.device
     engine = Engine(model, torch.bfloat16, device)
     sender = DirectSender(engine, world=world)
 
@@ -184,6 +192,7 @@ def main(words: Sequence[str] | None = None) -> list[Result]:
     arguments = parse_arguments(words)
     device = torch.device("cpu" if arguments.tiny else "cuda")
     results = []
+
     for name in arguments.models.split(","):
         results.append(measure(name, int(arguments.bucket_mb * 2**20), arguments.repeats, device))
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -198,6 +207,7 @@ def main(words: Sequence[str] | None = None) -> list[Result]:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
     return results
 
 

@@ -73,6 +73,7 @@ def launch(
         "MASTER_PORT": str(free_port()),
     }
     where = Path.cwd() if folder is None else folder
+
     with tempfile.TemporaryDirectory() as outputs:
         processes = []
         for rank in range(ranks):
@@ -85,6 +86,7 @@ def launch(
         returncode = _wait(processes, timeout_s)
         stdout = Path(outputs, "stdout").read_text()
         stderr = Path(outputs, "stderr").read_text()
+
     return Done(returncode, stdout, stderr)
 
 
@@ -99,6 +101,7 @@ def _wait(processes: list[BaseProcess], timeout_s: float) -> int:
     ends_at = time.monotonic() + timeout_s
     running = list(processes)
     returncode = 0
+
     while running:
         seconds = max(ends_at - time.monotonic(), 0)
         if not wait([process.sentinel for process in running], seconds):
@@ -112,6 +115,7 @@ def _wait(processes: list[BaseProcess], timeout_s: float) -> int:
                 ends_at = time.monotonic() + GRACE_S
                 for other in running:
                     other.terminate()
+
     return returncode
 
 

@@ -88,6 +88,7 @@ def test_what_an_installation_reads_is_copied_before_it(path: Path):
             assert read <= there
             assert "make" not in rest or "Makefile" in there
             installed = True
+
     assert installed
     assert there >= {"."}
     assert all((ROOT / source).exists() for source in there)
@@ -111,6 +112,7 @@ def test_what_git_ignores_stays_out_of_the_image():
         "bench",
         "docs",
     }
+
     assert not ignored & needed
 
 

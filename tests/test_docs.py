@@ -125,6 +125,7 @@ def test_keys_that_a_page_names_exist(page: Path):
         for end in range(1, len(words) + 1)
     }
     mappings = tuple(f"{path}." for path, key in keys.items() if isinstance(key.default, dict))
+
     text = re.sub(r"^```python.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     # a column
     named = set(re.findall(r"(?<![\w./-])(\w+(?:\.\w+)+)(?==|`|,)", text)) - {
@@ -136,6 +137,7 @@ def test_keys_that_a_page_names_exist(page: Path):
         for name in named - parts
         if name.split(".")[0] in sections and not name.startswith(mappings)
     }
+
     assert wrong == set()
 
 
@@ -175,8 +177,10 @@ def test_what_is_refused_names_what_to_set_instead(written: str, instead: str):
 def test_every_default_that_differs_is_told():
     table = rows(section(MOVING, "Other"))
     told = {quoted(key)[0]: (quoted(theirs)[0], quoted(ours)[0]) for key, theirs, ours in table}
-    keys, differ = keys_of(TrainConfig), {}
+    keys = keys_of(TrainConfig)
+    differ = {}
     lines = (SHARED / "verl05_keys.txt").read_text()
+
     for path, theirs in re.findall(r"^(\S+) = (.*?)(?:\s+#.*)?$", lines, re.MULTILINE):
         key = keys.get(path)
         if (
@@ -186,10 +190,12 @@ def test_every_default_that_differs_is_told():
             or path.endswith(("path", "_files"))
         ):
             continue
-        theirs, ours = theirs.strip("'"), "null" if key.default is None else str(key.default)
+        theirs = theirs.strip("'")
+        ours = "null" if key.default is None else str(key.default)
         if theirs != ours and not _same_number(theirs, ours):
             of_every_role = "fsdp_config.reshard_after_forward"
             differ[of_every_role if path.endswith(of_every_role) else path] = (theirs, ours)
+
     assert differ == told
 
 

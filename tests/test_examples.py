@@ -153,6 +153,7 @@ def test_the_algorithms_are_those_of_the_folders():
             config.needs_critic,
         )
         found.setdefault(script.parent.name, set()).add(asked)
+
     assert found == {
         "grpo_trainer": {("grpo", False, False)},
         "ppo_trainer": {("gae", False, True)},
@@ -178,6 +179,7 @@ def test_a_script_trains(tmp_path: Path):
         "trainer.max_steps=2",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     )
+
     path = python3(tmp_path, f'exec {shlex.quote(sys.executable)} "$@"')
     done = subprocess.run(
         [script, *overrides],
@@ -186,6 +188,7 @@ def test_a_script_trains(tmp_path: Path):
         text=True,
         timeout=250,
     )
+
     assert done.returncode == 0, done.stderr
     assert "Training completed in" in done.stdout
     steps = [
@@ -217,6 +220,7 @@ def test_the_script_of_several_turns_is_planned_with_a_line_for_what_is_not_buil
         line.split("=")[0].removeprefix("W actor_rollout_ref.rollout.")
         for line in remarks.splitlines()
     ]
+
     assert keys == [
         "name",
         "multi_turn.enable",

@@ -55,7 +55,8 @@ def test_the_first_steps(tmp_path: Path):
     assert [words[:2] for words in FIRST_STEPS] == [
         ["verl", name] for name in ("doctor", "plan", "train", "merge", "generate", "eval")
     ]
-    told, status = {}, {}
+    told = {}
+    status = {}
     for _, name, *arguments in FIRST_STEPS:
         done = launch(1, run_module, "verl.cli.main", [name, *arguments], folder=tmp_path)
         told[name], status[name] = done.stdout, done.returncode

@@ -209,6 +209,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
         clean_up_tokenization_spaces=False,
     )
+
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -229,6 +230,7 @@ def _make_fierce(model: PreTrainedModel) -> None:
     }
     head = model.get_output_embeddings()
     assert isinstance(head, torch.nn.Linear)
+
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)

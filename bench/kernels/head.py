@@ -18,8 +18,11 @@ import torch
 from verl.models import logprobs
 from verl.models.logprobs import token_log_probs
 
-TOKENS, HIDDEN, VOCABULARY = 28_672, 1536, 151_936
-ROUNDS, CALLS = 12, 3
+TOKENS = 28_672
+HIDDEN = 1536
+VOCABULARY = 151_936
+ROUNDS = 12
+CALLS = 3
 
 
 def main() -> None:

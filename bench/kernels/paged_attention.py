@@ -37,7 +37,8 @@ from verl.rollout.embedded.kernels.paged_attention import (
 )
 
 PAGE_SIZE = 16
-SHORTEST, LONGEST = 256, 1280
+SHORTEST = 256
+LONGEST = 1280
 BATCHES = (16, 64, 256, 1024)
 MEMORY_GB_PER_S = 4300
 READ_BYTES = 400e6  # by one replay of a graph: several times the L2 cache
@@ -67,7 +68,8 @@ class Batch:
     """b rows in a cache of as many layers as it takes to read READ_BYTES."""
 
     def __init__(self, shape: Shape, rows: int, *, fresh: bool) -> None:
-        self.shape, self.rows = shape, rows
+        self.shape = shape
+        self.rows = rows
         with torch.device("cuda"):
             self.positions = torch.linspace(SHORTEST, LONGEST, rows)[torch.randperm(rows)].int() - 1
             width = LONGEST // PAGE_SIZE
@@ -87,6 +89,7 @@ class Batch:
             cos, sin = torch.randn(2, LONGEST, shape.dim, dtype=torch.bfloat16)
             self.fresh = Fresh(k, v, cos, sin, None, None, 0.0) if fresh else None
             self.out = torch.empty(rows, shape.heads, shape.dim, dtype=torch.bfloat16)
+
         self.workspace = split_workspace(rows, shape.heads, shape.dim, 64, "cuda")
 
     def attend(self, **settings: Any) -> None:
@@ -124,6 +127,7 @@ def graph_seconds(work: Callable[[], None], repeats: int = 7) -> float:
         work()
     graph.replay()
     times = []
+
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -131,6 +135,7 @@ def graph_seconds(work: Callable[[], None], repeats: int = 7) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
+
     return statistics.median(times)
 
 
@@ -157,6 +162,7 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
         for config in LAUNCHES
         for count in counts
     }
+
     print(f"  b = {batch.rows}, {batch.read_bytes / 1e6:.1f} MB a layer, {batch.layers} layers")
     for config, count in sorted(times, key=times.__getitem__)[:best]:
         print(f"    {launch(config):>9} splits {count:2d} {speed(batch, times[config, count])}")
@@ -165,16 +171,19 @@ def sweep(batch: Batch, num_sms: int, best: int) -> dict[DecodeConfig, float]:
     config = decode_config(
         batch.shape.dim, batch.shape.dim, torch.bfloat16, fresh_programs=fresh_programs
     )
+
     us = batch.microseconds(config=config, num_splits=count)
     print(f"    {launch(config):>9} splits {count:2d} {speed(batch, us)}  the default")
     by_count = " ".join(
         f"{count}: {min(times[config, count] for config in LAUNCHES):.1f}" for count in counts
     )
     print(f"    us by splits, best launch: {by_count}")
+
     for split_tokens in (256, 512):
         us = batch.microseconds(split_tokens=split_tokens)
         splits = fixed_num_splits(batch.table.shape[1], PAGE_SIZE, split_tokens)
         print(f"    fixed splits of {split_tokens} (up to {splits}): {speed(batch, us)}")
+
     return {config: min(times[config, count] for count in counts) for config in LAUNCHES}
 
 
@@ -199,6 +208,7 @@ def main() -> None:
     parser.add_argument(
         "--fresh", action="store_true", help="rotate and store the newest tokens as well"
     )
+
     parser.add_argument("--best", type=int, default=4, help="launches to print at each batch")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -207,6 +217,7 @@ def main() -> None:
         f"{device.name}, torch {torch.__version__}; launch = tokens of a block / warps / stages; "
         "fraction of 4.3 TB/s"
     )
+
     for name in args.shapes:
         print(name)
         results = []

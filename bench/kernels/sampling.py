@@ -44,7 +44,8 @@ def replay(
     logits: torch.Tensor, params: SamplingParams, tuning: Tuning | None = None
 ) -> Callable[[], None]:
     """The draw as a captured graph."""
-    rows, device = logits.shape[0], logits.device
+    rows = logits.shape[0]
+    device = logits.device
     state = DrawState(
         slots=torch.arange(rows, dtype=torch.int32, device=device),
         keys=torch.from_numpy(sample_keys(0, 0, np.arange(rows)).view(np.int64)).to(device),
@@ -107,6 +108,7 @@ def tune(all_logits: dict[int, torch.Tensor]) -> None:
         ),
     ]
     print(f"\n{'microseconds at rows':60} " + " ".join(f"{rows:>7}" for rows in all_logits))
+
     for name, tuning in cuts:
         times = [
             milliseconds(replay(logits, MODES[name], tuning)) for logits in all_logits.values()
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
+
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     all_logits = {
@@ -134,6 +137,7 @@ def main() -> None:
     for logits in all_logits.values():
         logits.normal_(std=arguments.spread)
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
+
     print(f"{torch.cuda.get_device_name()}, {versions}, {arguments.dtype}, V {VOCABULARY}")
     compare(all_logits)
     if arguments.tune:

@@ -76,9 +76,11 @@ def main() -> None:
         help="prompt tokens, response tokens, responses",
     )
     parser.add_argument("--no-checkpointing", action="store_true")
+
     arguments = parser.parse_args()
     module = load(not arguments.no_checkpointing)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, Qwen2.5-1.5B shape")
+
     for shape in arguments.shapes:
         prompt, response, rows = (int(number) for number in shape.split(","))
         results = [measure(module, batch(prompt, response, rows, share)) for share in (False, True)]

@@ -92,14 +92,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--local_save_dir", "--local_dir", help="folder to write to; default: ~/data/<dataset>"
     )
+
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir or f"~/data/{options.dataset}").expanduser()
     target.mkdir(parents=True, exist_ok=True)
     make = {"humaneval": make_humaneval_row, "mbpp": make_mbpp_row}[options.dataset]
     splits: dict[str, list[dict[str, Any]]] = {}
+
     for made in map(make, read_raw(options.local_dataset_path, options.dataset)):
         if made is not None:
             splits.setdefault(made[0], []).append(made[1])
+
     for split, rows in splits.items():
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"wrote {len(rows):,} rows to {target / split}.parquet")

@@ -62,6 +62,7 @@ def problems(
         misses += 1
         numbers = [draw.randint(1, max_number) for _ in range(num_numbers)]
         joined = join_randomly(numbers, draw)
+
         if (
             joined is None
             or joined[0].denominator != 1
@@ -69,6 +70,7 @@ def problems(
             or joined[0] in numbers
         ):
             continue
+
         key = (tuple(sorted(numbers)), int(joined[0]))
         if key not in seen:
             seen.add(key)
@@ -102,6 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--train_size", type=int, default=20_000)
     parser.add_argument("--test_size", type=int, default=512)
+
     parser.add_argument("--num_numbers", type=int, default=3)
     parser.add_argument("--max_number", type=int, default=50)
     parser.add_argument("--max_target", type=int, default=100)
@@ -113,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
         max_number=options.max_number,
         max_target=options.max_target,
     )
+
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     for split, size in (("test", options.test_size), ("train", options.train_size)):

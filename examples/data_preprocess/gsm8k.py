@@ -47,12 +47,14 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
                 f"{split} row {index}: the column '{column}' must be a text, got "
                 f"{raw.get(column)!r:.80}."
             )
+
     ground_truth = extract_answer(raw["answer"])
     if ground_truth is None:
         raise DataError(
             f"{split} row {index}: the answer must end in '#### number', got "
             f"{raw['answer'][-40:]!r}. Write the number behind it, or take the row out."
         )
+
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{raw['question']} {INSTRUCTION}"}],
@@ -77,9 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--local_save_dir", "--local_dir", default="~/data/gsm8k", help="folder to write to"
     )
+
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
+
     for split in SPLITS:
         rows = [
             make_row(raw, split, i)

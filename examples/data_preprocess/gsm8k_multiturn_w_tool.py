@@ -79,9 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
         default="~/data/gsm8k_multiturn",
         help="folder to write to",
     )
+
     options = parser.parse_args(arguments)
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
+
     for split in gsm8k.SPLITS:
         rows = [
             make_row(raw, split, i)

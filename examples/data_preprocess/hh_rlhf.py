@@ -63,6 +63,7 @@ def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any] | No
         or not all(m["content"] for m in chosen)
     ):
         return None
+
     if chosen[:-1] != rejected[:-1]:
         return None
     return {
@@ -89,9 +90,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--local_save_dir", "--local_dir", default="~/data/hh_rlhf", help="folder to write to"
     )
     options = parser.parse_args(arguments)
+
     target = Path(options.local_save_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     written = 0
+
     for split in SPLITS:
         made = [
             make_row(raw, split, i)
@@ -106,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{len(made) - len(rows)} that do not pair"
         )
         written += len(rows)
+
     if not written:
         parser.error(
             f"no pairs in '{options.local_dataset_path}': expected files such as train.jsonl or "

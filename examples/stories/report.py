@@ -62,6 +62,7 @@ def print_curves(folders: list[Path]) -> None:
     names = [folder.name.removeprefix("seed_") for folder in folders]
     for name, row in zip([*names, "mean"], [*rows, means]):
         print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in row[:6]) + " |")
+
     print("\nReward, mean over each tenth of the run:\n")
     print(
         "| seed | "
@@ -84,6 +85,7 @@ def print_samples(folder: Path) -> None:
         "reward:\n"
     )
     print("| prompt | reward | before | reward | after |\n|---|---|---|---|---|")
+
     for number in range(0, every * NUM_SAMPLES, every):
         prompt = before[number]["input"].removeprefix("<s>").strip()
         cells = [prompt]
@@ -104,11 +106,13 @@ def main() -> None:
     folders = sorted(
         arguments.output.glob("seed_*"), key=lambda folder: int(folder.name.removeprefix("seed_"))
     )
+
     if not folders:
         parser.error(
             f"'{arguments.output}' holds no seed_N folder. Run examples/stories/run.sh MODEL "
             "OUTPUT first."
         )
+
     print_curves(folders)
     print_samples(folders[0])
 

@@ -44,6 +44,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -70,6 +71,7 @@ def make_model(num_tokens: int) -> LlamaForCausalLM:
         pad_token_id=SPECIAL_TOKENS.index(PAD),
         dtype="float32",
     )
+
     return LlamaForCausalLM(config)
 
 
@@ -107,6 +109,7 @@ def training_rows(
                 rows.append(prompt + target)
                 labels.append([-100] * len(prompt) + target)
                 weights.append(weight)
+
     length = max(map(len, rows))
     ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
     targets = torch.tensor([row + [-100] * (length - len(row)) for row in labels])
@@ -129,6 +132,7 @@ def train(
     )
     num_questions = LARGEST * LARGEST
     num_answers = len(ids) // num_questions
+
     for step in range(steps):
         # All answers of a question stand in the batch together: their noise cancels.
         chosen = torch.randperm(num_questions)[: batch_size // num_answers]

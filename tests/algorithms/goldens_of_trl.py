@@ -33,7 +33,8 @@ OPTIONS = {
 
 
 def golden(name: str, coef: float, folder: str) -> tuple[float, float]:
-    recipe, ids = case.RECIPES[name], case.tokens()
+    recipe = case.RECIPES[name]
+    ids = case.tokens()
     case.model().save_pretrained(folder)
     words = {f"t{number}": number for number in range(case.VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
@@ -56,6 +57,7 @@ def golden(name: str, coef: float, folder: str) -> tuple[float, float]:
         model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"},
         **OPTIONS[name],
     )
+
     trainer = GRPOTrainer(
         model=folder,
         args=config,
@@ -64,6 +66,7 @@ def golden(name: str, coef: float, folder: str) -> tuple[float, float]:
         train_dataset=Dataset.from_dict({"prompt": ["t3"] * 12}),
     )
     trainer.current_gradient_accumulation_steps = 1
+
     old, reference = case.old_and_reference(recipe)
     advantages = torch.from_numpy(case.advantages_by_hand(recipe, np.array(case.SCORES))).float()
     inputs = {
@@ -76,6 +79,7 @@ def golden(name: str, coef: float, folder: str) -> tuple[float, float]:
         "ref_per_token_logps": reference,
         "num_items_in_batch": case.MASK.sum(),
     }
+
     trainer.model.train()  # TRL normalises as in training only there; the model has no dropout
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()

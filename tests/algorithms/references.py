@@ -23,7 +23,9 @@ SETTINGS = {
     "dppo_kl_threshold": 0.02,
     "dro_beta": 0.3,
 }
-LOW, HIGH, C = 0.2, 0.28, 3.0
+LOW = 0.2
+HIGH = 0.28
+C = 3.0
 
 
 # ---------------------------------------------------------------- advantages: (scores, groups, leng
@@ -178,7 +180,9 @@ def _dppo(new, old, advantages, selected):
 def _dppo_kl(new, old, advantages, selected):
     losses = []
     for n, o, a in zip(new, old, advantages):
-        r, p, q = torch.exp(n - o), math.exp(n.item()), math.exp(o.item())
+        r = torch.exp(n - o)
+        p = math.exp(n.item())
+        q = math.exp(o.item())
         rest = (1 - q) * math.log((1 - q) / (1 - p)) if q < 1 else 0.0
         far = q * math.log(q / p) + rest > SETTINGS["dppo_kl_threshold"]
         away = (a > 0 and r > 1) or (a < 0 and r < 1)
@@ -188,7 +192,8 @@ def _dppo_kl(new, old, advantages, selected):
 
 def _dro(new, old, advantages, selected):
     """(A - beta log r)^2 / (2 beta) less A^2 / (2 beta) and A log pi_old."""
-    beta, losses = SETTINGS["dro_beta"], []
+    beta = SETTINGS["dro_beta"]
+    losses = []
     for n, o, a in zip(new, old, advantages):
         losses.append(((a - beta * (n - o)) ** 2 - a**2) / (2 * beta) - a * o)
     return losses
@@ -202,7 +207,8 @@ def _gspo(new, old, advantages, selected):
 def _geo_mean(new, old, advantages, selected):
     product = torch.ones((), dtype=torch.float64)
     for n, o, a in zip(new, old, advantages):
-        r, clipped = torch.exp(n - o), _clip(torch.exp(n - o), math.exp(-LOW), math.exp(HIGH))
+        r = torch.exp(n - o)
+        clipped = _clip(torch.exp(n - o), math.exp(-LOW), math.exp(HIGH))
         product = product * (torch.minimum(r, clipped) if a > 0 else torch.maximum(r, clipped))
     return [-sum(advantages) / len(advantages) * product ** (1 / len(new))] * len(new)
 

@@ -43,7 +43,8 @@ def test_gae_is_the_papers_sum(seed, shape, gamma, lam):
     torch.testing.assert_close(unwhitened_gae(rewards, values, mask, gamma, lam), expected)
     advantages, returns = gae(AdvantageInputs(rewards, mask, values=values, gamma=gamma, lam=lam))
     torch.testing.assert_close(returns, (expected + values) * mask)
-    mean, var = masked_mean(expected, mask), masked_var(expected, mask)
+    mean = masked_mean(expected, mask)
+    var = masked_var(expected, mask)
     torch.testing.assert_close(advantages, (expected - mean) / torch.sqrt(var + 1e-8) * mask)
 
 
@@ -71,7 +72,8 @@ def test_gae_does_not_see_padding_tool_tokens_or_the_order_of_rows(seed, shape, 
 
 def test_gae_of_undiscounted_outcome_is_reward_minus_value():
     mask = torch.tensor([[1, 1, 0, 0, 1, 0]])
-    rewards, values = torch.tensor([[0.0, 0, 0, 0, 1, 0]]), torch.tensor([[0.2, 0.3, 9, 9, 0.7, 9]])
+    rewards = torch.tensor([[0.0, 0, 0, 0, 1, 0]])
+    values = torch.tensor([[0.2, 0.3, 9, 9, 0.7, 9]])
     expected = torch.tensor([[0.8, 0.7, 0, 0, 0.3, 0]])
     torch.testing.assert_close(unwhitened_gae(rewards, values, mask, 1.0, 1.0), expected)
     # One step of decay from the second to the third own token, not three.
@@ -123,6 +125,7 @@ def test_grpo_is_the_papers_formula(seed, group, width, norm_by_std):
     inputs = AdvantageInputs(rewards, mask, group=torch.tensor(group), norm_by_std=norm_by_std)
     advantages, returns = grpo(inputs)
     torch.testing.assert_close(advantages, expected[:, None] * mask)
+
     assert torch.equal(advantages, returns)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     places = torch.arange(width) * 2
@@ -133,6 +136,7 @@ def test_grpo_is_the_papers_formula(seed, group, width, norm_by_std):
             group=torch.tensor(group)[order],
         )
     )
+
     torch.testing.assert_close(shuffled[:, places], advantages[order])
 
 

@@ -29,7 +29,8 @@ def slow_divergence(p: list[float], q: list[float], kind: str, beta: float) -> f
 @given(seeds, st.integers(1, 5), st.integers(2, 9), st.floats(0.01, 0.99))
 def test_a_divergence_is_the_sum_over_words(kind, seed, tokens, words, beta):
     y, other = random_columns(seed, tokens, words, 2)
-    log_p, log_q = y.log_softmax(-1), other.log_softmax(-1)
+    log_p = y.log_softmax(-1)
+    log_q = other.log_softmax(-1)
     pairs = zip(log_p.exp().tolist(), log_q.exp().tolist())
     expected = [slow_divergence(p, q, kind, beta) for p, q in pairs]
     assert divergence(log_p, log_q, kind, beta).tolist() == pytest.approx(expected, abs=1e-12)
@@ -39,7 +40,8 @@ def test_a_divergence_is_the_sum_over_words(kind, seed, tokens, words, beta):
 @given(seeds, st.floats(0.01, 0.99))
 def test_gradients_are_those_of_autograd(kind, seed, beta):
     y, other = random_columns(seed, 3, 7, 2)
-    y, log_q = y.requires_grad_(), other.log_softmax(-1)
+    y = y.requires_grad_()
+    log_q = other.log_softmax(-1)
     (expected,) = torch.autograd.grad(divergence(y.log_softmax(-1), log_q, kind, beta).sum(), y)
     with torch.no_grad():
         found = divergence_gradient(y.log_softmax(-1), log_q, kind, beta)
@@ -48,7 +50,8 @@ def test_gradients_are_those_of_autograd(kind, seed, beta):
 
 def test_the_generalized_jsd_lies_between_both_kl():
     y, other = random_columns(1, 3, 7, 2)
-    log_p, log_q = y.log_softmax(-1), other.log_softmax(-1)
+    log_p = y.log_softmax(-1)
+    log_q = other.log_softmax(-1)
     for beta, scale, limit in ((1e-7, 1e-7, "forward_kl"), (1 - 1e-7, 1e-7, "reverse_kl")):
         got = divergence(log_p, log_q, "jsd", beta) / scale
         torch.testing.assert_close(got, divergence(log_p, log_q, limit), rtol=1e-5, atol=1e-6)
@@ -59,7 +62,8 @@ def test_the_generalized_jsd_lies_between_both_kl():
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_far_apart_distributions_are_finite(kind):
     y = torch.tensor([[200.0, 0.0, -200.0]])
-    log_p, log_q = y.log_softmax(-1), (-y).log_softmax(-1)
+    log_p = y.log_softmax(-1)
+    log_q = (-y).log_softmax(-1)
     assert divergence(log_p, log_q, kind).isfinite().all()
     assert divergence_gradient(log_p, log_q, kind).isfinite().all()
 

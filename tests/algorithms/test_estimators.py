@@ -24,9 +24,11 @@ def inputs_of(seed: int, groups: list[int], width: int, *, coarse: bool = False)
     rows = len(groups)
     mask, (rewards, values) = random_mask(seed, rows, width), random_columns(seed, rows, width, 2)
     generator = torch.Generator().manual_seed(seed)
+
     if coarse:
         rewards = torch.zeros_like(rewards)
         rewards[:, -1] = torch.randint(0, 2, (rows,), generator=generator).double()
+
     return AdvantageInputs(
         rewards,
         mask,
@@ -53,10 +55,8 @@ def as_tensor(rows: list[list[float | None]]) -> torch.Tensor:
 @given(seeds, groupings, st.integers(1, 5), st.booleans())
 def test_a_row_has_the_advantage_of_the_paper(name, seed, groups, width, coarse):
     inputs = inputs_of(seed, groups, width, coarse=coarse)
-    scores, lengths = (
-        inputs.token_level_rewards.sum(-1).tolist(),
-        inputs.response_mask.sum(-1).tolist(),
-    )
+    scores = inputs.token_level_rewards.sum(-1).tolist()
+    lengths = inputs.response_mask.sum(-1).tolist()
     expected = torch.tensor(ADVANTAGES[name](scores, groups, lengths), dtype=torch.float64)
     advantages, returns = advantage_estimators.get(name)(inputs)
     # Rounding of equal rewards over a spread of 1e-6.
@@ -83,7 +83,8 @@ def test_reinforce_plus_plus_whitens_what_is_to_come(seed, groups, width):
 @given(seeds, groupings, st.integers(1, 5))
 def test_the_groups_mean_is_the_baseline_of_reinforce_plus_plus(seed, groups, width):
     inputs = inputs_of(seed, groups, width)
-    scores, rows = inputs.token_level_rewards.sum(-1), []
+    scores = inputs.token_level_rewards.sum(-1)
+    rows = []
     for row, mask in enumerate(inputs.response_mask.bool().tolist()):
         members = scores[torch.tensor(groups) == groups[row]]
         baseline = members.mean().item() if len(members) > 1 else 0.0
@@ -141,7 +142,8 @@ def test_without_the_division_it_is_dr_grpo():
 )
 def test_padding_gaps_order_and_group_names_change_nothing(name, seed, groups, gaps, rng):
     inputs = inputs_of(seed, groups, 5)
-    estimator, places = advantage_estimators.get(name), torch.tensor(gaps).cumsum(0) - 1
+    estimator = advantage_estimators.get(name)
+    places = torch.tensor(gaps).cumsum(0) - 1
     order = list(range(len(groups)))
     rng.shuffle(order)
     assert inputs.values is not None
@@ -155,6 +157,7 @@ def test_padding_gaps_order_and_group_names_change_nothing(name, seed, groups, g
             for name, column in inputs.columns.items()
         },
     )
+
     for one, other in zip(estimator(inputs), estimator(wide)):
         torch.testing.assert_close(other[:, places], one[order], rtol=1e-8, atol=1e-8)
         unseen = torch.ones(other.shape[1], dtype=torch.bool)
@@ -179,6 +182,7 @@ def test_degenerate_batches_are_finite(name):
                 "sum_pi_squared": torch.ones(rows, width),
             },
         )
+
         for column in estimator(inputs):
             assert column.shape == mask.shape
             assert column.dtype == torch.float32
@@ -215,7 +219,8 @@ def test_a_missing_greedy_score_is_told():
 @given(seeds, groupings, st.integers(1, 5))
 def test_the_optimal_token_baseline_weighs_by_realized_energy(seed, groups, width):
     """Against sums over tokens and responses, with the gradient's norm taken by autograd."""
-    inputs, rows = inputs_of(seed, groups, width), len(groups)
+    inputs = inputs_of(seed, groups, width)
+    rows = len(groups)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, width, 5, generator=generator, dtype=torch.float64)
     drawn = torch.randint(0, 5, (rows, width), generator=generator)
@@ -226,8 +231,10 @@ def test_the_optimal_token_baseline_weighs_by_realized_energy(seed, groups, widt
     }
     found, _ = advantage_estimators.get("optimal_token_baseline")(inputs._replace(columns=columns))
 
-    own, rewards = inputs.response_mask.bool(), inputs.token_level_rewards
-    energy, to_go = torch.zeros(rows, width).double(), torch.zeros(rows, width).double()
+    own = inputs.response_mask.bool()
+    rewards = inputs.token_level_rewards
+    energy = torch.zeros(rows, width).double()
+    to_go = torch.zeros(rows, width).double()
     for row in range(rows):
         total = 0.0
         for t in range(width):

@@ -26,7 +26,10 @@ with warnings.catch_warnings():
 LENGTHS = [7, 2, 5, 1, 6, 3]
 GROUPS = [0, 1, 0, 1, 1, 0]
 SCORES = [1.0, 0.0, 0.3, 0.0, 1.0, 0.5]
-PROMPT, WIDTH, VOCABULARY, KL_COEF = 4, 7, 32, 0.04
+PROMPT = 4
+WIDTH = 7
+VOCABULARY = 32
+KL_COEF = 0.04
 MASK = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).long()
 
 
@@ -76,13 +79,16 @@ def model() -> LlamaForCausalLM:
         eos_token_id=2,
         attn_implementation="eager",
     )
-    made, generator = LlamaForCausalLM(config), random.Random(0)
+    made = LlamaForCausalLM(config)
+
+    generator = random.Random(0)
     with torch.no_grad():
         for weights in made.parameters():
             drawn = [generator.uniform(-0.5, 0.5) for _ in range(weights.numel())]
             weights.copy_(
                 torch.tensor(drawn).view_as(weights) + (1.0 if weights.ndim == 1 else 0.0)
             )
+
     return made.eval()
 
 
@@ -129,6 +135,7 @@ def ours(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[float
         rewards = rewards - KL_COEF * kl_penalty(old, reference, kl) * MASK
     uids = np.array(["one", "other"], dtype=object)[GROUPS]
     advantages, _ = compute_grpo_outcome_advantage(rewards, MASK, uids, 1e-6, recipe.by_std)
+
     actor = model()
     new = log_probs(actor)
     if recipe.loss == "vanilla":
@@ -145,11 +152,13 @@ def ours(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[float
             loss_agg_mode=recipe.mode,
             config=config,
         )
+
     if kl is not None and not in_reward:
         penalty = kl_penalty(logprob=new, ref_logprob=reference, kl_penalty=kl)
         loss = loss + KL_COEF * agg_loss(
             loss_mat=penalty, loss_mask=MASK, loss_agg_mode=recipe.mode
         )
+
     loss.backward()
     return loss.item(), norm(actor)
 
@@ -176,15 +185,19 @@ def by_hand(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[fl
     if in_reward:
         rewards = rewards - KL_COEF * ((old - reference) * MASK.numpy()).sum(1)
     advantages = advantages_by_hand(recipe, rewards)
-    loss, slopes = 0.0, np.zeros_like(new)
+
+    loss = 0.0
+    slopes = np.zeros_like(new)
     for row, (a, n) in enumerate(zip(advantages, LENGTHS)):
-        x, gap = new[row, :n], new[row, :n] - reference[row, :n]
+        x = new[row, :n]
+        gap = new[row, :n] - reference[row, :n]
         ratio = np.exp(x - old[row, :n])
         if recipe.loss == "gspo":
             ratio = np.full(n, np.exp((x - old[row, :n]).mean()))
         bounded = np.clip(ratio, 1 - recipe.low, 1 + recipe.high)
         if recipe.loss == "cispo":
-            values, slope = -bounded * a * x, -bounded * a
+            values = -bounded * a * x
+            slope = -bounded * a
         else:
             values = np.maximum(-ratio * a, -bounded * a)
             moves = -ratio * a >= -bounded * a
@@ -198,7 +211,8 @@ def by_hand(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[fl
                 "mse": (gap**2 / 2, gap),
                 "low_var_kl": (np.exp(-gap) - 1 + gap, 1 - np.exp(-gap)),
             }[kl]
-            values, slope = values + KL_COEF * penalty, slope + KL_COEF * change
+            values = values + KL_COEF * penalty
+            slope = slope + KL_COEF * change
         weight = {
             "token-mean": 1 / sum(LENGTHS),
             "seq-mean-token-sum": 1 / len(LENGTHS),
@@ -207,6 +221,7 @@ def by_hand(recipe: Recipe, kl: str | None, in_reward: bool = False) -> tuple[fl
         }[recipe.mode]
         loss += weight * values.sum()
         slopes[row, :n] = weight * slope
+
     leaf.backward(torch.from_numpy(slopes))
     return loss, norm(actor)
 

@@ -50,7 +50,8 @@ def test_estimators_token_by_token(kind, d):
 def test_k1_and_k3_are_unbiased_and_their_gradients_are_known(seed, vocabulary):
     (logits, reference) = (0.5 * column[0] for column in random_columns(seed, 1, vocabulary, 2))
     logits.requires_grad_()
-    policy, reference = logits.log_softmax(-1), reference.log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    reference = reference.log_softmax(-1)
     probabilities = policy.exp().detach()
     exact = (policy.exp() * (policy - reference)).sum()
     (true_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
@@ -132,6 +133,7 @@ def test_controllers_come_from_their_section():
     assert fixed.value == 0.5
     section.type = "adaptive"
     adaptive = get_kl_controller(section)
+
     assert isinstance(adaptive, AdaptiveKLController)
     assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.5, 0.1, 10)
     section.horizon = 0
@@ -151,10 +153,12 @@ def test_mismatch_metrics(seed, rows, width):
         for p, q, m in zip(drawn.flatten().tolist(), trained.flatten().tolist(), mask.flatten())
         if m
     ]
+
     if not pairs:
         with pytest.raises(ValueError, match="at least one response token"):
             mismatch_metrics(drawn, trained, mask)
         return
+
     dirty = torch.where(mask.bool(), drawn, float("nan"))
     metrics = mismatch_metrics(dirty, trained, mask)
     gaps = [abs(math.exp(p) - math.exp(q)) for p, q in pairs]
@@ -170,6 +174,7 @@ def test_mismatch_metrics(seed, rows, width):
         "training/rollout_kl_k3": sum(math.exp(q - p) - 1 - (q - p) for p, q in pairs) / len(pairs),
         "training/rollout_ess": sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)),
     }
+
     assert metrics == pytest.approx(expected, abs=1e-9)
 
 

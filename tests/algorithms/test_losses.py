@@ -48,6 +48,7 @@ def test_vanilla_is_dual_clip_ppo(seed, size, spread):
     losses, slopes, clipped, dual = (
         torch.tensor(part, dtype=torch.float64) for part in zip(*tokens)
     )
+
     torch.testing.assert_close(output.loss, (losses * inputs.weights).sum())
     (gradient,) = torch.autograd.grad(output.loss, inputs.log_probs)
     torch.testing.assert_close(gradient, slopes * inputs.weights)
@@ -141,7 +142,8 @@ def test_a_users_loss_term_registers():
 def test_value_loss_is_clipped_per_token(seed, size, cliprange):
     values, old, returns, weights = (column[0] for column in random_columns(seed, 1, size, 4))
     output = clipped_value_loss(values, old, returns, weights, cliprange_value=cliprange)
-    total, clipped = 0.0, []
+    total = 0.0
+    clipped = []
     for v, o, r, w in zip(values.tolist(), old.tolist(), returns.tolist(), weights.tolist()):
         near = min(max(v, o - cliprange), o + cliprange)
         total += w * 0.5 * max((v - r) ** 2, (near - r) ** 2)
@@ -153,10 +155,8 @@ def test_value_loss_is_clipped_per_token(seed, size, cliprange):
 
 def test_value_loss_gradient_in_float64():
     values = torch.tensor([0.0, 0.3, 2.0, -2.0, 2.0], dtype=torch.float64, requires_grad=True)
-    old, returns = (
-        torch.zeros(5, dtype=torch.float64),
-        torch.tensor([1.0, -1, 3, -3, -1], dtype=torch.float64),
-    )
+    old = torch.zeros(5, dtype=torch.float64)
+    returns = torch.tensor([1.0, -1, 3, -3, -1], dtype=torch.float64)
     weights = torch.full((5,), 0.2, dtype=torch.float64)
 
     def loss(v):

@@ -77,7 +77,8 @@ def test_columns_of_padding_change_nothing_but_the_constant_of_dr_grpo(seed, sha
 @given(seeds, shapes, modes, st.randoms(use_true_random=False))
 def test_micro_batches_add_up_in_any_order(seed, shape, mode, rng):
     mask, (loss,) = random_mask(seed, *shape), random_columns(seed, *shape, 1)
-    weights, order = aggregation_weights(mask, mode), list(range(shape[0]))
+    weights = aggregation_weights(mask, mode)
+    order = list(range(shape[0]))
     rng.shuffle(order)
     assert torch.equal(aggregation_weights(mask[order], mode), weights[order])
     parts = torch.tensor(order).split(2)
@@ -114,13 +115,16 @@ def test_statistics_look_under_the_mask_alone(seed, shape):
     population = statistics.pvariance(kept) if kept else 0.0
     assert masked_sum(values, mask).item() == pytest.approx(sum(kept))
     assert masked_mean(values, mask).item() == pytest.approx(mean)
+
     assert masked_var(values, mask).item() == pytest.approx(var, abs=1e-12)
     assert masked_var(values, mask, unbiased=False).item() == pytest.approx(population, abs=1e-12)
     for row, value in enumerate(masked_mean(values, mask, dim=-1)):
         assert value.item() == pytest.approx(masked_mean(values[row], mask[row]).item())
-    whitened, unshifted = masked_whiten(values, mask), masked_whiten(values, mask, shift_mean=False)
+    whitened = masked_whiten(values, mask)
+    unshifted = masked_whiten(values, mask, shift_mean=False)
     assert whitened.isfinite().all()
     assert whitened[~mask.bool()].eq(0).all()
+
     if len(kept) > 1:
         assert masked_mean(whitened, mask).item() == pytest.approx(0, abs=1e-9)
         assert masked_var(whitened, mask).item() == pytest.approx(1, abs=1e-3 if var > 1e-4 else 1)

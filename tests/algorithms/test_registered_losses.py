@@ -45,7 +45,8 @@ class MiniBatch:
         """(B, R), from the one pass over the whole mini-batch that goes before."""
         if name not in selections:
             return None
-        own, selected = self.mask.bool(), torch.zeros(self.mask.shape)
+        own = self.mask.bool()
+        selected = torch.zeros(self.mask.shape)
         inputs = SelectionInputs(
             *(column[own] for column in (self.new, self.old, self.advantages, self.noise))
         )
@@ -57,9 +58,12 @@ class MiniBatch:
     ) -> Any:
         """(loss, gradient by the (B, R) log-probs) over the micro-batches `parts`; `present` are
         the packed tokens."""
-        weights, selected = aggregation_weights(self.mask, mode).double(), self.selected(name)
+        weights = aggregation_weights(self.mask, mode).double()
+        selected = self.selected(name)
         present = self.mask.bool() if present is None else present
-        leaf, total = self.new.clone().requires_grad_(), 0.0
+        leaf = self.new.clone().requires_grad_()
+        total = 0.0
+
         for rows in parts:
             keep = present[rows]
             packed = [column[rows][keep] for column in (leaf, self.old, self.advantages, weights)]
@@ -73,6 +77,7 @@ class MiniBatch:
                 mean.shape == number.shape and not mean.requires_grad
                 for mean in output.means.values()
             )
+
         return total, leaf.grad
 
 
@@ -82,8 +87,11 @@ class MiniBatch:
 def test_loss_and_gradient_are_those_of_the_paper(name, seed, shape, mode):
     assert name in LOSSES, "a loss comes with its reference"
     batch = MiniBatch(seed, *shape)
-    own, selected = batch.mask.bool(), batch.selected(name)
-    leaf, rows = batch.new.clone().requires_grad_(), []
+    own = batch.mask.bool()
+    selected = batch.selected(name)
+    leaf = batch.new.clone().requires_grad_()
+    rows = []
+
     for row in range(shape[0]):
         tokens = own[row].nonzero().flatten().tolist()
         columns = [
@@ -92,11 +100,13 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed, shape, mode):
         chosen = [selected is not None and bool(selected[row, t]) for t in tokens]
         if tokens:
             rows.append(LOSSES[name](*columns, chosen))
+
     loss, gradient = batch.loss(name, mode, [torch.arange(shape[0])])
     if not rows:
         assert loss == 0
         assert not gradient.any()
         return
+
     expected = aggregate(rows, mode, shape[1])
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6, abs=1e-7)  # terms near 1 may cancel
@@ -134,6 +144,7 @@ def test_extreme_and_empty_inputs_are_finite(name):
             torch.arange(size) // 2,
             selected=torch.ones(size),
         )
+
         output = policy_losses.get(name)(inputs, **SETTINGS, loss_agg_mode="token-mean")
         output.loss.backward()
         assert output.loss.isfinite()
@@ -162,7 +173,8 @@ def test_the_first_update_is_a_policy_gradient(name):
 def test_the_penalty_of_kl_cov_has_no_gradient_at_its_kink():
     """log r of rounding size, of either sign, gives the gradient of r = 1."""
     drift = torch.tensor([1e-6, -1e-6, 9e-5, 2e-4, -2e-4], dtype=torch.float64)
-    old, weights = torch.full_like(drift, -1.0), torch.ones_like(drift)
+    old = torch.full_like(drift, -1.0)
+    weights = torch.ones_like(drift)
     new = (old + drift).requires_grad_()
     inputs = PolicyLossInputs(
         new, old, 0 * drift, weights, torch.zeros(5, dtype=torch.int64), selected=weights
@@ -191,10 +203,8 @@ def test_gspo_by_tokens_is_gspo_by_sequences():
 
 
 def test_the_binary_kl_of_dppo():
-    old, new = (
-        torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64),
-        torch.tensor([0.6, 0.55, 1.0], dtype=torch.float64),
-    )
+    old = torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64)
+    new = torch.tensor([0.6, 0.55, 1.0], dtype=torch.float64)
     divergence = [
         0.5 * (torch.tensor(0.5 / p).log() + torch.tensor(0.5 / (1 - p)).log()).item()
         for p in (0.6, 0.55)
@@ -203,6 +213,7 @@ def test_the_binary_kl_of_dppo():
     inputs = PolicyLossInputs(
         new.log(), old.log(), torch.ones(3).double(), torch.ones(3).double(), torch.arange(3)
     )
+
     output = policy_losses.get("dppo")(inputs, dppo_divergence="kl", dppo_threshold=between)
     assert output.means["pg_clipfrac"].tolist() == [1.0, 0.0, 0.0]
     assert output.loss.item() == pytest.approx(-0.55 / 0.5 - 1.0)
@@ -218,7 +229,8 @@ def test_selections_pick_what_the_paper_says(seed, size):
     old = new + 0.3 * drift
     noise = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     inputs = SelectionInputs(new, old, advantages, noise)
-    mean_new, mean_advantage = new.mean(), advantages.mean()
+    mean_new = new.mean()
+    mean_advantage = advantages.mean()
     covariance = [
         (n - mean_new).item() * (a - mean_advantage).item() for n, a in zip(new, advantages)
     ]
@@ -249,7 +261,8 @@ def test_selections_pick_what_the_paper_says(seed, size):
 
 def test_a_sequence_mean_needs_no_order_and_sees_own_tokens_alone():
     values = torch.tensor([1.0, 10.0, 3.0, 99.0, 20.0], requires_grad=True)
-    rows, own = torch.tensor([70, 4, 70, 70, 4]), torch.tensor([1, 1, 1, 0, 1])
+    rows = torch.tensor([70, 4, 70, 70, 4])
+    own = torch.tensor([1, 1, 1, 0, 1])
     inputs = PolicyLossInputs(values, values, values, torch.ones(5), rows, mask=own)
     means = inputs.sequence_mean(values)
     assert means.tolist() == [2.0, 15.0, 2.0, 2.0, 15.0]

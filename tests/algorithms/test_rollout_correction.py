@@ -45,7 +45,9 @@ def test_weights_and_rejections_token_by_token(seed, shape, level, reject_by, ic
         accept_band=(0.7, 1.4),
         veto_below=0.4,
     )
-    kept, weights = [], []
+
+    kept = []
+    weights = []
     for row in range(shape[0]):
         columns = old[row].tolist(), drawn[row].tolist(), mask[row].tolist()
         vetoed = any(m and math.exp(o - d) < 0.4 for o, d, m in zip(*columns))
@@ -57,6 +59,7 @@ def test_weights_and_rejections_token_by_token(seed, shape, level, reject_by, ic
             inside = band[0] <= weight <= band[1]
             kept.append(keep)
             weights.append(weight if inside else 0.0 if icepop or not keep else 1.5)
+
     assert got.mask.flatten().tolist() == kept
     torch.testing.assert_close(got.weights.flatten(), torch.tensor(weights, dtype=torch.float64))
     count = sum(kept)
@@ -66,6 +69,7 @@ def test_weights_and_rejections_token_by_token(seed, shape, level, reject_by, ic
     assert got.metrics["rollout_corr/ess"] == pytest.approx(
         sum(weights) ** 2 / squares if squares else 0.0
     )
+
     own = int(mask.sum())
     assert got.metrics["rollout_corr/rejected_tokens"] == pytest.approx(
         (own - count) / own if own else 0.0
@@ -75,10 +79,8 @@ def test_weights_and_rejections_token_by_token(seed, shape, level, reject_by, ic
 def test_metrics_are_divergences():
     """Two tokens of probability 0.5 and 0.25 for the rollout, 0.4 and 0.5 for the trainer, in one
     response each."""
-    drawn, old = (
-        torch.tensor([[0.5, 0.5], [0.25, 1.0]]).log(),
-        torch.tensor([[0.4, 0.4], [0.5, 1.0]]).log(),
-    )
+    drawn = torch.tensor([[0.5, 0.5], [0.25, 1.0]]).log()
+    old = torch.tensor([[0.4, 0.4], [0.5, 1.0]]).log()
     mask = torch.tensor([[1, 1], [1, 0]])
     metrics = correct_rollout(old, drawn, mask).metrics
     ratios = [0.8, 0.8, 2.0]
@@ -86,6 +88,7 @@ def test_metrics_are_divergences():
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(
         sum(r - 1 - math.log(r) for r in ratios) / 3, rel=1e-5
     )
+
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(
         sum(r * r for r in ratios) / 3 - 1, rel=1e-5
     )
@@ -139,6 +142,7 @@ def test_the_adaptive_entropy_coefficient_follows_the_paper():
     ):
         controller.update(entropy)
         assert (controller.coef, controller.value) == (pytest.approx(coef), pytest.approx(value))
+
     again = AdaptiveEntropyController(0.5, target_entropy=0.2, delta=0.01)
     again.load_state_dict(controller.state_dict())
     assert again.value == controller.value
@@ -153,7 +157,9 @@ def reinforce_by_rows(columns, mask, level, band, outside, parts):
     """Return loss, gradient by the (B, R) log-probs, and the weights, over micro-batches of rows."""
     new, drawn, advantages, weights = columns
     leaf = new.clone().requires_grad_()
-    total, used = 0.0, torch.zeros_like(new)
+    total = 0.0
+    used = torch.zeros_like(new)
+
     for rows in parts:
         own = mask[rows].bool()
         inputs = PolicyLossInputs(
@@ -170,6 +176,7 @@ def reinforce_by_rows(columns, mask, level, band, outside, parts):
             used[rows[:, None].expand_as(own)[own], own.nonzero()[:, 1]] = output.means[
                 "rollout_is_weight"
             ]
+
     return total, leaf.grad, used
 
 
@@ -178,13 +185,17 @@ def reinforce_by_rows(columns, mask, level, band, outside, parts):
 def test_reinforce_token_by_token_and_in_any_micro_batches(seed, shape, level, icepop):
     mask = random_mask(seed, *shape)
     new, drift, advantages, weights = random_columns(seed, *shape, 4)
-    new, weights = -new.abs(), 0.1 + weights.abs()
+    new = -new.abs()
+    weights = 0.1 + weights.abs()
     columns = (new, new - 0.5 * drift, advantages, weights)
     band, outside = ((0.6, 1.5), "mask") if icepop else ((0.0, 1.5), "truncate")
 
-    loss, gradient = 0.0, torch.zeros(shape, dtype=torch.float64)
+    loss = 0.0
+    gradient = torch.zeros(shape, dtype=torch.float64)
     for row in range(shape[0]):
-        now, drawn, own = new[row].tolist(), columns[1][row].tolist(), mask[row].tolist()
+        now = new[row].tolist()
+        drawn = columns[1][row].tolist()
+        own = mask[row].tolist()
         for t in range(shape[1]):
             if not own[t]:
                 continue
@@ -206,7 +217,8 @@ def test_the_weight_of_a_response_is_the_product_and_has_no_gradient():
     new = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64)
     drawn = torch.tensor([[-1.3, -2.0, -0.7]], dtype=torch.float64)
     ones = torch.ones_like(new)
-    columns, rows = (new, drawn, 2 * ones, ones), [torch.tensor([0])]
+    columns = (new, drawn, 2 * ones, ones)
+    rows = [torch.tensor([0])]
     _, gradient, used = reinforce_by_rows(columns, ones, "sequence", (0.0, 9.0), "truncate", rows)
     product = torch.full_like(new, math.exp(0.5))
     torch.testing.assert_close(used, product)

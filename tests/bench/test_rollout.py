@@ -39,8 +39,10 @@ def counted_schedule(
     limits: list[int], prompt_tokens: int, slots: int
 ) -> tuple[list[int], list[int]]:
     """`decode_schedule`, one step at a time."""
-    waiting, running = sorted(limits, reverse=True), []
-    rows, context = [], []
+    waiting = sorted(limits, reverse=True)
+    running = []
+    rows = []
+    context = []
     while waiting or running:
         while waiting and len(running) < slots:
             limit = waiting.pop(0)
@@ -75,6 +77,7 @@ def test_the_bound_of_a_1_5b_model_at_256_rows():
     )
     sizes = {"prompts": 256, "prompt_tokens": 256, "max_num_seqs": 1024, "dtype_bytes": 2}
     bound = rollout_roofline(H200, shape, np.full(256, 256), **sizes)
+
     assert bound.decode_steps == 255
     assert bound.weights_s / 255 == pytest.approx(1.00e-3, rel=0.01)
     assert bound.cache_s / 255 == pytest.approx(0.655e-3, rel=0.01)
@@ -149,6 +152,7 @@ def test_a_side_gives_every_sample_its_length(side, tmp_path):
         seed=0,
         workloads=tuple(workloads),
     )
+
     job.write(tmp_path / "job.json")
     result = run_job(side, Job.read(tmp_path / "job.json"))
     for measured, workload in zip(result["workloads"], workloads, strict=True):
@@ -156,6 +160,7 @@ def test_a_side_gives_every_sample_its_length(side, tmp_path):
         assert len(set(workload.limits(0).ravel().tolist())) > 2
         assert len(measured["seconds"]) == 2
         assert min(measured["seconds"]) > 0
+
     json.dumps(result)  # it is handed over as JSON
 
 
@@ -185,9 +190,11 @@ def test_the_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, t
     plan = rollout.parse_plan(["--models", "tiny", "--lengths", "fixed:32", "--out", str(tmp_path)])
     write_config(tmp_path / "tiny" / "model", "tiny", "cpu")
     results = {}
+
     for engine, seconds in (("ours", [2.5, 2.0]), ("vllm", [3.0, 3.5])):
         measured = {"seconds": seconds, "tokens": 64 * 16 * 32, "warm_up_s": 0.1, "statistics": {}}
         results[engine] = {"start_up_s": 9.0, "versions": "none", "workloads": [measured]}
+
     report = rollout.report_model(plan, "tiny", H200, results)
     (table,) = report["tables"].values()
     assert table["ours"]["ratio_to_vllm"] == 1.5
@@ -197,6 +204,7 @@ def test_the_table_has_the_ratio_to_vllm_and_the_share_of_the_roofline(capsys, t
         table["vllm"]["of_roofline"]
         == (bound["prefill_s"] + bound["weights_s"] + bound["cache_s"]) / 3
     )
+
     assert "| ours | 16,384 | 2.000 | 1.50 |" in capsys.readouterr().out
 
 

@@ -42,6 +42,7 @@ def make_job(folder: Path, **changes) -> Job:
         **changes,
     }
     write_config(folder, "tiny", "cpu")
+
     return Job(
         folder=str(folder), device="cpu", vocabulary=SHAPES["tiny"]["vocab_size"], **settings
     )

@@ -89,7 +89,8 @@ KINDS = ["truncated", "missing", "checksum", "too long", "damaged", "no manifest
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_checkpoint_is_noticed_and_the_previous_one_used(tmp_path, kind, caplog):
     manager = CheckpointManager(tmp_path)
-    good, bad = save(manager, 2), save(manager, 4)
+    good = save(manager, 2)
+    bad = save(manager, 4)
     damage(bad, kind)
     with pytest.raises(CheckpointError, match=kind):
         manager.verify(bad)
@@ -150,6 +151,7 @@ def test_a_folder_is_one_runs_alone_until_it_ends_or_is_killed(tmp_path):
         reader.clean()
         assert (tmp_path / ".tmp-global_step_3-1").exists(), "it is being written"
         other.kill()
+
     reader.clean()
     assert names(tmp_path) == {".in_use"}
     reader.claim()
@@ -159,7 +161,8 @@ def test_a_folder_is_one_runs_alone_until_it_ends_or_is_killed(tmp_path):
 
 def test_resume_modes(tmp_path):
     manager = CheckpointManager(tmp_path)
-    first, second = save(manager, 2), save(manager, 4)
+    first = save(manager, 2)
+    second = save(manager, 4)
     assert manager.resolve("auto") == second
     assert manager.resolve("disable") is None
     assert manager.resolve("resume_path", str(first)) == first
@@ -444,6 +447,7 @@ def test_kill_9_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, where, 
         for name in names(tmp_path)
         if name.startswith(".tmp-global") or name.startswith(".old")
     ]
+
     last = save(manager, 6)
     assert manager.latest() == last
     assert {name for name in names(tmp_path) if not name.startswith(".")} == {

@@ -65,7 +65,8 @@ def test_an_odd_manifest_is_passed_over_or_sound_and_never_a_traceback(
     tmp_path_factory, value, place
 ):
     manager = CheckpointManager(tmp_path_factory.mktemp("odd"))
-    good, odd = save(manager, 2), save(manager, 4)
+    good = save(manager, 2)
+    odd = save(manager, 4)
 
     def edit(manifest):
         if place == "entry":
@@ -97,7 +98,8 @@ ODD_MANIFESTS = {
 @pytest.mark.parametrize("kind", ODD_MANIFESTS)
 def test_a_manifest_that_is_none_is_named_and_the_older_checkpoint_used(tmp_path, kind, caplog):
     manager = CheckpointManager(tmp_path)
-    good, odd = save(manager, 2), save(manager, 4)
+    good = save(manager, 2)
+    odd = save(manager, 4)
     (odd / "manifest.json").write_bytes(ODD_MANIFESTS[kind].encode("latin-1"))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(kind)
     with caplog.at_level("WARNING", logger="verl"):
@@ -112,7 +114,8 @@ def test_a_manifest_that_is_none_is_named_and_the_older_checkpoint_used(tmp_path
 
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_a_stray_file_with_the_name_of_a_leftover_stops_nothing(tmp_path, kind):
-    stray, folder = tmp_path / ".tmp-global_step_4-1", tmp_path / "elsewhere"
+    stray = tmp_path / ".tmp-global_step_4-1"
+    folder = tmp_path / "elsewhere"
     folder.mkdir()
     if kind == "file":
         stray.write_text("mine")

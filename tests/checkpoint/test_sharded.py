@@ -17,6 +17,7 @@ def test_tensors_come_back_bit_for_bit_and_in_place(tmp_path):
     }
     write_sharded(tmp_path, tensors)
     saved = SavedTensors(tmp_path)
+
     assert saved.tensors["half"] == ((5, 3), torch.bfloat16)
     whole = saved.read_whole(tensors)
     assert whole.keys() == tensors.keys()
@@ -25,6 +26,7 @@ def test_tensors_come_back_bit_for_bit_and_in_place(tmp_path):
         for name, tensor in tensors.items()
     )
     place = torch.zeros(4, 3)
+
     saved.read({"row": place[2]})
     assert torch.equal(place[2], tensors["row"])
     assert not place[1].any()

@@ -37,6 +37,7 @@ def test_states_of_generators_and_samplers_come_back(tmp_path):
         "tensor": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
     }
     save_state(tmp_path / "state.pt", state)
+
     loaded = load_state(tmp_path / "state.pt")
     assert repr(loaded) == repr(state)
     assert loaded["rng"]["python"] == state["rng"]["python"]
@@ -46,7 +47,8 @@ def test_states_of_generators_and_samplers_come_back(tmp_path):
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "plain pickle"])
 def test_a_state_that_would_run_code_is_refused(tmp_path, kind):
-    file, content = tmp_path / "state.pt", {"sampler": Malicious(tmp_path / "canary")}
+    file = tmp_path / "state.pt"
+    content = {"sampler": Malicious(tmp_path / "canary")}
     if kind == "plain pickle":
         file.write_bytes(pickle.dumps(content))
     else:

@@ -196,6 +196,7 @@ def test_a_reward_is_checked_without_a_model_and_whatever_the_length_of_prompts(
         }
         files.append(tmp_path / f"rows{number}.jsonl")
         files[-1].write_text(json.dumps(row) + "\n")
+
     keys = [f"data.train_files=[{files[0]},{files[1]}]", "data.train_batch_size=2"]
     assert cli.main(["reward", "check", "--rows", "2", *keys]) == 0
     text = capsys.readouterr().out

@@ -102,7 +102,9 @@ def test_advantages_with_pf_ppo_draw_the_rows_anew(section, pf_ppo):
 
 
 def test_gspo_by_the_old_signature():
-    old, new, gains = torch.full((2, 2), -1.0), torch.full((2, 2), -0.8), torch.ones(2, 2)
+    old = torch.full((2, 2), -1.0)
+    new = torch.full((2, 2), -0.8)
+    gains = torch.ones(2, 2)
     config = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
     loss, clipfrac, kl, _ = core_algos.compute_policy_loss_gspo(
         old, new, gains, torch.ones(2, 2), config=config

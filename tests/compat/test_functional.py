@@ -42,6 +42,7 @@ def test_dictionaries():
     assert list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
     with pytest.raises(AssertionError, match="same keys"):
         list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
+
     tree = OmegaConf.create({"a": [1, {"b": 2}]})
     plain = convert_to_regular_types({"tree": tree, "n": np.float32(0.5)})
     assert plain == {"tree": {"a": [1, {"b": 2}]}, "n": 0.5}
@@ -55,7 +56,8 @@ class Colors(DynamicEnum):
 
 
 def test_an_enumeration_takes_members():
-    red, blue = Colors.register("red"), Colors.register("BLUE")
+    red = Colors.register("red")
+    blue = Colors.register("BLUE")
     try:
         assert Colors.RED is red
         assert [red.value, blue.value] == [0, 1]
@@ -70,6 +72,7 @@ def test_an_enumeration_takes_members():
     finally:
         Colors.remove("red")
         Colors.remove("blue")
+
     assert not hasattr(Colors, "RED")
     assert "RED" not in Colors
     assert Colors.from_name("red") is None

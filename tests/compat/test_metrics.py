@@ -52,7 +52,9 @@ def test_numbers_of_a_batch():
         "response_length": [2, 3, 1],
         "prompt_length": [1.5, 2, 1],
     }
-    errors, returns = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([1.0, 3.0, 8.0])
+
+    errors = torch.tensor([1.0, -1.0, 3.0])
+    returns = torch.tensor([1.0, 3.0, 8.0])
     explained = 1 - (errors.var() / (returns.var() + 1e-5)).item()
     assert metrics.pop("critic/vf_explained_var") == pytest.approx(explained)
     assert metrics == {"response_length/clip_ratio": 0.5, "prompt_length/clip_ratio": 0.5}
@@ -142,6 +144,7 @@ def test_validation_of_two_sources():
     sources = ["math", "math", "math", "code"]
     prompts = ["p", "p", "p", "q"]
     metrics = process_validation_metrics(sources, prompts, infos, seed=42)
+
     assert metrics["code"] == {"score": {"mean@1": 0.7}}
     of_math = metrics["math"]["score"]
     assert set(metrics["math"]) == {"score"}, "text has no metrics"

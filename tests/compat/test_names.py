@@ -180,6 +180,7 @@ def test_a_section_is_an_object_and_a_mapping():
         _ = model["nothing"]
     with pytest.raises(ConfigError, match="no fields \\['hiden'\\]"):
         omega_conf_to_dataclass({"hiden": 1}, Model)
+
     named = OmegaConf.create({"_target_": f"{__name__}.Model", "hidden_size": 2})
     assert omega_conf_to_dataclass(named).hidden_size == 2
     assert omega_conf_to_dataclass(model) is model

@@ -209,6 +209,7 @@ def look_up(module: str, name: str) -> Any:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = getattr(importlib.import_module(module), first)
+
     entry = OLD_PATHS.get(module, {}).get(first)
     expected = (
         []
@@ -219,6 +220,7 @@ def look_up(module: str, name: str) -> Any:
     assert [
         message.startswith(start) for message, start in zip(messages, expected, strict=True)
     ] == [True] * len(told)
+
     assert all(
         warning.category is DeprecationWarning and warning.filename == __file__ for warning in told
     )
@@ -237,9 +239,11 @@ def test_a_name_takes_the_published_parameters(module, name, published):
     ours = list(inspect.signature(found).parameters.values())
     theirs = list(published.parameters.values())
     takes_any = [parameter for parameter in ours if parameter.kind is parameter.VAR_KEYWORD]
+
     if theirs and theirs[-1].kind is inspect.Parameter.VAR_KEYWORD:
         theirs.pop()
         assert takes_any
+
     assert [parameter.name for parameter in ours[: len(theirs)]] == [
         parameter.name for parameter in theirs
     ]
@@ -250,6 +254,7 @@ def test_a_name_takes_the_published_parameters(module, name, published):
             assert type(parameter.default) is type(wanted.default) or isinstance(
                 parameter.default, Enum
             ), parameter
+
     for parameter in ours[len(theirs) :]:  # added: whoever does not know it can call
         assert parameter.default is not parameter.empty or parameter.kind in (
             parameter.VAR_KEYWORD,
@@ -303,7 +308,8 @@ def is_exempt(module: str) -> bool:
 def listed_definitions(lines: list[str]) -> Iterator[tuple[str, str]]:
     """(dotted name, parameters) of the lines `def f(...)`, `class C (...)` with its fields, and `.
     method(...)`."""
-    owner, waiting = "", []
+    owner = ""
+    waiting = []
     for line in lines:
         if match := re.match(r"\s*class (\w+)", line):
             owner = match[1]
@@ -384,6 +390,7 @@ def test_every_name_of_the_listed_sentences_is_walked():
     table = " ".join([*PUBLISHED, *PUBLISHED.values()])
     known = set(re.findall(r"\w+", table))
     prose = sections()
+
     for heading in ("verl.single_controller.base", "rewards", "verl.utils"):
         words = set(
             re.findall(
@@ -393,6 +400,7 @@ def test_every_name_of_the_listed_sentences_is_walked():
         )
         assert len(words) > 10
         assert words <= known | NOT_NAMES, words - known
+
     assert set(prose) - {heading for heading in prose if heading.startswith(WITH_THEIR_ROOM)} == {
         "verl.protocol",
         "verl.single_controller.base",

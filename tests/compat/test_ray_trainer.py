@@ -69,6 +69,7 @@ def test_a_recipes_call_trains(tmp_path):
         train_sampler=SequentialSampler(range(10)),
         device_name="cpu",
     )
+
     assert isinstance(trainer.train_loader.sampler, SequentialSampler)
     trainer.init_workers()
     trainer.fit()

@@ -54,7 +54,8 @@ CONFIGS = {
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("name", sorted(name for name in LOSSES if not name.endswith("_cov")))
 def test_a_loss_by_verls_signature_is_the_papers(name, mode):
-    leaf, other = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
+    leaf = NEW.clone().requires_grad_()
+    other = NEW.clone().requires_grad_()
     rows = [
         LOSSES[name](
             *([column[row, t] for t in own] for column in (other, OLD, GAINS)), [False] * len(own)
@@ -62,6 +63,7 @@ def test_a_loss_by_verls_signature_is_the_papers(name, mode):
         for row in range(len(MASK))
         if (own := MASK[row].nonzero().flatten().tolist())
     ]
+
     expected = aggregate(rows, mode, MASK.shape[1])
     expected.backward()
     for config in CONFIGS.values():
@@ -119,8 +121,10 @@ def test_an_estimator_by_verls_signature_is_the_papers(name):
 
 
 def test_other_estimators_by_verls_signature():
-    rewards, baselines = random_columns(9, 6, 7, 1)[0], torch.arange(6.0).double()
+    rewards = random_columns(9, 6, 7, 1)[0]
+    baselines = torch.arange(6.0).double()
     inputs = AdvantageInputs(rewards, MASK, gamma=0.5, group=torch.tensor([0, 1, 0, 1, 1, 0]))
+
     for name, given in (
         ("reinforce_plus_plus", {"config": SimpleNamespace(gamma=0.5)}),
         ("reinforce_plus_plus", {"config": {"gamma": 0.5}}),
@@ -132,6 +136,7 @@ def test_other_estimators_by_verls_signature():
             inputs._replace(columns={"reward_baselines": baselines})
         )
         assert all(torch.equal(one, other) for one, other in zip(got, expected)), name
+
     scaled, _ = get_adv_estimator_fn("gpg")(
         rewards, MASK, index=torch.tensor([0, 1, 0, 1, 1, 0]), f_norm=2.0, alpha=3.0
     )
@@ -223,10 +228,12 @@ def test_a_users_padded_loss_in_packed_micro_batches():
     loss = policy_losses.get("test_padded_reinforce")
     assert get_policy_loss_fn("test_padded_reinforce") is _padded_reinforce
     actor = ActorConfig(clip_ratio_c=2.0)
+
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         weights = aggregation_weights(MASK, mode).double()
         expected = 2.0 * (-GAINS * NEW * weights).sum()
-        leaf, total = NEW.clone().requires_grad_(), 0.0
+        leaf = NEW.clone().requires_grad_()
+        total = 0.0
         for rows in (torch.tensor([4, 0]), torch.tensor([1, 2, 3, 5])):
             # tool tokens among them
             columns = [column[rows].flatten() for column in (leaf, OLD, GAINS, weights)]
@@ -262,7 +269,8 @@ def test_a_users_padded_estimator_in_our_training():
         ] * response_mask
         return advantages, advantages
 
-    rewards, group = random_columns(9, 6, 7, 1)[0], torch.tensor([0, 1, 0, 1, 1, 0])
+    rewards = random_columns(9, 6, 7, 1)[0]
+    group = torch.tensor([0, 1, 0, 1, 1, 0])
     got, _ = advantage_estimators.get("test_padded_mean")(
         AdvantageInputs(rewards, MASK, group=group, gamma=0.5)
     )
@@ -307,7 +315,8 @@ def test_without_a_section_an_estimator_reads_the_inputs_settings():
 
 
 def test_numbers_of_prompts_may_be_a_tensor_for_every_estimator():
-    rewards, mask = torch.rand(4, 3), torch.ones(4, 3)
+    rewards = torch.rand(4, 3)
+    mask = torch.ones(4, 3)
     for name in ("grpo", "gdpo"):
         by_tensor, by_array = (
             get_adv_estimator_fn(name)(rewards, mask, index=index)[0]

@@ -37,6 +37,7 @@ def test_policy_loss():
     tokens = torch.where(THREE < 0, torch.minimum(bounded, -1.5 * THREE), bounded)
     torch.testing.assert_close(loss, masked_mean(tokens, MASK), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(clipfrac, masked_mean((bounded > -THREE * ratio).double(), MASK))
+
     torch.testing.assert_close(kl, masked_mean(ONE - TWO, MASK))
     torch.testing.assert_close(
         lower, masked_mean(((THREE < 0) & (bounded > -1.5 * THREE)).double(), MASK)
@@ -51,7 +52,8 @@ def test_policy_loss():
 def test_value_loss():
     loss, clipfrac = core.compute_value_loss(ONE, TWO, THREE, MASK, 0.5, "seq-mean-token-sum")
     near = torch.clamp(ONE, THREE - 0.5, THREE + 0.5)
-    plain, clipped = (ONE - TWO) ** 2, (near - TWO) ** 2
+    plain = (ONE - TWO) ** 2
+    clipped = (near - TWO) ** 2
     expected = 0.5 * agg_loss(torch.maximum(plain, clipped), MASK, "seq-mean-token-sum")
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(clipfrac, masked_mean((clipped > plain).double(), MASK))

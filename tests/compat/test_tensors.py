@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 def test_log_probs_and_entropy():
     torch.manual_seed(0)
-    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    logits = torch.randn(2, 5, 7)
+    labels = torch.randint(7, (2, 5))
     distribution = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(
         F.logprobs_from_logits(logits, labels), distribution.log_prob(labels)

@@ -36,6 +36,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
         "ray_init.num_cpus=null",
     )
     assert not caplog.records, "nothing is without effect"
+
     train = SHARED.as_train_config(config)
     rollout = train.actor_rollout_ref.rollout
     assert (rollout.temperature, rollout.top_k, rollout.top_p) == (0.6, 50, 0.95)

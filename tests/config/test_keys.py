@@ -117,6 +117,7 @@ def test_key_tables_have_a_line_for_each_key(root: type):
         "| no effect: ",
         "| another name of ",
     )
+
     assert all(sum(status in line for status in statuses) == 1 for line in lines)
 
 

@@ -11,7 +11,8 @@ from verl.config.keys import value_at
 from verl.config.keywords import assign, config_from_keywords, with_options
 from verl.utils.errors import ConfigError
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 TREE = {"actor_rollout_ref": {"model": {"path": "some/model"}}, "data": {"train_batch_size": 8}}
 BASE = {"actor_rollout_ref": TREE["actor_rollout_ref"], "data.train_batch_size": 8}
 
@@ -125,6 +126,7 @@ def test_a_config_may_be_a_tree_a_hydra_tree_or_a_file(tmp_path: Path):
         "actor_rollout_ref: {model: {path: some/model}}\ndata: {train_batch_size: 8}\n"
         "trainer: {project_name: mine, experiment_name: '${trainer.project_name}_1'}\n"
     )
+
     config = made(file)
     assert value_at(config, "trainer.placement.actor") == [0, 1]
     assert value_at(config, f"{ACTOR}.optim.lr") == 1e-4
@@ -133,6 +135,7 @@ def test_a_config_may_be_a_tree_a_hydra_tree_or_a_file(tmp_path: Path):
     assert made(str(file), lr=1e-3, micro_batch_size=4).actor_rollout_ref.actor.optim.lr == 1e-3
     file.write_text("data.train_batch_size: 8\nactor_rollout_ref:\n  model: {path: some/model}\n")
     assert made(file) == made() == made(made()) == made(OmegaConf.create(TREE))
+
     assert made(OmegaConf.create({**TREE, "lr": 1e-3})) == made(lr=1e-3)
 
 

@@ -50,6 +50,7 @@ def test_values_keep_their_types(load: Load):
         "actor_rollout_ref.rollout.max_model_len=null",
     )
     assert config.trainer.logger == ["console", "wandb"]
+
     assert config.data.train_files == ["a.parquet", "b.parquet"]
     assert config.data.truncation == "left"
     assert config.actor_rollout_ref.actor.entropy_coeff == 0.0
@@ -58,6 +59,7 @@ def test_values_keep_their_types(load: Load):
     assert config.trainer.experiment_name == "7"
     assert config.actor_rollout_ref.rollout.stop == ["\n\n"]
     assert config.actor_rollout_ref.model.override_config == {"num_hidden_layers": 2}
+
     assert config.actor_rollout_ref.actor.loss_extra == [ExtraLossConfig(name="sft", coef=0.1)]
 
 
@@ -89,6 +91,7 @@ def test_keys_follow_each_other_as_in_verl(load: Load):
         "data.max_response_length=100",
     )
     assert config.critic.ppo_mini_batch_size == 4
+
     assert config.critic.rollout_n == 3
     assert config.critic.forward_max_token_len_per_gpu == 7000
     assert config.critic.model.path == "some/model"
@@ -263,6 +266,7 @@ def test_a_users_yaml_is_between_defaults_and_overrides(tmp_path: Path, form: st
                 "~actor_rollout_ref.rollout.max_model_len",
             ]
         )
+
     assert config.data.max_prompt_length == 77
     assert config.data.train_batch_size == 4
     assert config.data.max_response_length == 512
@@ -280,6 +284,7 @@ def test_a_yaml_composes_other_files(tmp_path: Path):
         "mine",
         "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: toy}}\n",
     )
+
     argv = [
         f"--config-path={tmp_path / 'main'}",
         "--config-name=mine",
@@ -305,19 +310,23 @@ def test_errors_in_yaml_are_ours(tmp_path: Path):
     )
     _write(tmp_path, "broken", "data: {train_batch_size: [3}\n")
     _write(tmp_path, "badtype", "data: {train_batch_size: many}\n")
+
     with pytest.raises(
         ConfigError, match="Unknown key 'data.train_batchsize'.*data.train_batch_size"
     ):
         load_config([f"--config-path={folder}", "--config-name=typo", *BASE[:2]])
+
     with pytest.raises(
         ConfigError, match="data.train_batch_size expects a whole number, got 'many'"
     ):
         load_config([f"--config-path={folder}", "--config-name=badtype", *BASE[:2]])
+
     with pytest.raises(ConfigError, match="(?s)broken.yaml.*line 1"):
         load_config([f"--config-path={folder}", "--config-name=broken", *BASE])
     _write(tmp_path, "list", "[data, trainer]\n")
     with pytest.raises(ConfigError, match="'list.yaml' must hold keys"):
         load_config([f"--config-path={folder}", "--config-name=list", *BASE])
+
     with pytest.raises(
         ConfigError, match="No 'missing.yaml' in .*Found there: badtype, broken, list, typo"
     ):

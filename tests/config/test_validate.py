@@ -9,11 +9,9 @@ from verl.config import ActorConfig, TrainConfig, load_config, validate
 from verl.config.keys import keys_of
 from verl.utils.errors import ConfigError
 
-ACTOR, ROLLOUT, MODEL = (
-    "actor_rollout_ref.actor",
-    "actor_rollout_ref.rollout",
-    "actor_rollout_ref.model",
-)
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -370,7 +368,8 @@ def test_resume_from_a_folder(build: Load, tmp_path: Path):
 
 def test_a_configuration_made_by_hand_is_checked_alike():
     config = TrainConfig()
-    config.actor_rollout_ref.model.path, config.data.train_files = "toy", ["a"]
+    config.actor_rollout_ref.model.path = "toy"
+    config.data.train_files = ["a"]
     validate(config)
     config.actor_rollout_ref.actor = ActorConfig(ppo_mini_batch_size=3)
     with pytest.raises(ConfigError, match="divisible"):
@@ -428,6 +427,7 @@ def test_what_is_not_built_is_one_line_each_where_nothing_runs(log: pytest.LogCa
         for record in log.records
         if "not available in this version" in record.getMessage()
     ]
+
     assert {line.split(" is not ")[0] for line in told} == set(NOT_BUILT)
     assert len(told) == len(NOT_BUILT)
     assert not any("\n" in line for line in told)

@@ -91,10 +91,8 @@ def test_a_saved_folder_is_train_and_validation(tokenizer, tmp_path):
         {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}
     ).save_to_disk(str(tmp_path / "a"))
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "b"))
-    both, one = (
-        make_config(dataset_name=str(tmp_path / "a")),
-        make_config(dataset_name=str(tmp_path / "b")),
-    )
+    both = make_config(dataset_name=str(tmp_path / "a"))
+    one = make_config(dataset_name=str(tmp_path / "b"))
     sizes = [len(build_dataset(both, tokenizer, split=split) or []) for split in ("train", "val")]
     assert sizes == [5, 2]
     train, val = (build_dataset(one, tokenizer, split=split) for split in ("train", "val"))
@@ -132,14 +130,16 @@ def test_as_many_rows_as_asked(tokenizer, parquet, own):
 
     with pytest.raises(ConfigError, match=r"data\.train_max_samples must be at least 1, or -1"):
         build_dataset(make_config(**rows, train_max_samples=0), tokenizer, split="train")
-    config.data.custom_cls.path, config.data.custom_cls.name = own, "Padded"
+    config.data.custom_cls.path = own
+    config.data.custom_cls.name = "Padded"
     with pytest.raises(ConfigError, match="train_max_samples=4 needs a dataset that derives from"):
         build_dataset(config, tokenizer, split="train")
 
 
 def test_a_users_dataset_is_loaded_and_its_padded_items_are_read(tokenizer, own):
     config = make_config(train_files=["x.parquet"])
-    config.data.custom_cls.path, config.data.custom_cls.name = own, "Padded"
+    config.data.custom_cls.path = own
+    config.data.custom_cls.name = "Padded"
     dataset = build_dataset(config, tokenizer, split="train")
     assert dataset.arguments == (["x.parquet"], tokenizer, config.data, None)  # pyright: ignore
     loader = RLDataLoader(dataset, 2, shuffle=False, seed=1)  # pyright: ignore
@@ -156,7 +156,8 @@ def test_a_users_dataset_may_be_a_subclass_of_ours(tokenizer, parquet, tmp_path)
         "from verl.data.rl_dataset import RLDataset\n\n\nclass Mine(RLDataset):\n    pass\n"
     )
     config = make_config(train_files=[parquet(make_rows(3))])
-    config.data.custom_cls.path, config.data.custom_cls.name = str(file), "Mine"
+    config.data.custom_cls.path = str(file)
+    config.data.custom_cls.name = "Mine"
     dataset = build_dataset(config, tokenizer, split="train")
     assert isinstance(dataset, RLDataset)
     assert len(dataset) == 3
@@ -172,7 +173,8 @@ def test_a_users_dataset_may_be_a_subclass_of_ours(tokenizer, parquet, tmp_path)
 )
 def test_a_users_dataset_that_cannot_serve_is_an_error(tokenizer, own, name, error, message):
     config = make_config(train_files=["x.parquet"])
-    config.data.custom_cls.path, config.data.custom_cls.name = own, name
+    config.data.custom_cls.path = own
+    config.data.custom_cls.name = name
     with pytest.raises(error, match=message):
         build_dataset(config, tokenizer, split="train")
 
@@ -181,7 +183,8 @@ def test_a_users_sampler_orders_the_rows(tokenizer, own, parquet):
     dataset = RLDataset(parquet(make_rows(3)), tokenizer, DataConfig(max_prompt_length=64))
     data = DataConfig()
     assert build_sampler(data, dataset) is None
-    data.sampler.class_path, data.sampler.class_name = own, "Backwards"
+    data.sampler.class_path = own
+    data.sampler.class_name = "Backwards"
     loader = RLDataLoader(dataset, 3, shuffle=True, seed=1, sampler=build_sampler(data, dataset))
     assert next(iter(loader)).non_tensor_batch["index"].tolist() == [2, 1, 0]
     data.sampler.class_name = "torch"

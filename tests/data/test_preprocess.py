@@ -142,10 +142,12 @@ def test_raw_lines_that_are_not_whole_are_named(tmp_path, script, name, argument
         "--local_save_dir",
         str(tmp_path / "out"),
     ]
+
     line = b'{"problem": "?", "ans'
     (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
     with pytest.raises(DataError, match=rf"{name}', line 1, must be one JSON object a line"):
         main(command)
+
     if name.endswith(".gz"):
         (tmp_path / name).write_bytes(gzip.compress(line)[:-9])
         with pytest.raises(DataError, match=rf"{name}' cannot be unpacked"):
@@ -170,6 +172,7 @@ def test_math_rows(tmp_path, tokenizer):
     (tmp_path / "train.json").write_text(json.dumps(raw))
     (tmp_path / "math500.jsonl").write_text(json.dumps(raw[1]))
     main = load_script("data_preprocess/math_dataset.py").main
+
     main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)])
     rows = load_rows(tmp_path, "train", tokenizer)
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["\\frac{1}{2}", "2"]
@@ -189,6 +192,7 @@ def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
     ).read_bytes()
     train, test = (load_rows(tmp_path / "a", split, tokenizer) for split in ("train", "test"))
     assert (len(train), len(test)) == (200, 20)
+
     keys = [
         (
             tuple(sorted(row["reward_model"]["ground_truth"]["numbers"])),
@@ -197,8 +201,10 @@ def test_countdown_is_solvable_seeded_and_split(tmp_path, tokenizer):
         for row in train + test
     ]
     assert len(set(keys)) == 220
+
     for row in train + test:
-        truth, solution = row["reward_model"]["ground_truth"], row["extra_info"]["solution"]
+        truth = row["reward_model"]["ground_truth"]
+        solution = row["extra_info"]["solution"]
         tree = ast.parse(solution, mode="eval")
         used: list[Any] = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         assert sorted(used) == sorted(truth["numbers"])

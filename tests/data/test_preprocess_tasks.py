@@ -67,6 +67,7 @@ def test_code_problems_from_small_files(tmp_path, tokenizer):
     write_lines(
         tmp_path / "mbpp.jsonl.gz", [{**problem, "task_id": number} for number in (3, 11, 700)]
     )
+
     main(["--dataset", "mbpp", "--local_dataset_path", str(tmp_path), "--local_dir", str(tmp_path)])
     assert [len(load_rows(tmp_path, split, tokenizer)) for split in ("test", "train")] == [1, 1], (
         "3 is a few-shot example"
@@ -93,6 +94,7 @@ def test_gsm8k_with_a_tool(tmp_path, tokenizer):
     (row,) = load_rows(tmp_path / "out", "train", tokenizer)
     assert [message["role"] for message in row["raw_prompt"]] == ["system", "user"]
     assert "calc_gsm8k_reward" in row["raw_prompt"][0]["content"]
+
     extra = row["extra_info"]
     assert extra["need_tools_kwargs"] is True
     assert extra["tools_kwargs"] == {
@@ -103,6 +105,7 @@ def test_gsm8k_with_a_tool(tmp_path, tokenizer):
         "query": raw["question"],
         "ground_truth": "1200",
     }
+
     assert row["agent_name"] == "tool_agent"
     assert gold_score(row, raw["answer"]) == 1.0
 
@@ -118,9 +121,11 @@ def test_hh_rlhf_rows_of_the_real_file(tmp_path, tokenizer, capsys):
             str(tmp_path),
         ]
     )
+
     rows = load_rows(tmp_path, "test", tokenizer)
     assert len(rows) > 2000
     assert f"wrote {len(rows):,} rows" in capsys.readouterr().out
+
     for row in rows:
         roles = [message["role"] for message in row["raw_prompt"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
@@ -136,6 +141,7 @@ def test_hh_rlhf_pairs(tmp_path, tokenizer, capsys):
     script.main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)])
     assert "wrote 1 rows" in (said := capsys.readouterr().out)
     assert "left out 2" in said
+
     (row,) = load_rows(tmp_path, "train", tokenizer)
     assert row["raw_prompt"] == [
         {"role": "user", "content": "One?\n\nTwo paragraphs."},
@@ -144,10 +150,12 @@ def test_hh_rlhf_pairs(tmp_path, tokenizer, capsys):
     ]
     assert row["reward_model"] == {"style": "model", "ground_truth": "Good."}
     assert row["extra_info"]["rejected"] == "Bad."
+
     with pytest.raises(SystemExit):
         script.main(
             ["--local_dataset_path", str(tmp_path / "none"), "--local_save_dir", str(tmp_path)]
         )
+
     assert "no pairs in" in capsys.readouterr().err
 
 
@@ -166,6 +174,7 @@ def test_gold_answers_of_plain_gsm8k_and_countdown_score_as_gold(tmp_path, token
     )
     for row in load_rows(tmp_path / "gsm8k", "test", tokenizer)[::10]:
         assert gold_score(row, row["extra_info"]["answer"]) == 1.0
+
     for row in load_rows(tmp_path / "countdown", "test", tokenizer):
         assert gold_score(row, f"<answer>{row['extra_info']['solution']}</answer>") == 1.0
         assert gold_score(row, "<answer>1</answer>") == 0.0

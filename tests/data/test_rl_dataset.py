@@ -249,5 +249,6 @@ def test_the_fingerprint_tells_rows_and_places_apart(parquet, tokenizer):
             (first, {"max_prompt_length": 150}),
         )
     ]
+
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3

@@ -66,6 +66,7 @@ def test_a_users_subclass_is_what_training_reads(parquet, tokenizer, tmp_path):
         "train_files": files,
         "custom_cls": {"path": str(tmp_path / "own.py"), "name": "Own"},
     }
+
     config = config_from_dict({"data": data, "actor_rollout_ref": {"model": {"path": "toy"}}})
     with pytest.warns(DeprecationWarning, match=r"RLHFDataset is now verl\.data\.rlhf_dataset"):
         dataset = build_dataset(config, tokenizer, split="train")

@@ -130,9 +130,11 @@ def test_a_token_on_both_sides_of_the_beginning_is_learnt():
 
 
 def test_a_templates_own_marks_are_taken():
-    plain, marked = tiny_tokenizer(), with_template(MARKED)
+    plain = tiny_tokenizer()
+    marked = with_template(MARKED)
     for first in (0, 4):
-        expected, found = encode_one(plain, DIALOGUE, first), encode_one(marked, DIALOGUE, first)
+        expected = encode_one(plain, DIALOGUE, first)
+        found = encode_one(marked, DIALOGUE, first)
         assert found.ids.tolist() == expected.ids.tolist()
         assert found.learnt.tolist() == expected.learnt.tolist()
 
@@ -221,7 +223,8 @@ def test_fingerprints_tell_datasets_apart(dataset):
 
 def test_a_longer_row_is_cut_where_that_is_asked_for(dataset):
     rows = [{"question": "2+2?", "answer": "fourteen"}]
-    whole, answer = dataset(rows)[0], "fourteen<|im_end|>\n"
+    whole = dataset(rows)[0]
+    answer = "fourteen<|im_end|>\n"
     left = dataset(rows, max_length=12, truncation="left")[0]
     assert left["raw_prompt_ids"] == whole["raw_prompt_ids"][-2:]
     assert tiny_tokenizer().decode(left["response_ids"]) == answer
@@ -328,7 +331,10 @@ def test_padded_columns_hold_the_rows(dataset):
     rows = [{"question": "2+2?", "answer": "fourteen"}, {"question": "A longer one", "answer": "4"}]
     made = dataset(rows)
     batch = pad_examples(collate([made[0], made[1]])).batch
-    ids, real, learnt = batch["input_ids"], batch["attention_mask"].bool(), batch["response_mask"]
+    ids = batch["input_ids"]
+    real = batch["attention_mask"].bool()
+    learnt = batch["response_mask"]
+
     for row in (0, 1):
         item = made[row]
         assert ids[row][real[row]].tolist() == item["raw_prompt_ids"] + item["response_ids"]
@@ -337,6 +343,7 @@ def test_padded_columns_hold_the_rows(dataset):
         assert response[learnt[row].bool()].tolist() == [
             token for token, counts in zip(item["response_ids"], item["learnt"]) if counts
         ]
+
     assert real[:, 0].sum() == 1 == real[:, -1].sum(), (
         "prompts end, and responses begin, in one column"
     )

@@ -548,6 +548,7 @@ def test_a_healthy_world():
         "swap",
         "ray",
     } <= set(names)
+
     assert "pytest" not in str(report), "what developers need is nothing to users"
     assert repr(report) == str(report), "a table, also as the value of a notebook's cell"
 
@@ -629,6 +630,7 @@ def test_a_laptop():
         **host(shm=None, swap=8 * GIB, ram=16 * GIB),
     )
     report = check_env(laptop)
+
     assert {finding.verdict for finding in report.findings} == {"ok"}
     with_library = check_env(replace(laptop, probed=replace(laptop.probed, driver_cuda=(13, 0))))
     assert with_library.findings == report.findings, "it comes with an image"

@@ -30,13 +30,16 @@ def test_two_nodes():
         assert not ray.is_initialized(), "as it was before"
     finally:
         cluster.shutdown()
+
     one, other = found.links
     assert (one.source, one.target) == (other.target, other.source)
     assert one.source != one.target
+
     for link in found.links:
         assert link.error is None
         assert 1e-5 < link.latency_s < 5
         assert 1e5 < link.bytes_per_s < 1e11
+
     assert str(found).count("GB/s") >= 2
 
 

@@ -37,6 +37,7 @@ def test_packages_that_do_not_import(folder: Path):
     (folder / "torchao.py").write_text("import a_part_that_is_missing")
     (folder / "apex.py").write_text("import torch; torch.imported = True")
     found = probe(["flash-attn", "vllm", "sglang", "torchao", "apex", "hydra-core"])
+
     assert found.torch is not None
     assert found.torch.version == "2.99"
     assert found.died_at is None

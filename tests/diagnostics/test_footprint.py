@@ -20,7 +20,8 @@ from verl.models.lora import apply_lora
 from verl.models.packed import PackedCausalLM
 
 SHAPES = [(8, 120)] * 4
-TOKENS, PREDICTIONS = 256, 240
+TOKENS = 256
+PREDICTIONS = 240
 BUDGET = TokenBudget(max_tokens=TOKENS)
 GATHERED = FSDPConfig(reshard_after_forward=False)
 
@@ -45,6 +46,7 @@ def make_engine(
     )
     if lora:
         apply_lora(model, rank=lora, alpha=lora)
+
     defaults = {
         "fsdp": FSDPConfig(),
         "grad_clip": 1.0,
@@ -53,6 +55,7 @@ def make_engine(
         "gradient_checkpointing": False,
         "share_prompts": False,
     }
+
     return TrainEngine(
         PackedCausalLM(model), optim=OptimConfig(optimizer=optimizer), **{**defaults, **settings}
     )
@@ -113,6 +116,7 @@ def test_passes_take_what_is_predicted(settings):
         for tensor in (*engine.module.parameters(), *moments(engine))
     ]
     taken = taken_by(lambda: update(engine), there)
+
     assert sum(engine.footprint.update(TOKENS, PREDICTIONS).values()) == pytest.approx(
         taken, rel=0.05
     )
@@ -139,15 +143,14 @@ def test_the_meter_counts_what_lives():
 
 def test_more_of_anything_takes_more():
     footprint = make_engine().footprint
-    shape, setup = (
-        footprint.shape,
-        replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2),
-    )
+    shape = footprint.shape
+    setup = replace(footprint.setup, on_cuda=True, shards=True, compute_itemsize=2)
     tokens = [
         sum(EngineFootprint(shape, setup).update(count, count).values())
         for count in (64, 128, 4096)
     ]
     assert tokens == sorted(set(tokens))
+
     deeper = replace(shape, layers=6)
     for share in (0.0, 0.5, 1.0):
         one, other = (
@@ -159,6 +162,7 @@ def test_more_of_anything_takes_more():
             for each in (shape, deeper)
         )
         assert one < other
+
     shares = [
         sum(
             EngineFootprint(deeper, replace(setup, checkpointing_share=share))
@@ -168,6 +172,7 @@ def test_more_of_anything_takes_more():
         for share in (0.0, 0.5, 1.0)
     ]
     assert shares == sorted(shares, reverse=True)
+
     assert EngineFootprint(shape, replace(setup, compiled=True)).layer_activations() < (
         EngineFootprint(shape, replace(setup, compiled=False)).layer_activations()
     )

@@ -59,6 +59,7 @@ def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: 
     assert time.process_time() - start < 30
     assert not list(tmp_path.glob("*.safetensors"))
     assert profile.fits is fits
+
     numel = plan.roles["actor"].footprint.shape.numel
     update = phase_of(plan, "actor", "actor update")
     for part, num_bytes in (("actor parameters", 4), ("actor moments", 8), ("gradients", 4)):
@@ -67,6 +68,7 @@ def test_eight_cards(tmp_path: Path, model: PreTrainedConfig, device_gib, fits: 
     assert load.host == 4 * numel, "one process reads the whole model"
     assert phase_of(plan, "actor", "rollout").device["rollout weights"] == 2 * numel
     text = str(profile)
+
     assert ("It fits" in text) == fits
     assert "256 prompts x 8 samples = 2048 rows of at most 2048 tokens" in text
     assert [line for line in text.splitlines() if line.startswith("actor") and "checkpoint" in line]
@@ -134,7 +136,8 @@ def test_where_no_change_helps_it_says_so(tmp_path: Path):
 
 
 def test_what_saves_memory_is_seen_to_save_it(tmp_path: Path):
-    config, shapes = make_config(tmp_path, QWEN_7B, *ONE, TOKENS), ModelShapes()
+    config = make_config(tmp_path, QWEN_7B, *ONE, TOKENS)
+    shapes = ModelShapes()
 
     def plan(*overrides: str) -> MemoryPlan:
         changed = copy.deepcopy(config)
@@ -188,10 +191,12 @@ def test_ranks_that_hold_copies_and_ranks_that_share_tokens(tmp_path: Path):
     shared = plan_memory(
         make_config(tmp_path, QWEN_7B, ulysses, "data.max_response_length=31744"), 80
     )
+
     assert shared.batch.data_ranks == 2
     passes = phase_of(shared, "actor", "actor update").passes
     assert passes is not None
     assert passes.tokens >= 32_768 // 4
+
     with pytest.raises(
         ConfigError, match="Set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of 8"
     ):
@@ -222,6 +227,7 @@ def test_the_cache_is_what_the_engine_would_take(tmp_path: Path):
         )
         for share in (0.25, 0.5)
     )
+
     assert half.rollout.pages == pytest.approx(most.rollout.pages / 2, rel=0.01)
 
 
@@ -234,6 +240,7 @@ def test_a_small_model_on_a_cpu(tmp_path: Path):
             "trainer": {"device": "cpu"},
         }
     )
+
     profile = profile_memory(config)
     assert profile.fits is None
     assert set(profile.plan.roles) == {"actor", "critic"}
@@ -320,6 +327,7 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
         "trainer.n_gpus_per_node=8",
         "trainer.device=cuda",
     ]
+
     model = f"actor_rollout_ref.model.path={tmp_path}"
     assert command.main(["--device-gib", "H100", *words, model]) == 0
     assert "It fits" in capsys.readouterr().out
@@ -332,6 +340,7 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
         == max(phase["device"] for phase in told["phases"])
         == max(sum(phase["parts"].values()) for phase in told["phases"])
     )
+
     assert told["ranks"] == {"actor": [*range(8)], "rollout": [*range(8)]}
     assert told["advice"][0]["device"] <= 12 * GIB
     assert command.main(["--device-gib", "12", *words, model, *told["advice"][0]["changes"]]) == 0
@@ -342,6 +351,7 @@ def test_verl_utils_offers_it_and_the_command_prints_it(tmp_path: Path, capsys):
         "algorithm.adv_estimator": "grpo",
         "rollout_config": {"n": 8},
     }
+
     assert "It does NOT fit" in str(profile_memory(asked, device_gib=12))
     with pytest.raises(ModelError):
         profile_memory(

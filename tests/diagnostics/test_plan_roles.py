@@ -74,7 +74,9 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
         "data.max_response_length=20",
         "critic.model.fsdp_config.param_offload=True",
     )
-    device, tokenizer = torch.device("cpu"), tiny_tokenizer()
+
+    device = torch.device("cpu")
+    tokenizer = tiny_tokenizer()
     roles = config.actor_rollout_ref
     workers = {
         "actor": ActorWorker(roles, total_steps=5, device=device, tokenizer=tokenizer),
@@ -86,6 +88,7 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
             config.reward_model, input_tokenizer=tokenizer, device=device
         ),
     }
+
     planned = plan_memory(config).roles
     assert set(planned) == set(workers) - ({"reference"} if adapted else set())
     for name, role in planned.items():
@@ -113,6 +116,7 @@ def test_scores_take_what_is_predicted():
         shard=True,
         compute_dtype=torch.bfloat16,
     )
+
     batch = make_batch([(120, 1)] * 4)
     there = [
         each.to_local() if isinstance(each, DTensor) else each
@@ -134,9 +138,11 @@ def test_the_reward_model_is_on_the_devices(tmp_path: Path):
     # bf16 over 8 ranks
     assert scorer.parameters == pytest.approx(2 * scorer.shape.numel / 8, rel=0.001)
     assert (scorer.moments, scorer.gradients, scorer.shape.vocabulary) == (0, 0, 0)
+
     for phase in plan.phases:
         if (phase.role, phase.phase) != ("actor", "load"):
             assert phase.device.get("reward_model parameters", 0) >= scorer.parameters, phase
+
     assert phase_of(plan, "reward_model", "load").host == 2 * scorer.shape.numel
     scores = phase_of(plan, "reward_model", "scores")
     assert scores.passes is not None
@@ -193,11 +199,13 @@ def test_roles_on_ranks_of_their_own_share_no_device(tmp_path: Path):
     assert apart.roles["actor"].footprint.parameters == pytest.approx(4 * numel / 6, rel=0.001)
     assert apart.roles["reference"].footprint.parameters == pytest.approx(2 * numel / 6, rel=0.001)
     assert apart.roles["critic"].footprint.parameters == pytest.approx(4 * 7.07e9 / 2, rel=0.001)
+
     for phase in apart.phases:
         names = {
             part.split()[0] for part in phase.device if part.endswith(("parameters", "moments"))
         }
         assert names <= ({"critic"} if phase.role == "critic" else {"actor", "reference"}), phase
+
     assert "actor parameters" in phase_of(together, "critic", "critic update").device
     assert apart.batch.data_ranks == 6
     assert apart.rollout.samples == 240 // 6 * 8
@@ -290,11 +298,13 @@ def test_ranks_that_share_an_engine_have_their_part_of_pages_and_weights(tmp_pat
         for parts in (1, 2, 4)
     }
     whole = 2 * QWEN_7B.vocab_size * QWEN_7B.hidden_size  # embeddings and head
+
     layers = plans[1].weights // 2 - whole
     for parts, rollout in plans.items():
         assert rollout.page_bytes == 28 * 2 * (4 // parts) * 128 * 16 * 2
         assert rollout.weights == pytest.approx(2 * (whole + layers / parts), rel=0.001)
         assert rollout.samples == 256 * parts
+
     with pytest.raises(ConfigError, match="Set it to 4"):
         plan_memory(
             make_config(
@@ -343,6 +353,7 @@ def test_a_critic_of_its_own(tmp_path: Path):
         "critic.ppo_max_token_len_per_gpu=65536",
     )
     plan = plan_memory(make_config(tmp_path, QWEN_7B, *PPO, *own), 141)
+
     critic = plan.roles["critic"].footprint
     assert critic.shape.family == "llama"
     assert critic.setup.optimizer == "Muon"
@@ -351,6 +362,7 @@ def test_a_critic_of_its_own(tmp_path: Path):
         phase_of(plan, "critic", phase).passes for phase in ("critic update", "values")
     )
     assert update is not None
+
     assert values is not None
     assert update.tokens == 16 * 8 // 8 * 2048, "a mini-batch has no more"
     assert values.tokens == 65_536
@@ -366,6 +378,7 @@ def test_a_reference_that_is_off_loaded_comes_for_its_own_pass(tmp_path: Path):
     assert (
         phase_of(plan, "actor", "rollout").host == 8 * plan.roles["reference"].footprint.on_host > 0
     )
+
     assert phase_of(plan, "critic", "load").host == plan.roles["critic"].full_bytes, (
         "it is loaded later"
     )
@@ -455,6 +468,7 @@ def test_the_planned_teacher_is_the_workers(tmp_path: Path):
         "distillation.enabled=True",
         f"distillation.teacher_models.teacher_model.model_path={tmp_path / 'teacher'}",
     )
+
     worker = TeacherWorker(
         config.distillation,
         config.actor_rollout_ref,
@@ -463,4 +477,5 @@ def test_the_planned_teacher_is_the_workers(tmp_path: Path):
     )
     planned = plan_memory(config).roles["teacher"]
     assert planned.footprint.shape == worker.engine.footprint.shape
+
     assert planned.footprint.setup == worker.engine.footprint.setup

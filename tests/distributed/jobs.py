@@ -59,9 +59,11 @@ def new_engine(setup: Setup) -> TrainEngine:
     on_cuda = setup.device == "cuda"
     size = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96} if on_cuda else {}
     model = tiny_model(setup.family, dtype=torch.float64 if setup.double else torch.float32, **size)
+
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5 if on_cuda else 1.0)
+
     if setup.lora:
         apply_lora(model, rank=4, alpha=8)
         with torch.no_grad():
@@ -70,6 +72,7 @@ def new_engine(setup: Setup) -> TrainEngine:
             ):
                 # B starts at zero
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
+
     offload = setup.param_offload
     return TrainEngine(
         PackedCausalLM(model),
@@ -115,11 +118,13 @@ def gradient(
     if same_prompt:
         prompt, _ = shapes[0]
         batch.batch["input_ids"][:, :prompt] = batch.batch["input_ids"][0, :prompt].clone()
+
     batch = own_rows(engine, batch, deal)
     log_probs = engine.infer(batch, budget, entropy=True)
     metrics = engine.forward_backward(batch, budget, smooth_loss, COLUMNS, entropy=True)
     # numbers of rows are a rank's own
     metrics = {name: value for name, value in metrics.items() if name != "row"}
+
     return {
         "gradient": gradients_of(engine),
         "norm": engine._gradient_norm().item(),
@@ -190,6 +195,7 @@ def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> 
     engine.step()
     before = state_of(engine)
     batch = make_batch(shapes, seed=1)
+
     batch.batch["advantages"][row, 0] = float("nan")
     engine.forward_backward(own_rows(engine, batch, deal), budget, smooth_loss, COLUMNS)
     spoilt = engine.step()
@@ -201,6 +207,7 @@ def spoilt_step(setup: Setup, shapes: Sequence[Shape], deal: Deal, row: int) -> 
         torch.equal(after["parameters"][name], value)
         for name, value in before["parameters"].items()
     )
+
     unchanged &= all(
         torch.equal(one, other)
         for one, other in zip(after["moments"], before["moments"], strict=True)
@@ -294,6 +301,7 @@ def weights_that_were_read(
         total_steps=1,
         gradient_checkpointing=False,
     )
+
     found = {name: full_tensor(value).cpu() for name, value in engine.hf_model.named_parameters()}
     return {**found, **{name: value.cpu() for name, value in engine.hf_model.named_buffers()}}
 

@@ -26,10 +26,12 @@ class Ranks:
             context = multiprocessing.get_context("spawn")
         else:
             context = fork_server()
+
         port = free_port()
         self.size = size
         self.connections: list[Connection] = []
         self.processes = []
+
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
@@ -53,6 +55,7 @@ class Ranks:
                 self.close()
                 raise RuntimeError(f"On rank {rank}:\n{answer}")
             answers.append(answer)
+
         return answers
 
     def close(self) -> None:
@@ -70,6 +73,7 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
     while True:
         try:
             function, args = connection.recv()

@@ -40,9 +40,11 @@ def test_tensors_come_back_as_they_were(monkeypatch, chunk):
         torch.empty(0, 4),
         torch.randn(5).bfloat16(),
     ]
+
     expected = [tensor.clone() for tensor in tensors]
     kept = Offload(lambda: tensors, CPU)
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0, 4, 0, 0]
+
     for _ in range(2):
         with kept.on_device():
             with kept.on_device():
@@ -67,15 +69,18 @@ def step(engine: TrainEngine, seed: int) -> float:
 
 
 def test_an_engine_is_on_the_host_between_phases(tmp_path: Path):
-    engine, plain = jobs.new_engine(OFFLOADED), jobs.new_engine(Setup(shard=True))
+    engine = jobs.new_engine(OFFLOADED)
+    plain = jobs.new_engine(Setup(shard=True))
     assert local_bytes(engine.module.parameters()) == 0
     assert [step(engine, 0), step(engine, 1)] == [step(plain, 0), step(plain, 1)]
     assert local_bytes([*engine.module.parameters(), *moments_of(engine)]) == 0
+
     with engine.on_device():
         assert local_bytes(engine.module.parameters()) > 0
         assert local_bytes(moments_of(engine)) == 0
         inferred = engine.infer(make_batch(SHAPES), WHOLE)["log_probs"]
         assert local_bytes(engine.module.parameters()) > 0, "the outermost one moves"
+
     assert torch.equal(inferred, plain.infer(make_batch(SHAPES), WHOLE)["log_probs"])
     engine.save(tmp_path)
     handed_over = dict(engine.parameters_for_rollout())  # read after the last of them has come
@@ -84,6 +89,7 @@ def test_an_engine_is_on_the_host_between_phases(tmp_path: Path):
     )
     other = jobs.new_engine(OFFLOADED)
     other.load(tmp_path)
+
     assert local_bytes([*other.module.parameters(), *moments_of(other)]) == 0
     assert step(other, 2) == step(plain, 2)
 

@@ -45,6 +45,7 @@ def assert_same(found: list[dict], expected: dict, deal: jobs.Deal, tolerance: f
         torch.testing.assert_close(
             answer["log_probs"], expected["log_probs"][:, rows], rtol=0, atol=of_a_token
         )
+
     assert data * sequence == len(found)
 
 
@@ -181,7 +182,8 @@ def test_gradient_depends_on_nothing_but_the_mini_batch(
     budget = TokenBudget(rows=by_rows) if by_rows else TokenBudget(max_tokens=max_tokens)
     expected = jobs.gradient(ALONE, shapes, (tuple(range(len(shapes))),), WHOLE)
     if setup.shard:
-        found, deal = [jobs.gradient(setup, shapes, in_order, budget)], in_order
+        found = [jobs.gradient(setup, shapes, in_order, budget)]
+        deal = in_order
     else:
         deal = in_order if setup.sequence > 1 else dealt
         found = two_ranks.call(jobs.gradient, setup, shapes, deal, budget)
@@ -236,7 +238,8 @@ def test_a_checkpoint_does_not_know_how_many_ranks_there_were(
         deal = ALL_ROWS if "sequence" in settings else UNEVEN
         return two_ranks.call(job, Setup(double=False, **settings), tmp_path, SHAPES, deal)[1]
 
-    saved, loaded = on(saver, jobs.save), on(loader, jobs.load)
+    saved = on(saver, jobs.save)
+    loaded = on(loader, jobs.load)
     assert all(
         torch.equal(loaded["parameters"][name], value)
         for name, value in saved["parameters"].items()

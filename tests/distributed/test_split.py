@@ -20,12 +20,14 @@ def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
     if share:
         whole = PackedBatch.from_rows(*_padded(sequences))
         whole = whole.with_shared_prompts([0] * len(lengths), [3] * len(lengths))
+
     split = [whole.split(parts, part) for part in range(parts)]
     added = -len(whole.input_ids) % parts
     assert len({len(part.input_ids) for part in split}) == 1
     assert torch.equal(torch.cat([part.input_ids for part in split])[added:], whole.input_ids)
     assert torch.equal(torch.cat([part.position_ids for part in split])[added:], whole.position_ids)
     seen = torch.zeros_like(whole.targets)
+
     for part in split:
         # The layout is that of all tokens, the added ones first.
         assert part.lengths[bool(added) :] == whole.lengths
@@ -36,6 +38,7 @@ def test_every_token_and_prediction_is_in_one_part(lengths, parts, share):
             part.input_ids[part.predict], whole.input_ids[whole.predict[part.places]]
         )
         seen[part.places] += 1
+
     assert bool((seen == 1).all())
 
 

@@ -31,6 +31,7 @@ def make_batch(shapes: Sequence[Shape], *, extra_padding: int = 0, seed: int = 0
         "advantages": torch.full((len(shapes), width_r), float("nan"), dtype=torch.float64),
         "old_log_probs": torch.full((len(shapes), width_r), float("nan"), dtype=torch.float64),
     }
+
     for row, (prompt, response) in enumerate(shapes):
         draw = torch.Generator().manual_seed(1000 * seed + row)
         real = slice(width_p - prompt, width_p + response)
@@ -47,6 +48,7 @@ def make_batch(shapes: Sequence[Shape], *, extra_padding: int = 0, seed: int = 0
         columns["old_log_probs"][row, :response] = -3 * torch.rand(
             response, generator=draw, dtype=torch.float64
         )
+
     mask = columns["response_mask"]
     columns["weights"] = mask.double() / mask.sum()
     uids = np.array([f"prompt-{row // 2}" for row in range(len(shapes))], dtype=object)

@@ -30,7 +30,9 @@ class FakeMeter:
     """A device on which a pass takes a constant and so many bytes a token."""
 
     def __init__(self, room: int, constant: int, a_token: int) -> None:
-        self.left, self.constant, self.a_token = room, constant, a_token
+        self.left = room
+        self.constant = constant
+        self.a_token = a_token
         self.tokens = 0
 
     def room(self) -> int:
@@ -146,12 +148,14 @@ def test_an_engine_fills_the_room_that_it_measures(monkeypatch: pytest.MonkeyPat
     engine.module.register_forward_pre_hook(
         lambda module, args: sizes.append(len(args[0].input_ids))
     )
+
     with LiveBytes(engine.module.parameters(), room=900_000) as meter:
         engine.budgets = AutomaticBudgets(meter, ALONE)
         for _ in range(MEASURED_CALLS + 1):
             sizes.clear()
             engine.forward_backward(batch, AUTOMATIC, smooth_loss, COLUMNS)
         assert meter.taken() < 900_000
+
     assert 32 <= max(sizes) < 106, "several passes, of several rows"
     for name, gradient in gradients_of(engine).items():
         torch.testing.assert_close(gradient, gradients_of(expected)[name], rtol=1e-4, atol=1e-6)

@@ -68,7 +68,8 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
     ids=["checkpointing and FSDP2", "gemma2"],
 )
 def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
-    plain, compiled = make_engine(None, family, **how), make_engine("aot_eager", family, **how)
+    plain = make_engine(None, family, **how)
+    compiled = make_engine("aot_eager", family, **how)
     batch = make_batch(SHAPES)
     for _ in range(2):  # again after a step: the graphs must read the new weights
         expected = plain.infer(batch, ONE_ROW)["log_probs"]
@@ -90,9 +91,11 @@ def test_all_layers_and_all_lengths_share_four_graphs():
     assert counters["stats"]["unique_graphs"] == 4
     # one place, counted in each frame that it cuts
     assert sum(counters["graph_break"].values()) <= 3
+
     for shapes in (SHAPES, [(3, 3)], [(17, 80), (2, 2)]):
         for budget in (ONE_ROW, TokenBudget(rows=4)):
             gradient(engine, shapes, budget)
+
     assert counters["stats"]["unique_graphs"] == 4
     # without gradient; the embeddings' output differs in that from a layer's
     engine.infer(make_batch(SHAPES), ONE_ROW)

@@ -34,18 +34,18 @@ def batch_of(lengths: list[int]) -> DataProto:
 def test_parts_hold_every_row_once_and_no_more_than_they_may(
     lengths, max_tokens, even, fewest, divisor
 ):
-    batch, given_numbers = (
-        batch_of(lengths).batch,
-        {"min_num_micro_batch": fewest, "num_batches_divided_by": divisor},
-    )
+    batch = batch_of(lengths).batch
+    given_numbers = {"min_num_micro_batch": fewest, "num_batches_divided_by": divisor}
     plain, rows_of_plain = rearrange_micro_batches(batch, max_tokens, use_dynamic_bsz_balance=even)
     count = ceildiv(max(len(plain), fewest), divisor) * divisor
+
     if count > len(lengths):
         with pytest.raises(DataError, match=f"{count} micro-batches.* {len(lengths)} rows"):
             rearrange_micro_batches(
                 batch, max_tokens, use_dynamic_bsz_balance=even, **given_numbers
             )
         return
+
     parts, rows = rearrange_micro_batches(
         batch, max_tokens, use_dynamic_bsz_balance=even, **given_numbers
     )
@@ -53,6 +53,7 @@ def test_parts_hold_every_row_once_and_no_more_than_they_may(
     for part, numbers in [*zip(parts, rows), *zip(plain, rows_of_plain)]:
         assert part["row"].tolist() == numbers != []
         assert part["attention_mask"].sum() <= max_tokens
+
     assert torch.equal(
         restore_dynamic_batch(torch.cat([part["row"] for part in parts]), rows), batch["row"]
     )
@@ -86,7 +87,8 @@ def test_there_are_no_more_parts_than_the_tokens_need():
 
 
 def test_even_parts_are_more_even_than_parts_in_order():
-    lengths, fullest = [10, 1, 1, 1, 1, 1, 1, 10, 10, 10], {}
+    lengths = [10, 1, 1, 1, 1, 1, 1, 10, 10, 10]
+    fullest = {}
     for even in (True, False):
         parts, _ = rearrange_micro_batches(
             batch_of(lengths).batch, 60, use_dynamic_bsz_balance=even

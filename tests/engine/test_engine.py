@@ -89,7 +89,10 @@ def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
     batch = make_batch(SHAPES)
     packed, metrics = gradients(engine64, batch, TokenBudget(rows=2))
     model = tiny_model("qwen2", dtype=torch.float64)
-    loss, ratios, rows = torch.zeros(()).double(), [], []
+    loss = torch.zeros(()).double()
+    ratios = []
+    rows = []
+
     for row, (prompt, response) in enumerate(SHAPES):
         columns = batch.batch[row]
         ids = columns["input_ids"][columns["attention_mask"].bool()][None]
@@ -109,6 +112,7 @@ def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
         loss = loss - terms[mask].sum()
         ratios.append(ratio[mask])
         rows += [row] * int(mask.sum())
+
     loss.backward()
     expected = {f"model.{name}": p.grad for name, p in model.named_parameters()}
     # Not 1e-9: norms, rotations and eager softmax of transformers run in fp32 also in a float64
@@ -166,19 +170,23 @@ def test_a_step_is_adamw_on_the_clipped_gradient():
     assert norm > 0.01
     for name, parameter in reference.named_parameters():
         parameter.grad = collected[f"model.{name}"] * (0.01 / (norm + 1e-6))
+
     torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.02).step()
     result = engine.step()
     assert result.grad_norm == pytest.approx(norm, rel=1e-9)
     assert (result.lr, result.skipped, result.offenders) == (0.1, False, [])
+
     for name, parameter in engine.parameters_for_rollout():
         torch.testing.assert_close(
             parameter, dict(reference.named_parameters())[name].detach(), rtol=1e-9, atol=1e-12
         )
+
     assert all(parameter.grad is None for parameter in engine.module.parameters())
 
 
 def test_without_grad_clip_the_gradient_stays_whole():
-    clipped, whole = make_engine(grad_clip=1e9), make_engine(grad_clip=None)
+    clipped = make_engine(grad_clip=1e9)
+    whole = make_engine(grad_clip=None)
     for engine in (clipped, whole):
         engine.forward_backward(make_batch(SHAPES), WHOLE, smooth_loss, COLUMNS)
         engine.step()
@@ -229,6 +237,7 @@ def test_a_non_finite_loss_or_gradient_skips_the_step_and_names_the_row(budget):
     moments = [value.clone() for value in moments_of(engine)]
     spoilt = make_batch(SHAPES)
     spoil_loss(spoilt, 3)
+
     for batch, loss_fn, culprit in (
         (spoilt, smooth_loss, "row 3 (uid prompt-1)"),
         (make_batch(SHAPES), overflow_gradient, "row 2 (uid prompt-1)"),
@@ -244,6 +253,7 @@ def test_a_non_finite_loss_or_gradient_skips_the_step_and_names_the_row(budget):
         )
         assert all(torch.equal(one, other) for one, other in zip(moments_of(engine), moments))
         assert all(parameter.grad is None for parameter in engine.module.parameters())
+
     engine.forward_backward(make_batch(SHAPES), budget, smooth_loss, COLUMNS)
     assert not engine.step().skipped
 

@@ -21,7 +21,8 @@ def test_causal_pairs_counts_what_a_mask_shows():
 def test_forward_flops_equal_torchs_count(family):
     """torch counts the whole square of queries and keys, we the causal half: the rest must
     agree."""
-    model, length = tiny_model(family), 24
+    model = tiny_model(family)
+    length = 24
     flops = FlopsModel.from_model(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(3, 3 + length)[None], use_cache=False)
@@ -45,7 +46,8 @@ def test_tied_heads_count_once_and_idle_experts_do_not():
 def test_frozen_matrices_get_no_gradient_of_their_own():
     """Adapters against torch's count of a forward and backward pass; the embeddings' output needs
     no gradient, so the first layer's base matrices give none to it."""
-    model, length = tiny_model("qwen2", num_hidden_layers=16), 24
+    model = tiny_model("qwen2", num_hidden_layers=16)
+    length = 24
     apply_lora(model, rank=4, alpha=8)
     flops = FlopsModel.from_model(model)
     adapters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -79,7 +79,8 @@ def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
     ids=["plain", "tied", "checkpointing", "gathered", "gathered, checkpointing, tied"],
 )
 def test_a_mesh_of_one_trains_like_no_mesh(settings):
-    plain, sharded = make_engine(shard=False, **settings), make_engine(shard=True, **settings)
+    plain = make_engine(shard=False, **settings)
+    sharded = make_engine(shard=True, **settings)
     assert train(sharded, 3) == [
         pytest.approx(line, rel=1e-5, abs=1e-6) for line in train(plain, 3)
     ]
@@ -151,7 +152,8 @@ def test_every_layer_is_a_unit_and_parameters_stay_fp32():
 
 
 def test_bf16_compute_is_near_fp32():
-    exact, rounded = make_engine(shard=False), make_engine(shard=True, compute_dtype=torch.bfloat16)
+    exact = make_engine(shard=False)
+    rounded = make_engine(shard=True, compute_dtype=torch.bfloat16)
     batch = make_batch(SHAPES)
     difference = exact.infer(batch, BUDGET)["log_probs"] - rounded.infer(batch, BUDGET)["log_probs"]
     # Different, or nothing ran in bf16 at all; logits of this model deviate by 3 and more.
@@ -193,7 +195,8 @@ def test_the_guard_works_on_shards():
 
 @pytest.mark.parametrize(("saver", "loader"), [(True, False), (False, True), (True, True)])
 def test_a_checkpoint_does_not_know_the_mesh(tmp_path: Path, saver: bool, loader: bool):
-    first, second = make_engine(shard=saver), make_engine(shard=loader)
+    first = make_engine(shard=saver)
+    second = make_engine(shard=loader)
     train(first, 2)
     first.save(tmp_path)
     second.load(tmp_path)
@@ -215,10 +218,12 @@ def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
     assert torch.equal(engine.infer(batch, BUDGET)["log_probs"], old)
     engine.step()
     new = engine.infer(batch, BUDGET)["log_probs"]
+
     trained = make_engine(shard=True, compute_dtype=torch.bfloat16)
     with torch.no_grad():
         for one, other in zip(trained.module.parameters(), engine.module.parameters()):
             one.copy_(other)
+
     assert torch.equal(trained.infer(batch, BUDGET)["log_probs"], new)
     assert not torch.equal(new, old)
     engine.load(tmp_path)

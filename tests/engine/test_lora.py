@@ -48,9 +48,11 @@ def make_engine(
     model = tiny_model(family, dtype=dtype, **(model_settings or {}))
     model.name_or_path = "some/base"
     module = CriticModel.from_causal_lm(model) if critic else model
+
     if rank:
         targets = TARGETS if family == "qwen3_moe" else "all-linear"
         apply_lora(module.body if critic else model, rank=rank, alpha=8, target_modules=targets)
+
     return TrainEngine(
         PackedValueModel(module) if critic else PackedCausalLM(module),
         optim=OptimConfig(lr=1e-2, warmup_style="cosine", lr_warmup_steps=2),
@@ -106,19 +108,24 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, setti
     "settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"]
 )
 def test_a_mesh_of_one_trains_like_no_mesh(settings):
-    plain, sharded = make_engine(**settings), make_engine(shard=True, **settings)
+    plain = make_engine(**settings)
+    sharded = make_engine(shard=True, **settings)
     batch = make_batch(SHAPES)
+
     # Evaluated without adapters first: that must not keep FSDP2 from training them.
     for engine in (plain, sharded):
         with adapters_off(engine.hf_model):
             engine.infer(batch, BUDGET)
+
     assert train(sharded, 0, 3) == pytest.approx(train(plain, 0, 3), rel=1e-5)
-    named, expected = dict(sharded.parameters_for_rollout()), dict(plain.parameters_for_rollout())
+    named = dict(sharded.parameters_for_rollout())
+    expected = dict(plain.parameters_for_rollout())
     assert (
         list(named)
         == list(expected)
         == [name for name, _ in tiny_model("qwen2").named_parameters()]
     )
+
     for name, tensor in named.items():
         assert not isinstance(tensor, DTensor)
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
@@ -133,9 +140,11 @@ def test_frozen_bf16_weights_beside_fp32_adapters_on_a_mesh():
         for name, p in engine.module.named_parameters()
         if not p.requires_grad
     }
+
     train(engine, 0, 2)
     engine.forward_backward(make_batch(SHAPES), BUDGET, smooth_loss, COLUMNS)
     assert all(gradient.dtype == torch.float32 for gradient in gradients_of(engine).values())
+
     for name, parameter in engine.module.named_parameters():
         if name in before:
             assert parameter.dtype == torch.bfloat16
@@ -153,12 +162,14 @@ def test_peft_alone_loads_the_adapters(tmp_path: Path):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
     assert (folder / "tokenizer.json").is_file()
     loaded = PeftModel.from_pretrained(tiny_model("qwen2"), folder)
     assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
     batch = make_batch([(5, 30)])
     ours = engine.infer(batch, BUDGET)["log_probs"][0]
     ids = batch.batch["input_ids"]
+
     with torch.no_grad():
         theirs = (
             loaded(input_ids=ids).logits[0, 4:-1].log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
@@ -169,6 +180,7 @@ def test_peft_alone_loads_the_adapters(tmp_path: Path):
             .log_softmax(-1)
             .gather(1, ids[0, 5:, None])[:, 0]
         )
+
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert (ours - base).abs().max() > 0.1
 
@@ -214,6 +226,7 @@ def test_a_hand_over_merges_one_weight_after_the_other(proved: bool):
         for module in (model, twin.module)
         for part in (*module.parameters(), *module.buffers())
     ]
+
     log = FingerprintLog() if proved else None
     fingerprints([torch.ones(1)])  # which keeps a table
     taken = taken_by(

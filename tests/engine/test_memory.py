@@ -98,11 +98,13 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
 ):
     expected_metrics, expected = update(make_engine(shard=shard))
     engine = make_engine(shard=shard)
-    engine.module.room, engine.module.in_backward = 50, in_backward
+    engine.module.room = 50
+    engine.module.in_backward = in_backward
     with caplog.at_level("WARNING", logger="verl"):
         metrics, gradients = update(engine)
     total = sum(map(sum, SHAPES))
     assert engine.module.sizes[0] == total == 106
+
     lowered = [record.message for record in caplog.records]
     assert len(lowered) == 2, "106 tokens, 53, 32: the longest row"
     assert lowered[0].startswith(
@@ -113,6 +115,7 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
     # It stays so, and the step is made.
     assert not engine.step().skipped
     engine.module.sizes.clear()
@@ -129,7 +132,8 @@ def test_a_mini_batch_restarts_with_half_the_tokens_and_gives_the_same(
 def test_passes_that_went_well_do_not_count_twice(sharding, in_backward: bool):
     _, expected = update(make_engine(**sharding))
     engine = make_engine(**sharding)
-    engine.module.room, engine.module.in_backward = 35, in_backward
+    engine.module.room = 35
+    engine.module.in_backward = in_backward
     _, gradients = update(engine, TokenBudget(rows=2, key=KEY))
     assert engine.module.sizes == [18, 40, 14, 4, 32, 8, 17, 12, 11, 8]
     for name, gradient in gradients.items():
@@ -169,6 +173,7 @@ def test_a_single_row_that_does_not_fit_is_told_with_the_keys():
     text = str(raised.value)
     assert "the actor's update" in text
     assert "A single row of 32 tokens" in text
+
     for key in (
         "enable_gradient_checkpointing=True",
         "param_offload",
@@ -176,6 +181,7 @@ def test_a_single_row_that_does_not_fit_is_told_with_the_keys():
         "gpu_memory_utilization",
     ):
         assert key in text
+
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
@@ -196,7 +202,8 @@ def test_a_loss_that_remembers_its_calls_is_told():
 
 
 def test_a_resumed_run_keeps_the_lower_budget(tmp_path):
-    engine, other = make_engine(), make_engine()
+    engine = make_engine()
+    other = make_engine()
     engine.module.room = 60
     update(engine)
     engine.step()
@@ -294,7 +301,8 @@ def test_hints_are_keys_that_are_not_set_yet():
 def test_host_memory_that_really_runs_out(tmp_path, monkeypatch):
     """In a process whose address space one large pass exceeds and smaller ones do not."""
     monkeypatch.setattr(agreement, "CPU_PASS_TOKENS", 10**6)
-    engine, batch = make_engine(), make_batch([(8, 56)] * 1024)
+    engine = make_engine()
+    batch = make_batch([(8, 56)] * 1024)
     budget = replace(TOKENS, max_tokens=2**16)
     update(engine)  # kernels and their threads are there
     log = tmp_path / "log"

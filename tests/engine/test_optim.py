@@ -93,6 +93,7 @@ def test_adamw_takes_its_settings_and_refuses_half_precision():
         1e-6,
         0.2,
     )
+
     assert len(group["params"]) == 1
     with pytest.raises(ConfigError, match="fp32"):
         build_optimizer(module.bfloat16(), OptimConfig())
@@ -102,17 +103,26 @@ def test_adamw_step_is_the_papers():
     """Algorithm 2 of Loshchilov & Hutter 2019, two steps by hand in float64."""
     parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     module = nn.ParameterList([parameter])
-    lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.99, 1e-8, 0.05
+    lr = 0.1
+    beta1 = 0.9
+    beta2 = 0.99
+    eps = 1e-8
+    decay = 0.05
     optimizer = build_optimizer(
         module, OptimConfig(lr=lr, betas=[beta1, beta2], eps=eps, weight_decay=decay)
     )
-    theta, m, v = parameter.detach().clone(), torch.zeros(2).double(), torch.zeros(2).double()
+
+    theta = parameter.detach().clone()
+    m = torch.zeros(2).double()
+    v = torch.zeros(2).double()
+
     for step, gradient in enumerate(
         (torch.tensor([0.3, -1.0]).double(), torch.tensor([-0.7, 0.2]).double()), 1
     ):
         parameter.grad = gradient.clone()
         optimizer.step()
-        m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient**2
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
         update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
         theta = theta - lr * decay * theta - lr * update
         torch.testing.assert_close(parameter.detach(), theta, rtol=1e-12, atol=1e-12)
@@ -165,6 +175,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
     norm = engine._gradient_norm()
     gradients = {name: p.grad / (norm + 1e-6) for name, p in engine.hf_model.named_parameters()}
     engine.step()
+
     hidden = [name for name in start if ".layers." in name and start[name].ndim == 2]
     others = [name for name in start if name not in hidden]
     assert len(hidden) == 14
@@ -173,6 +184,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
     torch.optim.Muon(
         [start[name] for name in hidden], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
     ).step()
+
     torch.optim.AdamW([start[name] for name in others], lr=1e-2, weight_decay=0.1).step()
     for name, tensor in engine.parameters_for_rollout():
         torch.testing.assert_close(tensor, start[name].detach(), rtol=1e-4, atol=1e-5)
@@ -180,7 +192,8 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest():
 
 @needs_torchao
 def test_moments_of_8_bits_take_the_step_of_adamw_and_less_memory():
-    one, other = make_engine("AdamW"), make_engine("AdamW8bit")
+    one = make_engine("AdamW")
+    other = make_engine("AdamW8bit")
     before = weights_of(one)
     train(one, 0, 3)
     train(other, 0, 3)
@@ -205,6 +218,7 @@ def test_a_reload_goes_on_with_the_same_bits(tmp_path: Path, optimizer: str, sha
     second.load(tmp_path)
     assert before + train(second, 2, 2) == undisturbed
     rates = [lr for _, lr in undisturbed]
+
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == 1e-2 > rates[-1]
     assert [float(group["lr"]) for group in second.optimizer.param_groups] == pytest.approx(
@@ -249,15 +263,20 @@ def test_64_micro_batches_in_bf16_accumulate_in_fp32():
         shard=True,
         compute_dtype=torch.bfloat16,
     )
-    batch, each = make_batch([(3, 4)] * 64), TokenBudget(rows=1)
+    batch = make_batch([(3, 4)] * 64)
+
+    each = TokenBudget(rows=1)
     engine.forward_backward(batch, each, smooth_loss, COLUMNS)
     together = flat_gradient(engine).double()
-    total, rounded = torch.zeros_like(together), torch.zeros_like(together, dtype=torch.bfloat16)
+    total = torch.zeros_like(together)
+    rounded = torch.zeros_like(together, dtype=torch.bfloat16)
+
     for row in range(64):
         engine.forward_backward(batch[[row]], each, smooth_loss, COLUMNS)
         gradient = flat_gradient(engine)
         total += gradient.double()
         rounded += gradient.bfloat16()
+
     assert ((together - total).norm() / total.norm()).item() < 1e-6
     assert ((rounded.double() - total).norm() / total.norm()).item() > 1e-3, (
         "adding up in bf16 would be seen"

@@ -67,9 +67,11 @@ def test_a_prompt_that_saves_little_is_not_shared(response, shares):
 
 def test_a_batch_with_nothing_to_share_is_packed_as_ever():
     batch = make_batch([(5, 9), (5, 3), (12, 20)])
-    shared, plain = mini_batch(batch), mini_batch(batch, share_prompts=False)
+    shared = mini_batch(batch)
+    plain = mini_batch(batch, share_prompts=False)
     assert shared.prompts is None
-    one, other = shared.pack([0, 1, 2]).packed, plain.pack([0, 1, 2]).packed
+    one = shared.pack([0, 1, 2]).packed
+    other = plain.pack([0, 1, 2]).packed
     assert one.lengths == other.lengths
     assert torch.equal(one.input_ids, other.input_ids)
 
@@ -84,9 +86,11 @@ def test_rows_without_tokens_do_not_disturb_the_prompts_of_others():
 
 def test_columns_and_row_numbers_stay_with_their_tokens():
     batch = grouped_batch(GROUPS, interleave=True)
-    shared, plain = mini_batch(batch), mini_batch(batch, share_prompts=False)
+    shared = mini_batch(batch)
+    plain = mini_batch(batch, share_prompts=False)
     rows = [0, 2, 3, 4, 6, 9]
-    one, other = shared.pack(rows), plain.pack(rows)
+    one = shared.pack(rows)
+    other = plain.pack(rows)
     assert one.packed.shared
     assert torch.equal(one.sequence, other.sequence)
     assert torch.equal(one.packed.targets, other.packed.targets)

@@ -73,13 +73,17 @@ def train(engine: TrainEngine, first: int, count: int) -> list[float]:
     ids=["qwen2", "tied", "gpt2", "qwen3_moe", "critic"],
 )
 def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make):
-    whole, first, second = make(), make(), make()
+    whole = make()
+    first = make()
+    second = make()
     undisturbed = train(whole, 0, 5)
     before = train(first, 0, 3)
     first.save(tmp_path)
+
     with torch.no_grad():
         for parameter in second.module.parameters():
             parameter.add_(1.0)  # whatever was there must not matter
+
     train(second, 50, 1)
     second.load(tmp_path)
     after = train(second, 3, 2)
@@ -87,10 +91,12 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, make)
     expected = dict(whole.parameters_for_rollout())
     for name, tensor in second.parameters_for_rollout():
         assert torch.equal(tensor, expected[name]), name
+
     for (name, one), (_, other) in zip(
         whole.hf_model.named_parameters(), second.hf_model.named_parameters()
     ):
-        state, other_state = whole.optimizer.state[one], second.optimizer.state[other]
+        state = whole.optimizer.state[one]
+        other_state = second.optimizer.state[other]
         assert state.keys() == other_state.keys()
         assert all(torch.equal(state[key], other_state[key]) for key in state), name
 
@@ -117,7 +123,8 @@ def test_what_is_written_in_the_background_is_what_was_there_when_it_began(
         assert begin.wait(30)
         write(*args)
 
-    whole, other = policy_engine(), policy_engine()
+    whole = policy_engine()
+    other = policy_engine()
     undisturbed = train(whole, 0, 2)
     monkeypatch.setattr(sharded, "write_sharded", held_back)
     whole.save(tmp_path, in_background=True)
@@ -144,13 +151,15 @@ def test_what_fails_in_the_background_is_raised_once(tmp_path: Path, monkeypatch
 
 
 def test_parts_that_are_not_wanted(tmp_path: Path, caplog):
-    engine, other = policy_engine(), policy_engine()
+    engine = policy_engine()
+    other = policy_engine()
     train(engine, 0, 2)
     engine.save(tmp_path / "all")
     other.load(tmp_path / "all", optimizer=False, extra=False)
     assert not other.optimizer.state
     assert torch.equal(other.hf_model.lm_head.weight, engine.hf_model.lm_head.weight)
     assert train(other, 0, 1)[1] == 0.0, "the first step of the warm-up"
+
     engine.save(tmp_path / "weights", optimizer=False)
     with pytest.raises(CheckpointError, match="load_contents"):
         other.load(tmp_path / "weights")

@@ -26,6 +26,7 @@ def make_engine(device: str, **settings) -> TrainEngine:
         # from flat.
         for parameter in model.parameters():
             parameter.mul_(0.5)
+
     return TrainEngine(
         PackedCausalLM(model),
         **{
@@ -52,7 +53,8 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_fp32_on_cuda_equals_fp32_on_cpu():
     """Without rounding to bf16 the two must agree closely: sharding, packing and kernels change
     nothing."""
-    cpu, cuda = make_engine("cpu"), make_engine("cuda", compute_dtype=torch.float32)
+    cpu = make_engine("cpu")
+    cuda = make_engine("cuda", compute_dtype=torch.float32)
     assert relative_l2(gradient(cuda), gradient(cpu)) < 1e-4
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
@@ -60,18 +62,21 @@ def test_fp32_on_cuda_equals_fp32_on_cpu():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_bf16_step_is_near_the_fp32_step(checkpointing):
-    cpu, cuda = make_engine("cpu"), make_engine("cuda", gradient_checkpointing=checkpointing)
+    cpu = make_engine("cpu")
+    cuda = make_engine("cuda", gradient_checkpointing=checkpointing)
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
     assert 1e-5 < (one - other).abs().mean().item() < 0.03
     assert relative_l2(gradient(cuda), gradient(cpu)) < 0.05
     results = [engine.step() for engine in (cuda, cpu)]
     assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=0.03)
     after = dict(cpu.parameters_for_rollout())
+
     for name, tensor in cuda.parameters_for_rollout():
         assert tensor.dtype == torch.float32
         # The first step of Adam moves every weight by at most lr; where the gradient is noise its
         # sign may differ.
         assert (tensor.cpu() - after[name]).abs().max().item() <= 2.2e-3
+
     assert {value.dtype for value in moments_of(cuda)} == {torch.float32}
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
     assert (one - other).abs().mean().item() < 0.05
@@ -98,6 +103,7 @@ def test_the_host_waits_once_per_mini_batch():
         waits.append(
             [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
         )
+
     assert len(waits[0]) == len(waits[1]) == 1, waits
 
 
@@ -110,11 +116,13 @@ def test_the_guard_and_the_checkpoint_on_cuda(tmp_path: Path):
     spoilt.batch["advantages"][3, 1] = float("nan")
     engine.forward_backward(spoilt, BUDGET, smooth_loss, COLUMNS)
     result = engine.step()
+
     assert (result.skipped, result.offenders) == (True, ["row 3 (uid prompt-1)"])
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in engine.parameters_for_rollout()
     )
     engine.save(tmp_path)
+
     for other in (make_engine("cuda"), make_engine("cpu")):
         other.load(tmp_path)
         loaded = dict(other.parameters_for_rollout())

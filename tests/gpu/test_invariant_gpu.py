@@ -52,10 +52,8 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 
 def product(kernels, columns: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight = (
-        random(2048, inner, dtype=dtype),
-        random(columns, inner, dtype=dtype, seed=1) / inner**0.5,
-    )
+    x = random(2048, inner, dtype=dtype)
+    weight = random(columns, inner, dtype=dtype, seed=1) / inner**0.5
     return x, weight, random(columns, dtype=dtype, seed=2)
 
 
@@ -124,7 +122,8 @@ def test_a_product_by_a_transposed_weight_from_and_into_parts_of_rows(kernels):
 
 def test_a_product_is_captured_and_replayed(kernels):
     x, weight, bias = product(kernels, 1536, 8960, torch.bfloat16)
-    static, out = x[:24].clone(), torch.empty(24, 1536, dtype=torch.bfloat16, device="cuda")
+    static = x[:24].clone()
+    out = torch.empty(24, 1536, dtype=torch.bfloat16, device="cuda")
     kernels.linear(static, weight, bias, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -146,7 +145,8 @@ def test_a_sum_of_a_row_has_the_same_bits_in_every_number_of_rows(kernels, colum
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_operations_of_torch_that_are_trusted_with_a_row(dtype):
-    x, weight = random(2048, 896, dtype=dtype), random(896, dtype=dtype, seed=1)
+    x = random(2048, 896, dtype=dtype)
+    weight = random(896, dtype=dtype, seed=1)
     heads = x.view(-1, 14, 64)
     operations = {
         "silu": lambda start, stop: F.silu(x[start:stop]),
@@ -161,6 +161,7 @@ def test_operations_of_torch_that_are_trusted_with_a_row(dtype):
             heads[start:stop], (64,), weight[:64], 1e-6
         ),
     }
+
     for name, operation in operations.items():
         whole = operation(0, 2048)
         for rows in ROWS:
@@ -181,9 +182,11 @@ def test_the_variable_length_kernel_computes_a_sequence_by_itself(heads, key_hea
     facts = Facts(scale=dim**-0.5, window=window, cap=None, sinks=None)
     assert varlen_can(q, v, facts)
     layout = Layout(lengths, ends)
+
     together = invariant.prefill_attention(q, k, v, layout, facts)
     exact = block_attention(q.double(), k.double(), v.double(), layout, facts)
     assert (together.double() - exact).norm() / exact.norm() < 1e-2
+
     for start, length in zip(ends.tolist(), lengths):
         mine = slice(start, start + length)
         own = Layout((length,), offsets([length]).cuda())
@@ -193,7 +196,8 @@ def test_the_variable_length_kernel_computes_a_sequence_by_itself(heads, key_hea
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_do_not_depend_on_the_rows_beside(dtype):
-    hidden, weight = random(300, 896, dtype=dtype), random(10_007, 896, dtype=dtype, seed=1) / 30
+    hidden = random(300, 896, dtype=dtype)
+    weight = random(10_007, 896, dtype=dtype, seed=1) / 30
     for head in (Head(scale=0.7), Head(scale=1.3, cap=3.0)):
         logits = invariant.head_logits(hidden, weight, None, head)
         assert logits.dtype == torch.float32

@@ -68,7 +68,8 @@ def test_parameters_and_moments_leave_the_device_between_phases():
 def test_offload_policy_steps_on_the_host():
     # In fp32: at the next bf16 number, a weight that moved by a rounding error moves by 0.4 %.
     exact = {"lr": 1e-4, "compute_dtype": torch.float32}
-    plain, engine = make_engine(**exact), make_engine(**exact, offload_policy=True)
+    plain = make_engine(**exact)
+    engine = make_engine(**exact, offload_policy=True)
     start = {name: tensor.clone() for name, tensor in plain.parameters_for_rollout()}
     assert steps(engine) == pytest.approx(steps(plain), rel=1e-2)
     handed_over = dict(engine.parameters_for_rollout())
@@ -84,7 +85,9 @@ def test_activations_on_the_host_change_no_gradient_and_free_memory():
     """Long rows, so that activations are most of what a pass allocates; the copies race with the
     computation."""
     shapes = [(2000, 2000)] * 3
-    peaks, gradients = [], []
+    peaks = []
+    gradients = []
+
     for offload in (False, True):
         # The other way to save memory, sharing prompts, has nothing to do here: every prompt is
         # another one.
@@ -99,6 +102,7 @@ def test_activations_on_the_host_change_no_gradient_and_free_memory():
         peaks.append(phase_peaks.take(engine.device)[0] - before)
         gradients.append(flat_gradient(engine))
         del engine
+
     # varlen's backward is not exact
     assert ((gradients[1] - gradients[0]).norm() / gradients[0].norm()).item() < 1e-3
     kept = 16 * 12_000 * 256 * 2  # bytes of the inputs of 16 layers

@@ -70,6 +70,7 @@ def make_batch(
             )
             caches.append(cache)
         projected = 2 * torch.randn(rows, heads * dim + 2 * kv_heads * dim, dtype=dtype)
+
     (keys, values), q = caches, projected[:, : heads * dim].unflatten(1, (heads, dim))
     return Batch(q, keys, values, table, slots, positions)
 
@@ -78,12 +79,15 @@ def expected(
     batch: Batch, window: int | None = None, cap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """(b, Hq, Dv) fp32."""
-    q, slots = batch.q.float(), batch.slots.long()
-    pages, position = batch.table[slots].long(), batch.positions[slots][:, None]
+    q = batch.q.float()
+    slots = batch.slots.long()
+    pages = batch.table[slots].long()
+    position = batch.positions[slots][:, None]
     k, v = (
         c[pages].transpose(2, 3).flatten(1, 2).float().nan_to_num()
         for c in (batch.keys, batch.values)
     )
+
     k, v = (c.repeat_interleave(q.shape[1] // c.shape[2], dim=2) for c in (k, v))
     scores = torch.einsum("bhd,blhd->bhl", q, k) * q.shape[2] ** -0.5
     if cap is not None:
@@ -92,6 +96,7 @@ def expected(
     visible = token <= position
     if window is not None:
         visible &= token > position - window
+
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None].expand(len(q), -1, 1)], dim=2)
@@ -171,11 +176,13 @@ def test_fixed_splits_give_a_row_the_same_bits_in_every_company(
     assert torch.equal(attend(kernels, moved, **fixed), crowd[order])
     wider = batch._replace(table=torch.cat([batch.table, batch.table], dim=1))
     assert torch.equal(attend(kernels, wider, **fixed), crowd)
+
     for row in (0, 7, 299):
         alone = batch._replace(
             q=batch.q[row : row + 1].clone(), slots=batch.slots[row : row + 1].clone()
         )
         assert torch.equal(attend(kernels, alone, **fixed)[0], crowd[row])
+
     assert not torch.equal(attend(kernels, batch, window=window, num_splits=3), crowd), (
         "any splits would do"
     )
@@ -193,11 +200,14 @@ def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
     batch = make_batch(19, heads, kv_heads, dim)
     slots = batch.slots.long()
     positions = batch.positions[slots].long()
-    pages, offsets = batch.table[slots, positions // PAGE_SIZE].long(), positions % PAGE_SIZE
+    pages = batch.table[slots, positions // PAGE_SIZE].long()
+    offsets = positions % PAGE_SIZE
+
     with torch.device("cuda"):
         cos, sin = (table.repeat(1, 2).bfloat16() for table in torch.randn(2, 700, dim // 2))
         qkv = torch.randn(19, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
         norms = tuple(torch.rand(dim).bfloat16() for _ in range(2)) if normed else (None, None)
+
     truth = batch._replace(keys=batch.keys.clone(), values=batch.values.clone())
     turned = qkv.clone()
     layers.rope_store(
@@ -213,6 +223,7 @@ def test_a_fresh_token_is_rotated_and_stored_as_by_the_kernel_of_its_own(
         key_norm=norms[1],
         eps=1e-6,
     )
+
     truth, (q, k, v) = (
         truth._replace(q=turned.unflatten(1, (-1, dim))[:, :heads]),
         qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1),
@@ -266,10 +277,12 @@ def test_offsets_beyond_32_bits(kernels):
     used = batch.table[batch.slots.long()].long()
     pages = used[:, : 240 // 5].flatten()
     caches = []
+
     for memory, cache in zip(big, (batch.keys, batch.values)):
         view = memory.view(240, stride)[:, : 2 * 16 * 128].unflatten(1, (2, 16, 128))
         view[: len(pages)] = cache[pages]
         caches.append(view)
+
     table = torch.arange(len(pages), dtype=torch.int32, device="cuda").view(5, -1)
     batch = batch._replace(
         keys=caches[0],
@@ -278,4 +291,5 @@ def test_offsets_beyond_32_bits(kernels):
         slots=torch.arange(5, dtype=torch.int32, device="cuda"),
         positions=batch.positions[batch.slots.long()],
     )
+
     assert relative_l2(attend(kernels, batch, num_splits=2), expected(batch)) < 5e-3

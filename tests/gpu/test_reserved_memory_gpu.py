@@ -120,6 +120,7 @@ def test_torch_needs_nothing_of_a_view_while_its_memory_is_away(reserve):
     view.record_stream(torch.cuda.Stream())
     assert parameter[1:].view(-1, 512).data_ptr() == view.data_ptr() + 4096
     assert parameter.is_cuda
+
     dropped = parameter.t()
     del parameter, dropped
     gc.collect()
@@ -139,6 +140,7 @@ def test_close_and_the_last_view_give_everything_back(reserve):
     memory.close()
     assert before - free_bytes() < GIB // 8
     dropped = ReservedMemory(GIB, torch.device("cuda"))
+
     dropped.grow(GIB)
     part = dropped.tensor(0, (1024, 1024), torch.float32)[512:]
     del dropped
@@ -147,6 +149,7 @@ def test_close_and_the_last_view_give_everything_back(reserve):
     assert before - free_bytes() >= GIB
     del part
     gc.collect()
+
     assert before - free_bytes() < GIB // 8
 
 
@@ -179,7 +182,8 @@ def test_too_little_memory_is_told_and_changes_nothing(reserve):
     memory = reserve(2 * total)
     memory.grow(4 * MIB)
     view = memory.tensor(0, (MIB,), torch.int32).fill_(7)
-    mapped, free = memory.mapped_bytes, free_bytes()
+    mapped = memory.mapped_bytes
+    free = free_bytes()
     with pytest.raises(RolloutError, match="gpu_memory_utilization"):
         memory.grow(2 * total)
     assert memory.mapped_bytes == mapped
@@ -207,6 +211,7 @@ def test_going_and_coming_back_is_short(reserve, capsys, gib):
     memory.grow(gib * GIB)
     view = memory.tensor(0, (gib * GIB // 8,), torch.int64)
     times = []
+
     for turn in range(3):
         view.fill_(turn)
         torch.cuda.synchronize()
@@ -217,6 +222,7 @@ def test_going_and_coming_back_is_short(reserve, capsys, gib):
         times.append((released - start, time.perf_counter() - released))
         view.fill_(-turn)
         assert bool((view[:: 1024**2] == -turn).all())
+
     shown = ", ".join(f"{1e3 * away:.1f} + {1e3 * back:.1f}" for away, back in times)
     with capsys.disabled():
         print(f"\n{gib} GiB, release + growth in ms: {shown}")

@@ -56,7 +56,8 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(family):
     exact = on_cuda(talkative_model(family, dtype=torch.bfloat16).float())
     engine = cuda_engine(model)
     assert engine.twin.dtype == torch.bfloat16
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for completion in run(engine, PROMPTS, n=4, ignore_eos=True):
         prompt = PROMPTS[completion.sample_id // 4]
         truth = forward_log_probs(exact, prompt, completion.token_ids)
@@ -173,9 +174,11 @@ def test_what_stays_asleep_is_listed():
     run(engine, PROMPTS, n=100)
     awake = engine.kept_asleep()
     engine.sleep()
+
     gc.collect()
     torch.cuda.empty_cache()
-    kept, left = engine.kept_asleep(), torch.cuda.memory_reserved() - before
+    kept = engine.kept_asleep()
+    left = torch.cuda.memory_reserved() - before
     assert kept == awake
     assert kept["graphs"] > 0
     # A segment of torch's is 2 MiB at least; cuBLAS keeps a workspace of 32 MiB for each of two
@@ -191,7 +194,8 @@ def test_what_ends_a_capture_does_not_end_the_engine(given, raised, monkeypatch)
     model = on_cuda(talkative_model("qwen2"))
     whole = tokens_of(run(cuda_engine(model, dtype="float32"), PROMPTS, n=2))
     engine = cuda_engine(model, dtype="float32")
-    step, calls = engine.runner._step, 0
+    step = engine.runner._step
+    calls = 0
 
     def broken(rows: int) -> None:
         nonlocal calls
@@ -216,6 +220,7 @@ def test_sleep_gives_the_memory_back():
     first = tokens_of(run(engine, PROMPTS, n=2))
     awake = free - torch.cuda.mem_get_info()[0]
     engine.sleep()
+
     gc.collect()
     torch.cuda.empty_cache()
     kept = free - torch.cuda.mem_get_info()[0]
@@ -226,6 +231,7 @@ def test_sleep_gives_the_memory_back():
     assert kept <= awake - held, "graphs and kernels stay, pages and weights do not"
     with pytest.raises(EngineAsleepError):
         run(engine, PROMPTS)
+
     engine.wake()
     with pytest.raises(RolloutError, match="weights are incomplete"):
         run(engine, PROMPTS)

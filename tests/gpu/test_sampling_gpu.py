@@ -39,7 +39,8 @@ class Draw:
         self.keys = sample_keys(5, 9, np.arange(rows))
         self.positions = np.arange(rows) * 37
         slots = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
-        keys, drawn = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
+        keys = torch.empty(rows, dtype=torch.int64)
+        drawn = torch.empty(rows, dtype=torch.int32)
         keys[slots] = torch.from_numpy(self.keys.view(np.int64))
         drawn[slots] = torch.from_numpy(self.positions.astype(np.int32))
         self.state = DrawState(
@@ -99,14 +100,17 @@ def test_the_draw_is_the_best_score_among_the_tokens_kept(dtype, settings):
     scaled = logits.double() / (params.temperature or 1.0)
     exact_log_probs = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-6, atol=1e-5)
+
     if params.temperature == 0:
         assert torch.equal(tokens, logits.float().cpu().argmax(-1).cuda())
         return
+
     if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
         weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
         kept = (logits.float() >= one.workspace.rows[:, 2:]) & (weights >= params.min_p)
         check_threshold(logits.float(), weights, one.workspace.rows[:, 2:], params)
         scaled = scaled.masked_fill(~kept, -torch.inf)
+
     uniform = (noise_integers(one.noise_keys, VOCABULARY).float() + 0.5).double() * 2.0**-31
     scores = scaled - (-(-uniform).log1p()).clamp(max=22.0).log()
     lost = scores.amax(-1) - scores.gather(1, tokens[:, None])[:, 0]
@@ -186,6 +190,7 @@ def test_one_captured_graph_serves_every_setting_and_position(settings):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one(logits)
+
     assert torch.cuda.memory_allocated() - before < 4096, (
         "a graph keeps the state of the random generator, no more"
     )

@@ -70,12 +70,14 @@ def test_the_kernel_agrees_with_blocks_in_float64(
         torch.randn(total, heads, head_dim, device="cuda", generator=generator).bfloat16()
         for heads in (8, key_heads, key_heads)
     ]
+
     weight = torch.randn(total, 8, head_dim, device="cuda", generator=generator)
     assert varlen_can(drawn[0], drawn[2], facts)
     ours = attend(_varlen_attention, drawn, weight, layout, facts)
     exact = attend(
         block_attention, [tensor.double() for tensor in drawn], weight.double(), layout, facts
     )
+
     for one, other in zip(ours, exact, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one.double() - other).norm() / other.norm() < 1e-2

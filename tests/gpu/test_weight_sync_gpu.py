@@ -33,6 +33,7 @@ def take(connection: Connection, uuid: str, fault: str) -> None:
     device = device_of(uuid)
     torch.cuda.set_device(device)
     receiver = SharedMemoryReceiver(connection, device)
+
     for _ in range(HAND_OVERS):
         store = Store(torch.bfloat16, fault, str(device))
         try:
@@ -40,6 +41,7 @@ def take(connection: Connection, uuid: str, fault: str) -> None:
         except RolloutError as error:
             connection.send((device.index, str(error)))
             return
+
     connection.send(
         (
             device.index,
@@ -61,6 +63,7 @@ def hand_over(
         process.start()
     theirs.close()
     error = ""
+
     try:
         with torch.cuda.device(device):
             sender = SharedMemorySender(
@@ -78,6 +81,7 @@ def hand_over(
                 )
     except RolloutError as raised:
         error = str(raised)
+
     answer = ours.recv()
     process.join(60)
     return *answer, error

@@ -30,6 +30,7 @@ def train_and_save(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
         batch = make_batch(SHAPES, seed=seed)[list(range(first, first + share))]
         engine.forward_backward(batch, jobs.WHOLE, smooth_loss, COLUMNS)
         engine.step()
+
     saved = jobs.state_of(engine)
     gathered = []
     with pytest.MonkeyPatch.context() as patch:
@@ -40,9 +41,11 @@ def train_and_save(setup: jobs.Setup, folder: Path) -> dict[str, Any]:
             lambda tensor, **kwargs: gathered.append(1) or whole(tensor, **kwargs),
         )
         engine.save(folder, tokenizer=tiny_tokenizer(), in_background=True)
+
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.add_(1.0)
+
     assert engine.is_saved(wait=True)
     return {**saved, "gathered": len(gathered)}
 

@@ -59,11 +59,13 @@ def refused(run: Path, checkpoint: Path, capfd) -> Callable[..., str]:
         ]
         if command == "merge":
             given += ["--target_dir", checkpoint.parent / "merged"]
+
         capfd.readouterr()
         assert main([str(part) for part in given]) == 1
         assert sorted(checkpoint.parent.iterdir()) == before
         told = capfd.readouterr().err.splitlines()[-1]  # after the bar of transformers
         assert told.startswith("CheckpointError: ")
+
         return told
 
     return line

@@ -119,7 +119,8 @@ def values(summary: dict[str, Any]) -> dict[str, float]:
 
 def test_rules_score_by_data_source(tmp_path, capsys):
     report = evaluate(tmp_path, TWO_SOURCES)
-    toy, gsm8k = report["data_sources"]["toy"], report["data_sources"]["openai/gsm8k"]
+    toy = report["data_sources"]["toy"]
+    gsm8k = report["data_sources"]["openai/gsm8k"]
     assert values(toy) == pytest.approx(
         {
             "mean": (2 / 4 + 1 / 4) / 2,
@@ -130,6 +131,7 @@ def test_rules_score_by_data_source(tmp_path, capsys):
             "maj@4": (1 / 2 + 0) / 2,
         }
     )
+
     assert values(gsm8k)["maj@4"] == 1.0
     assert (toy["prompts"], toy["responses"], report["all"]["prompts"]) == (2, 8, 3)
     assert values(report["all"])["mean"] == pytest.approx((2 / 4 + 1 / 4 + 2 / 4) / 3)
@@ -138,6 +140,7 @@ def test_rules_score_by_data_source(tmp_path, capsys):
     assert toy["mean"]["high"] == pytest.approx(0.5)
     table = capsys.readouterr().out
     assert len([line for line in table.splitlines() if line.startswith("openai/gsm8k")]) == 6
+
     assert "percentile bootstrap over prompts" in table
 
 
@@ -205,6 +208,7 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     report = evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop")
     assert values(report["all"])["mean"] == 1.0
     assert (report["all"]["responses"], report["failures"]["dropped"]) == (2, 2)
+
     assert "2 dropped" in capsys.readouterr().out
     found = values(
         evaluate(tmp_path, lines, *quick, "reward_model.on_error=drop", "metrics.k=[2,4]")["all"]
@@ -213,6 +217,7 @@ def test_failures_count_as_in_training(tmp_path, custom, capsys):
     assert "metrics.k above 2 is left out" in capsys.readouterr().out
     assert main([f"data.path={tmp_path / 'responses.jsonl'}", *quick]) == 1
     told = capsys.readouterr().err
+
     assert "no such answer" in told
     assert "What is a?" in told
 
@@ -273,6 +278,7 @@ def test_the_old_name_of_the_r1_recipe_is_the_same_thing(tmp_path, monkeypatch):
         f"custom_reward_function.path={function}",
         "custom_reward_function.name=reward_func",
     ]
+
     monkeypatch.setattr(sys, "argv", ["main_eval", *asked])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("recipe.r1.main_eval", run_name="__main__")

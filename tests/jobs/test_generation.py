@@ -76,6 +76,7 @@ def test_all_columns_and_the_responses_are_written(whole):
         "extra_info",
         "responses",
     ]
+
     assert written[3]["prompt"][0]["content"] == written[3]["extra_info"]["question"]
     assert {len(row["responses"]) for row in written} == {3}
     texts = [text for row in written for text in row["responses"]]
@@ -112,7 +113,8 @@ def die_before_call(number: int, owner: Any, name: str) -> Callable[[], None]:
     """Patches a function so that its `number`th call kills this process with nothing done."""
 
     def patch() -> None:
-        original, calls = getattr(owner, name), 0
+        original = getattr(owner, name)
+        calls = 0
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -207,7 +209,8 @@ def test_another_configuration_may_not_go_on(whole, tmp_path, capsys):
 
 
 def test_of_two_runs_at_once_the_second_is_told_and_takes_nothing_away(tmp_path, capfd):
-    output, parts = tmp_path / "out.parquet", tmp_path / "out.parquet.parts"
+    output = tmp_path / "out.parquet"
+    parts = tmp_path / "out.parquet.parts"
     parts.mkdir()
     (parts / "batch_000000.parquet").touch()
     first = Claim(parts)
@@ -268,6 +271,7 @@ def test_columns_of_parquet_keep_their_types(tmp_path):
         )
         == 0
     )
+
     schema = pq.read_schema(tmp_path / "out.parquet")
     assert (schema.field("id").type, schema.field("when").type) == (
         pa.int16(),
@@ -338,6 +342,7 @@ def test_what_was_generated_can_be_evaluated(whole, capsys):
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("toy") and "mean" in line
     ]
+
     right = [
         text.strip() == row["reward_model"]["ground_truth"]
         for row in rows(whole)

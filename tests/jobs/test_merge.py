@@ -95,7 +95,8 @@ def assert_same_parameters(
 def test_what_two_ranks_saved_one_process_resumes_and_merges(
     two_ranks: Ranks, base: Path, tmp_path: Path, settings
 ):
-    setup, folder = Setup(**settings), tmp_path / "actor"
+    setup = Setup(**settings)
+    folder = tmp_path / "actor"
     saved = two_ranks.call(jobs.train_and_save, setup, folder)[0]
     sizes = [file.stat().st_size for file in (folder / "sharded").glob("*.distcp")]
     assert len(sizes) == 2
@@ -206,6 +207,7 @@ def test_adapters_alone(tmp_path: Path, adapters, alone, base: Path, capsys):
         str(tmp_path / "adapters"),
     ]
     assert main([*options, "--local_dir", str(adapters[0])]) == 0
+
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters"
     ).merge_and_unload()  # pyright: ignore
@@ -213,6 +215,7 @@ def test_adapters_alone(tmp_path: Path, adapters, alone, base: Path, capsys):
         torch.testing.assert_close(
             tensor.detach(), adapters[1]["parameters"][name], rtol=1e-5, atol=1e-5
         )
+
     assert main([*options, "--local_dir", str(alone[0])]) == 1
     assert "saved with lora_rank=0" in capsys.readouterr().err
     options = ["merge", "--backend", "fsdp", "--target_dir", str(tmp_path / "merged")]
@@ -246,6 +249,7 @@ def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
         "--test_hf_dir",
         str(tmp_path / "merged"),
     ]
+
     assert main(options) == 0
     assert "All 27 tensors" in capsys.readouterr().out
     file = tmp_path / "merged" / "model.safetensors"
@@ -254,6 +258,7 @@ def test_two_folders_that_differ_are_told_apart(tmp_path: Path, alone, capsys):
     tensors["model.added"] = tensors.pop("lm_head.weight")
     save_file(tensors, file)
     assert main(options) == 1
+
     told = capsys.readouterr().err
     for part in (
         "1 differ, first 'model.norm.weight'",

@@ -94,6 +94,7 @@ def plain_loop(model_folder: Path, batches: list[list[tuple[list[int], list[int]
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
     )
     found = []
+
     for rows in batches:
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
@@ -110,6 +111,7 @@ def plain_loop(model_folder: Path, batches: list[list[tuple[list[int], list[int]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         found.append(loss.item())
+
     return found
 
 
@@ -177,10 +179,8 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, rows_file):
 
 
 def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
-    file, first = (
-        write_lines(tmp_path / "rows.jsonl", DIALOGUES),
-        write_lines(tmp_path / "val.jsonl", DIALOGUES[:3]),
-    )
+    file = write_lines(tmp_path / "rows.jsonl", DIALOGUES)
+    first = write_lines(tmp_path / "val.jsonl", DIALOGUES[:3])
     validation = [
         f"data.val_files={first}",
         "trainer.val_before_train=True",
@@ -189,6 +189,7 @@ def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
     expected = plain_loop(
         TOY_MODEL, in_batches([toy_labels(row["messages"]) for row in DIALOGUES], 3)
     )
+
     more = ["trainer.max_steps=3", "data.multiturn.enable=True", *validation]
     assert main(command_line(tmp_path, file, *more)) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
@@ -200,12 +201,15 @@ def test_losses_of_dialogues_are_those_of_a_plain_loop(tmp_path):
 @needs_shared("models/stories260K")
 @needs_shared("data/gsm8k/train.jsonl")
 def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path):
-    model, batch, steps = SHARED / "models" / "stories260K", 4, 8
+    model = SHARED / "models" / "stories260K"
+    batch = 4
+    steps = 8
     lines = (SHARED / "data" / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = sorted(
         (json.loads(line) for line in lines), key=lambda row: len(row["question"] + row["answer"])
     )
     rows, held_out = rows[: batch * steps], rows[batch * steps : batch * (steps + 4)]
+
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     examples = []
     for row in rows:
@@ -215,6 +219,7 @@ def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path)
             tokenizer.eos_token_id,
         ]
         examples.append((prompt + answer, [-100] * len(prompt) + answer))
+
     expected = plain_loop(model, in_batches(examples, batch))
     file = write_lines(tmp_path / "gsm8k.jsonl", rows)
     validation = [
@@ -226,6 +231,7 @@ def test_a_pretrained_model_learns_answers_of_gsm8k_as_in_a_plain_loop(tmp_path)
         f"trainer.max_steps={steps}",
         "trainer.val_before_train=True",
     ]
+
     assert main(command_line(tmp_path, file, *more, *validation, model=model)) == 0
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-4)
     before, after = losses(tmp_path, "val/loss")
@@ -339,6 +345,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
         "trainer.n_gpus_per_node=2",
     )
     assert not caplog.records, "nothing is without effect"
+
     train = as_train_config(config)
     actor = train.actor_rollout_ref.actor
     assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio, actor.optim.warmup_style) == (
@@ -351,6 +358,7 @@ def test_a_script_of_verl_0_5_is_read_as_it_stands(caplog):
         actor.ppo_micro_batch_size_per_gpu,
         actor.ulysses_sequence_parallel_size,
     ) == (0.5, 4, 2)
+
     assert (train.trainer.max_actor_ckpt_to_keep, train.trainer.default_local_dir) == (
         2,
         "checkpoints/sft/test",
@@ -417,6 +425,7 @@ def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
         "logger": ["file"],
         "device": "cpu",
     }
+
     config = config_from_dict(
         {
             "model": {"path": "toy"},
@@ -432,6 +441,7 @@ def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
         root="sft_trainer",
     )
     rows = SFTDataset(str(rows_file), AutoTokenizer.from_pretrained(TOY_MODEL), config.data)
+
     for missing, given in (
         ("data.train_files is not set", {}),
         ("data.val_files", {"train_dataset": rows}),
@@ -440,6 +450,7 @@ def test_a_program_gives_rows_as_objects(tmp_path, rows_file):
             ConfigError, match=f"{missing}.* A program may also give SFTTrainer a train_dataset"
         ):
             SFTTrainer(config, **given)
+
     run = SFTTrainer(config, train_dataset=rows, val_dataset=rows)
     run.init_workers()
     run.fit()

@@ -50,10 +50,8 @@ def grouped_rows(
     """Every prompt is the beginning of one text. Rows stand group by group, or the groups' rows in
     turn."""
     generator = torch.Generator().manual_seed(seed)
-    width, height = (
-        max(prompt for prompt, _ in groups),
-        max(max(responses) for _, responses in groups),
-    )
+    width = max(prompt for prompt, _ in groups)
+    height = max(max(responses) for _, responses in groups)
     text = torch.randint(3, VOCABULARY, (width,), generator=generator)
     rows = [
         (place, number)
@@ -62,21 +60,25 @@ def grouped_rows(
     ]
     if interleave:
         rows.sort()
+
     ids = torch.zeros(len(rows), width + height, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, (place, number) in enumerate(rows):
-        prompt, response = groups[number][0], groups[number][1][place]
+        prompt = groups[number][0]
+        response = groups[number][1][place]
         ids[row, width - prompt : width] = text[:prompt]
         ids[row, width : width + response] = torch.randint(
             3, VOCABULARY, (response,), generator=generator
         )
         mask[row, width - prompt : width + response] = 1
+
     numbers = [number for _, number in rows]
     return Rows(ids, mask, numbers, [groups[number][0] for number in numbers], height)
 
 
 def _pairs(sequences: Sequences) -> list[tuple[slice, slice]]:
-    q, k = sequences.query_offsets.tolist(), sequences.key_offsets.tolist()
+    q = sequences.query_offsets.tolist()
+    k = sequences.key_offsets.tolist()
     return [(slice(*q[i : i + 2]), slice(*k[i : i + 2])) for i in range(len(q) - 1)]
 
 
@@ -94,7 +96,8 @@ def kernel_forward(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`varlen.forward` in any precision."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[1], q.shape[0])
     for of_q, of_k in _pairs(sequences):
         assert of_q.stop - of_q.start <= sequences.longest_query
         assert of_k.stop - of_k.start <= sequences.longest_key
@@ -131,4 +134,5 @@ def kernel_backward(
         of_values = torch.einsum("hqk,qhd->khd", probabilities, grad_out[of_q])
         grads[1][of_k] = of_keys.unflatten(1, (-1, shared_by)).sum(2)
         grads[2][of_k] = of_values.unflatten(1, (-1, shared_by)).sum(2)
+
     return grads

@@ -61,14 +61,17 @@ class KeepFloat64(TorchFunctionMode):
             and args[0].dtype != args[1].dtype
         ):
             return args[0].double() @ args[1].double()
+
         if func in (Tensor.float, Tensor.to, Tensor.type) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+
         if (
             kwargs.get("dtype") is torch.float32
             and args
             and getattr(args[0], "dtype", None) == torch.float64
         ):
             kwargs["dtype"] = torch.float64
+
         return func(*args, **kwargs)

@@ -44,9 +44,11 @@ def test_long_and_short_sequences_side_by_side(lengths: list[int]):
             torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
             for shape in shapes
         )
+
         offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
         grad = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
         results = []
+
         for out in (
             one_by_one(q, k, v, lengths, offsets, SCALE),
             cudnn_attention(
@@ -54,5 +56,6 @@ def test_long_and_short_sequences_side_by_side(lengths: list[int]):
             ),
         ):
             results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
+
         for expected, got in zip(*results):
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)

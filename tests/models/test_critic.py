@@ -20,6 +20,7 @@ def test_values_are_the_head_on_the_state_before_each_response_token(family: str
     critic = CriticModel.from_causal_lm(tiny_model(family))
     torch.nn.init.normal_(critic.value_head.weight)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+
     with torch.no_grad():
         states = reference.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions
@@ -28,6 +29,7 @@ def test_values_are_the_head_on_the_state_before_each_response_token(family: str
         values = PackedValueModel(critic)(PackedBatch.from_rows(ids, mask, RESPONSE_LENGTH))[
             "values"
         ]
+
     assert values.dtype == torch.float32
     expected = expected[mask[:, -RESPONSE_LENGTH:].bool()]
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)

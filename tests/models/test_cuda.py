@@ -39,6 +39,7 @@ def test_the_kernel_agrees_with_blocks_in_float64(key_heads: int, window: int | 
         torch.randn(total, count, 64, device="cuda", generator=generator).bfloat16()
         for count in heads
     ]
+
     weight = torch.randn(total, 8, 64, device="cuda", generator=generator)
     results: list[list[Tensor]] = []
     for attend, dtype in ((_varlen_attention, torch.bfloat16), (block_attention, torch.float64)):
@@ -47,6 +48,7 @@ def test_the_kernel_agrees_with_blocks_in_float64(key_heads: int, window: int | 
         out = attend(q, k, v, Layout(LENGTHS, ends), facts)
         (out * weight).sum().backward()
         results.append([out, *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)])
+
     for ours, exact in zip(*results, strict=True):
         assert (ours.double() - exact).norm() / exact.norm() < 1e-2
 
@@ -78,6 +80,7 @@ def test_bf16_log_probs_keep_fp32_logits(cap: float | None) -> None:
         hidden, weight, targets, head=Head(1.0, cap), entropy=True, chunk_elements=64_000
     )
     (ours.sum() + entropy.sum()).backward()
+
     logits = hidden.detach().double() @ weight.detach().double().t()
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     log_p = logits.log_softmax(-1)
@@ -86,4 +89,5 @@ def test_bf16_log_probs_keep_fp32_logits(cap: float | None) -> None:
     )
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), atol=1e-4, rtol=0)
     assert bool(hidden.grad is not None and hidden.grad.isfinite().all())
+
     assert bool(weight.grad is not None and weight.grad.isfinite().all())

@@ -52,9 +52,12 @@ def test_values_and_gradients_equal_dense_softmaxes_for_any_chunk(
     """Also of a frozen model of another width, with another head, and a longer or shorter
     vocabulary."""
     own, other = vocabularies
-    head, frozen_head = Head(scale, cap), Head(0.7, 4.0)
+    head = Head(scale, cap)
+    frozen_head = Head(0.7, 4.0)
     leaves = [draw(1, tokens, 5), 2 * draw(2, own, 5), draw(3, own)]
-    states, frozen_weight, frozen_bias = draw(4, tokens, 6), 2 * draw(5, other, 6), draw(6, other)
+    states = draw(4, tokens, 6)
+    frozen_weight = 2 * draw(5, other, 6)
+    frozen_bias = draw(6, other)
     weights = torch.arange(tokens) - 2.5
 
     results = []
@@ -101,7 +104,8 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(
             return function(log_p, log_q, *rest)
 
         monkeypatch.setattr(module, name, spied)
-    hidden, weight = draw(1, 40, 5).requires_grad_(), draw(2, 11, 5)
+    hidden = draw(1, 40, 5).requires_grad_()
+    weight = draw(2, 11, 5)
     frozen = FrozenHead(draw(3, 11, 5), None, Head())
     values = token_divergence(
         hidden, weight, draw(4, 40, 5), frozen, kind=kind, chunk_elements=11 * 4 * CHUNK_TENSORS
@@ -111,18 +115,21 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(
 
 
 def test_bf16_states_are_compared_in_fp32() -> None:
-    hidden, weight = draw(1, 50, 16).bfloat16(), draw(2, 64, 16).bfloat16()
+    hidden = draw(1, 50, 16).bfloat16()
+    weight = draw(2, 64, 16).bfloat16()
     frozen = FrozenHead(draw(3, 64, 16).bfloat16(), None, Head())
     values = token_divergence(hidden, weight, draw(4, 50, 16).bfloat16(), frozen, kind="reverse_kl")
     assert values.dtype == torch.float32
-    y, z = (hidden @ weight.t()).float(), (draw(4, 50, 16).bfloat16() @ frozen.weight.t()).float()
+    y = (hidden @ weight.t()).float()
+    z = (draw(4, 50, 16).bfloat16() @ frozen.weight.t()).float()
     expected = divergence(y.log_softmax(-1), z.log_softmax(-1), "reverse_kl")
     torch.testing.assert_close(values, expected)
 
 
 def test_a_packed_model_gives_the_divergence_from_another() -> None:
     """Of the other model's own logits, token by token; without its states there is none."""
-    student, teacher = tiny_model("qwen2"), tiny_model("llama", seed=1, hidden_size=48)
+    student = tiny_model("qwen2")
+    teacher = tiny_model("llama", seed=1, hidden_size=48)
     sequences = [[5, 6, 7, 8], [9, 10, 11]]
     teacher_logits = [teacher(torch.tensor([ids])).logits[0, :-1] for ids in sequences]
     student_logits = [student(torch.tensor([ids])).logits[0, :-1] for ids in sequences]
@@ -133,7 +140,8 @@ def test_a_packed_model_gives_the_divergence_from_another() -> None:
     )
 
     batch = PackedBatch.from_sequences(sequences)
-    packed_teacher, packed_student = PackedCausalLM(teacher), PackedCausalLM(student)
+    packed_teacher = PackedCausalLM(teacher)
+    packed_student = PackedCausalLM(student)
     states = packed_teacher(batch, states=True)["states"].detach()
     linear: Any = teacher.get_output_embeddings()
     head = FrozenHead(linear.weight.detach(), None, packed_teacher.head)

@@ -95,10 +95,12 @@ def test_gradients_equal_those_of_padded_eager_attention(family: str) -> None:
     ids, mask = padded_rows()
     eager = tiny_model(family, dtype=torch.float64)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+
     with KeepFloat64():
         logits = eager(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
         ).logits
+
     dense = logits.log_softmax(-1)[:, -RESPONSE_LENGTH - 1 : -1]
     response = mask[:, -RESPONSE_LENGTH:].bool()
     targets = ids[:, -RESPONSE_LENGTH:]
@@ -110,6 +112,7 @@ def test_gradients_equal_those_of_padded_eager_attention(family: str) -> None:
         for name, value in eager.named_parameters()
         if value.grad is not None
     }
+
     ours = gradients(
         PackedCausalLM(tiny_model(family, dtype=torch.float64)), PACKINGS["mixed"], exact=True
     )

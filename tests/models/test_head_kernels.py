@@ -22,12 +22,14 @@ def test_statistics(words: int, bound: float | None):
     targets[:3] = torch.tensor([0, words - 1, 150])
     linear = 0.7 * hidden.double() @ weight.double().t()
     y = linear if bound is None else bound * torch.tanh(linear / bound)
+
     want = plain.row_statistics(y, targets, entropy=True)
     got = kernels.head_statistics(hidden, weight, targets, slope=0.7, bound=bound, entropy=True)
     for one, other in zip(got, want):
         assert one is not None
         assert other is not None
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
+
     without = kernels.head_statistics(
         hidden, weight, targets, slope=0.7, bound=bound, entropy=False
     )

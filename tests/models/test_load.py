@@ -44,6 +44,7 @@ def test_every_family_loads_and_passes_the_check(family: str, tmp_path: Path) ->
     empty = load_causal_lm(tmp_path, dtype="float32", weights=False)
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert described(empty) == described(model)
+
     expected = dict(model.named_buffers())
     assert expected.keys() == dict(empty.named_buffers()).keys()
     for name, buffer in empty.named_buffers():
@@ -237,6 +238,7 @@ def test_families_outside_the_attention_interface_fail_the_check(
     config = AutoConfig.for_model(
         family, vocab_size=64, bos_token_id=0, eos_token_id=1, **sizes[family]
     )
+
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=family):
         load_causal_lm(tmp_path, dtype="float32")

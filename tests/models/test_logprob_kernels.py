@@ -45,6 +45,7 @@ def test_gradient(bound: float | None, given: str):
     grad_log_probs, grad_entropies = (
         None if given == left else grad for left, grad in zip(("entropies", "log_probs"), grads)
     )
+
     given_grads = (grad_log_probs, grad_entropies)
     want = plain.grad_linear(
         precise,
@@ -56,6 +57,7 @@ def test_gradient(bound: float | None, given: str):
         bound=bound,
         dtype=torch.float64,
     )
+
     fp32 = (None if grad is None else grad.float() for grad in given_grads)
     got = kernels.grad_linear(
         y,
@@ -67,4 +69,5 @@ def test_gradient(bound: float | None, given: str):
         bound=bound,
         dtype=torch.float32,
     )
+
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)

@@ -89,6 +89,7 @@ def test_values_and_gradients_equal_a_dense_softmax_for_any_chunk(
         results.append(
             [log_probs, *([entropy] if wants_entropy else []), *(leaf.grad for leaf in leaves)]
         )
+
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
@@ -124,6 +125,7 @@ def test_only_the_entropy_may_be_differentiated() -> None:
         entropy=True,
         chunk_elements=22,
     )
+
     entropy.sum().backward()
     ours = tensors["hidden"].grad
     again = problem(6)
@@ -151,6 +153,7 @@ def test_bf16_is_summed_and_normalised_in_fp32() -> None:
     torch.testing.assert_close(
         log_probs, logits.gather(1, tensors["targets"][:, None]).squeeze(1), rtol=0, atol=0.1
     )
+
     log_probs.sum().backward()
     many_chunks = tensors["weight"].grad
     exact = problem(200, vocabulary=64, width=16)
@@ -159,6 +162,7 @@ def test_bf16_is_summed_and_normalised_in_fp32() -> None:
         @ exact["weight"].to(torch.bfloat16).double().t()
     )
     probabilities = exact_logits.softmax(-1)
+
     onehot = torch.nn.functional.one_hot(exact["targets"], 64)
     expected = (onehot - probabilities).t() @ exact["hidden"].to(torch.bfloat16).double()
     # A running sum in bf16 over 200 chunks would be off by several percent.
@@ -167,7 +171,8 @@ def test_bf16_is_summed_and_normalised_in_fp32() -> None:
 
 
 def test_large_vocabulary_never_exists_for_all_tokens_at_once() -> None:
-    tokens, vocabulary = 64, 50_000
+    tokens = 64
+    vocabulary = 50_000
     hidden = torch.randn(tokens, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     largest = 0

@@ -44,7 +44,8 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_merged_weights_are_the_adapted_model(family: str):
-    model, plain = adapted(family), tiny_model(family)
+    model = adapted(family)
+    plain = tiny_model(family)
     merged = dict(merged_parameters(model))
     assert list(merged) == [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in plain_modules(model)] == [name for name, _ in plain.named_modules()]
@@ -59,7 +60,8 @@ def test_merged_weights_are_the_adapted_model(family: str):
 
 @torch.no_grad()
 def test_latent_projections_take_adapters():
-    model, plain = tiny_model("deepseek_v3"), tiny_model("deepseek_v3")
+    model = tiny_model("deepseek_v3")
+    plain = tiny_model("deepseek_v3")
     names = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
     apply_lora(model, rank=4, alpha=8, target_modules=names)
     layers = adapted_layers(model)
@@ -113,6 +115,7 @@ def test_gradients_are_those_of_peft():
     theirs.load_state_dict(
         {f"base_model.model.{name}": value for name, value in ours.state_dict().items()}
     )
+
     sequences = [
         [3 + (7 * i + row) % 120 for i in range(length)]
         for row, length in enumerate((5, 19, 2, 33))
@@ -120,10 +123,12 @@ def test_gradients_are_those_of_peft():
     loss = PackedCausalLM(ours)(PackedBatch.from_sequences(sequences))["log_probs"].sum()
     loss.backward()
     expected = torch.zeros((), dtype=torch.float64)
+
     for sequence in sequences:
         ids = torch.tensor([sequence])
         log_probs = theirs(input_ids=ids).logits[0, :-1].log_softmax(-1)
         expected = expected + log_probs.gather(1, ids[0, 1:, None]).sum()
+
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
@@ -132,6 +137,7 @@ def test_gradients_are_those_of_peft():
         for name, p in theirs.named_parameters()
         if p.requires_grad
     }
+
     assert gradients.keys() == reference.keys()
     for name, gradient in gradients.items():
         assert relative(gradient, reference[name]) < 1e-4, name

@@ -29,7 +29,12 @@ def padded(
 @given(rows=ROWS)
 def test_packing_keeps_every_real_token_in_order(rows: list[tuple[int, int]]) -> None:
     batch = PackedBatch.from_rows(*padded(rows), 5)
-    ids, positions, predict, targets, ends = [], [], [], [], [0]
+    ids = []
+    positions = []
+    predict = []
+    targets = []
+    ends = [0]
+
     for row, (prompt, response) in enumerate(rows):
         for place in range(prompt + response):
             if place >= prompt:
@@ -38,6 +43,7 @@ def test_packing_keeps_every_real_token_in_order(rows: list[tuple[int, int]]) ->
             ids.append(place + 1 + 100 * row)
             positions.append(place)
         ends.append(len(ids))
+
     assert batch.input_ids.tolist() == ids
     assert batch.position_ids.tolist() == positions
     assert batch.predict.tolist() == predict

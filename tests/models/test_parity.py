@@ -204,7 +204,8 @@ def test_two_models_in_one_process_keep_their_own_batch(batch: PackedBatch) -> N
             small = PackedBatch.from_sequences([[5, 6, 7], [8, 9]])
             self.inner(small)
 
-    outer, inner = PackedCausalLM(tiny_model("qwen2")), PackedCausalLM(tiny_model("mistral"))
+    outer = PackedCausalLM(tiny_model("qwen2"))
+    inner = PackedCausalLM(tiny_model("mistral"))
     outer.model.model.layers[1].register_forward_pre_hook(Nested(inner).forward)
     with torch.no_grad():
         ours = outer(batch)["log_probs"]

@@ -91,19 +91,19 @@ def test_fp32_is_equal_to_rounding(family: str, rows: Rows) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_checkpointing_recomputes_on_the_layout_of_its_forward(family: str, rows: Rows) -> None:
     module = PackedCausalLM(tiny_model(family, dtype=torch.float64)).train()
-    first, second = (
-        rows.pack(range(7), share=True),
-        rows.pack(range(7, len(rows.prompts)), share=True),
-    )
+    first = rows.pack(range(7), share=True)
+    second = rows.pack(range(7, len(rows.prompts)), share=True)
     assert first.shared
     assert second.shared
     expected = compute(module, [first, second], exact=False)[1]
     apply_checkpointing(module.model)
     module.zero_grad()
+
     losses = []
     for batch in (first, second):  # both forward passes before the first backward pass
         outputs = module(batch)["log_probs"]
         losses.append(((batch.targets * 5 % 7 - 3.0) * outputs + 0.1 * outputs**2).sum())
+
     for loss in losses:
         loss.backward()
     ours = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -146,20 +146,24 @@ def test_any_groups_cut_anywhere_give_the_plain_gradient(modules, groups, interl
 @given(groups=groups_strategy, interleave=booleans())
 def test_a_shared_batch_holds_the_same_sequences(groups, interleave) -> None:
     rows = grouped_rows(groups, interleave=interleave)
-    plain, shared = rows.pack(share=False), rows.pack(share=True)
+    plain = rows.pack(share=False)
+    shared = rows.pack(share=True)
     assert torch.equal(shared.targets, plain.targets)
     assert torch.equal(shared.input_ids[shared.predict], plain.input_ids[plain.predict])
     assert torch.equal(shared.position_ids[shared.predict], plain.position_ids[plain.predict])
     assert sum(shared.lengths) == len(shared.input_ids) == int(shared.cu_seqlens[-1])
     assert len(shared.input_ids) == sum(prompt + sum(responses) for prompt, responses in groups)
+
     layout = Layout(shared.lengths, shared.cu_seqlens, shared.shared)
     assert layout.longest == max(plain.lengths)
     seen = 0
+
     for prompt, responses in layout.prompts:
         end = layout.starts[prompt + 1] - 1
         for response in responses:
             assert shared.position_ids[layout.starts[response]] == shared.position_ids[end] + 1
             seen += 1
+
     assert (
         seen
         == sum(shared.shared)
@@ -192,8 +196,10 @@ def differentiable_kernel(
     left, right = asked["window_size"]
     assert right == 0
     outputs = []
+
     for start, stop, key_start, key_stop in zip(ends[:-1], ends[1:], key_ends[:-1], key_ends[1:]):
-        one, more = int(stop - start), int(key_stop - key_start)
+        one = int(stop - start)
+        more = int(key_stop - key_start)
         gap = torch.arange(one)[:, None] + more - one - torch.arange(more)
         parts = (q[start:stop], k[key_start:key_stop], v[key_start:key_stop])
         heads_first = (part.transpose(0, 1)[None] for part in parts)
@@ -203,6 +209,7 @@ def differentiable_kernel(
                 0
             ].transpose(0, 1)
         )
+
     return torch.cat(outputs)
 
 

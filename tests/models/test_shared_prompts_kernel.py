@@ -13,17 +13,16 @@ from verl.models.shared_prompts import _merge_
 @interpreted
 def test_the_kernel_gives_what_plain_operations_give(heads: int, dim: int):
     generator = torch.Generator().manual_seed(0)
-    whole, whole_lse = (
-        torch.randn(7, heads, dim, generator=generator),
-        3 * torch.randn(heads, 7, generator=generator),
-    )
+    whole = torch.randn(7, heads, dim, generator=generator)
+    whole_lse = 3 * torch.randn(heads, 7, generator=generator)
     # Parts of larger tensors, as the responses of a batch are.
-    out, lse = whole[2:], whole_lse[:, 2:]
-    other, other_lse = (
-        torch.randn(5, heads, dim, generator=generator),
-        torch.randn(heads, 5, generator=generator),
-    )
-    expected, expected_lse = whole.clone()[2:], whole_lse.clone()[:, 2:]
+    out = whole[2:]
+    lse = whole_lse[:, 2:]
+    other = torch.randn(5, heads, dim, generator=generator)
+    other_lse = torch.randn(heads, 5, generator=generator)
+    expected = whole.clone()[2:]
+
+    expected_lse = whole_lse.clone()[:, 2:]
     _merge_(expected, expected_lse, other, other_lse)
     before = whole[:2].clone(), whole_lse[:, :2].clone()
     merge_(out, lse, other, other_lse)

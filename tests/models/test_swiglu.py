@@ -54,6 +54,7 @@ def test_a_model_computes_what_it_did(family: str, compiled: bool):
     if compiled:
         model = torch.compile(model, backend="aot_eager")
     model(ids).logits.sum().backward()
+
     assert not calls, "with gradients as before"
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, want, rtol=0.05, atol=0.05)
@@ -61,6 +62,7 @@ def test_a_model_computes_what_it_did(family: str, compiled: bool):
         model.float()
         assert model(ids).logits.dtype == torch.float32
         assert len(calls) == layers, "other dtypes as before"
+
     assert use_fused_swiglu(model, CUDA) == 0, "twice changes nothing"
 
 

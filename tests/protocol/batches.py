@@ -27,6 +27,7 @@ def make_batch(rows: int, kind: str = "both", start: int = 0) -> DataProto:
         "pair": object_column([start + i, i] for i in range(rows)),
         "plain": np.arange(start, start + rows),
     }
+
     return DataProto.from_dict(
         tensors if kind != "objects" else None,
         objects if kind != "tensors" else None,

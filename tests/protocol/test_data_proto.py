@@ -41,10 +41,12 @@ def test_concat_undoes_chunk_and_split(data, pieces):
     ]
     if split:
         assert as_rows(DataProto.concat(split)) == expected
+
     if len(data) % pieces:
         with pytest.raises(ValueError, match=f"{len(data)} rows and {pieces} chunks"):
             data.chunk(pieces)
         data.meta_info[DataProtoConfig.auto_padding_key] = True
+
     chunks = data.chunk(pieces)
     sizes = [len(chunk) for chunk in chunks]
     assert len(sizes) == pieces
@@ -62,13 +64,15 @@ def test_concat_puts_rows_one_after_the_other(sizes, kind):
 
 
 def test_concat_names_the_columns_that_differ():
-    data, other = make_batch(2), make_batch(2)
+    data = make_batch(2)
+    other = make_batch(2)
     other.batch["extra"] = torch.zeros(2)
     with pytest.raises(ValueError, match="extra"):
         DataProto.concat([data, other])
     with pytest.raises(ValueError, match="1 differs from 0.*ragged"):
         DataProto.concat([data, make_batch(2, "tensors")])
     wide = make_batch(2)
+
     wide.batch["ids"] = torch.zeros(2, 9)
     with pytest.raises(ValueError, match=r"ids.*9"):
         DataProto.concat([data, wide])
@@ -92,6 +96,7 @@ def test_indexing_and_slicing_follow_python(data, draw):
     assert as_rows(data[cut]) == expected[cut]
     assert as_rows(data.slice(cut.start, cut.stop, cut.step)) == expected[cut]
     mask = draw.draw(st.lists(st.booleans(), min_size=len(data), max_size=len(data)))
+
     kept = [row for row, keep in zip(expected, mask) if keep]
     for form in (mask, np.array(mask, dtype=bool), torch.tensor(mask, dtype=torch.bool)):
         assert as_rows(data[form]) == kept
@@ -219,13 +224,15 @@ def test_padding_is_enabled_by_batch_or_by_process():
 
 @given(batches)
 def test_select_pop_and_union_undo_each_other(data):
-    rows, names = as_rows(data), list(dtypes(data))
+    rows = as_rows(data)
+    names = list(dtypes(data))
     tensor_keys = [key for key in ("ids", "flag") if key in names]
     object_keys = [key for key in ("text",) if key in names]
     selected = data.select(tensor_keys, object_keys, ["step"])
     assert as_rows(selected) == [
         {key: row[key] for key in tensor_keys + object_keys} for row in rows
     ]
+
     assert as_rows(data.select()) == rows
     assert data.select(meta_info_keys=[]).meta_info == {}
     popped = data.pop(tensor_keys, object_keys, ["step"])
@@ -234,6 +241,7 @@ def test_select_pop_and_union_undo_each_other(data):
     assert (popped.meta_info, data.meta_info) == ({"step": 3}, {})
     assert data.union(popped) is data
     assert as_rows(data) == rows
+
     assert data.meta_info == {"step": 3}
 
 
@@ -254,7 +262,8 @@ def test_missing_keys_are_named_and_nothing_is_taken():
 
 def test_select_shares_memory_unless_deepcopy():
     data = make_batch(2)
-    shared, owned = data.select(["ids"]), data.select(["ids"], deepcopy=True)
+    shared = data.select(["ids"])
+    owned = data.select(["ids"], deepcopy=True)
     data.batch["ids"] += 1
     assert torch.equal(shared.batch["ids"], data.batch["ids"])
     assert torch.equal(owned.batch["ids"], data.batch["ids"] - 1)
@@ -273,6 +282,7 @@ def test_union_refuses_unequal_values_and_changes_nothing():
         {"x": torch.tensor([1.0, nan])}, {"o": [{"a": [float("nan")]}, "t"]}, {"m": nan, "k": 1}
     )
     assert data.union(same).meta_info["k"] == 1
+
     before = as_rows(data.select(["x"], ["o"]))
     for other, name in (
         (DataProto.from_dict({"y": torch.ones(2), "x": torch.tensor([1.0, 2.0])}), "x"),
@@ -283,14 +293,17 @@ def test_union_refuses_unequal_values_and_changes_nothing():
     ):
         with pytest.raises(ValueError, match=rf"unequal values.*\['{name}'\]"):
             data.union(other)
+
     for other in (make_batch(3, "tensors"), make_batch(3, "objects")):
         with pytest.raises(ValueError, match="3"):
             data.union(other)
+
     assert repr(as_rows(data)) == repr(before)
 
 
 def test_union_functions():
-    one, other = TensorDict({"a": torch.ones(2)}, [2]), TensorDict({"b": torch.zeros(2)}, [2])
+    one = TensorDict({"a": torch.ones(2)}, [2])
+    other = TensorDict({"b": torch.zeros(2)}, [2])
     assert set(union_tensor_dict(one, other).keys()) == {"a", "b"}
     with pytest.raises(ValueError, match=r"\[2\] and \[3\]"):
         union_tensor_dict(one, TensorDict({}, [3]))
@@ -314,6 +327,7 @@ def test_rename():
     assert as_rows(data) == [
         {k: v for k, v in row.items() if k not in ("ids", "text")} for row in expected
     ]
+
     for old, new in (
         ("nope", "x"),
         ("flag", "half"),
@@ -322,6 +336,7 @@ def test_rename():
     ):
         with pytest.raises(ValueError, match="Cannot rename"):
             data.rename(old, new)
+
     assert set(dtypes(make_batch(1, "objects").rename("text", "words"))) == {
         "words",
         "ragged",
@@ -365,6 +380,7 @@ def test_make_iterator_shuffles_anew_each_epoch():
     state = torch.get_rng_state()
     assert len(list(data.make_iterator(10, 2))) == 6
     assert len(list(data.make_iterator(10, 1, seed=0, dataloader_kwargs={"shuffle": True}))) == 3
+
     assert torch.equal(torch.get_rng_state(), state)
     unseeded = [
         as_rows(x)
@@ -432,6 +448,7 @@ def test_wrong_arguments_are_assertion_errors_too():
         lambda: data.union(DataProto.from_dict(meta_info={}, non_tensors={"plain": [0, 0, 0]})),
         lambda: unpad_dataproto(data, 4),
     ]
+
     for call in wrong:
         with pytest.raises(AssertionError):
             call()
@@ -444,11 +461,13 @@ def test_fold_and_unfold_batch_dim(new_size, inner, kind):
     )
     folded = fold_batch_dim(data, new_size)
     assert len(folded) == new_size
+
     for shape, _ in (
         (value.shape, key)
         for key, value in {**folded.non_tensor_batch, **(folded._tensors())}.items()
     ):
         assert tuple(shape[:2]) == (new_size, inner)
+
     assert as_rows(unfold_batch_dim(folded)) == as_rows(data)
     with pytest.raises(ValueError, match="divide"):
         fold_batch_dim(make_batch(3), 2)
@@ -471,6 +490,7 @@ def test_inconsistent_batches_are_refused_with_names():
         DataProto.from_dict({"a": torch.ones(2, 3)}, {"o": [1, 2]}, num_batch_dims=2)
     with pytest.raises(ValueError, match="got 0"):
         DataProto(batch=TensorDict({}, []))
+
     data = make_batch(2)
     data.non_tensor_batch["late"] = np.zeros(5)
     with pytest.raises(ValueError, match="late"):
@@ -488,6 +508,7 @@ def test_from_dict_forms():
     single = DataProto.from_single_dict(
         {"a": torch.ones(2), "o": np.array(["x", "y"], object)}, meta_info={"m": 1}
     )
+
     assert (list(single.batch.keys()), list(single.non_tensor_batch), single.meta_info) == (
         ["a"],
         ["o"],
@@ -497,7 +518,8 @@ def test_from_dict_forms():
 
 @given(batches)
 def test_no_operation_writes_into_its_source(data):
-    before, meta = as_rows(data), dict(data.meta_info)
+    before = as_rows(data)
+    meta = dict(data.meta_info)
     for result in (data.repeat(2), data.select(), data.slice(), data[[0] if len(data) else []]):
         result.meta_info["x"] = 1
         result.non_tensor_batch["new"] = np.zeros(len(result))

@@ -120,7 +120,8 @@ def _zero(queue, done):
 
 def test_shared_memory_travels_as_a_handle():
     context = mp.get_context("fork")
-    queue, done = context.Queue(), context.Queue()
+    queue = context.Queue()
+    done = context.Queue()
     data = DataProto.from_dict({"x": torch.ones(1000).share_memory_()}, {"o": list(range(1000))})
     process = context.Process(target=_zero, args=(queue, done))
     process.start()

@@ -47,10 +47,12 @@ def make_batch(
     right = torch.tensor([ids + [PAD] * (response_width - len(ids)) for ids in response_ids])
     input_ids = torch.cat([left, right], dim=1)
     columns: dict[str, Any] = {}
+
     if ground_truths is not None:
         columns["reward_model"] = objects(
             [{"style": "rule", "ground_truth": truth} for truth in ground_truths]
         )
+
     columns["data_source"] = objects(list(data_sources or ["toy"] * len(responses)))
     if extra_infos is not None:
         columns["extra_info"] = objects(extra_infos)

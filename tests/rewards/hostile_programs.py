@@ -541,27 +541,33 @@ class Trainer:
         if self.victim.poll() is not None:
             self.victim = subprocess.Popen(["sleep", "600"])
             harm.append("the other process of this user is dead")
+
         if self.signals:
             harm.append(f"signals {self.signals}")
             self.signals.clear()
+
         state = self._state()
         if state != self.state:
             self.state = state
             harm.append("files, limits or priorities changed")
+
         for folder in ("/tmp", "/dev/shm", "/var/tmp", "/run", "/", "."):
             if os.path.exists(f"{folder}/{MARK}"):
                 harm.append(f"a file in {folder}")
+
         for listener in (self.store, self.abstract):
             try:
                 listener.accept()
                 harm.append("a connection")
             except BlockingIOError:
                 continue
+
         try:
             self.datagrams.recv(1)
             harm.append("a datagram")
         except BlockingIOError:
             pass
+
         return harm
 
     def _state(self) -> str:

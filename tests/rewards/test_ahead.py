@@ -85,7 +85,9 @@ def test_scores_are_those_of_the_whole_batch_and_each_is_asked_for_once(function
 
 
 def test_calls_are_made_meanwhile_one_at_a_time_in_the_order_of_the_responses():
-    calls, active, all_done = [], [], threading.Event()
+    calls = []
+    active = []
+    all_done = threading.Event()
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         active.append(1)
@@ -207,7 +209,8 @@ def test_no_thread_is_left_of_a_batch_that_never_comes():
     def names() -> int:
         return sum(thread.name == "verl-reward" for thread in threading.enumerate())
 
-    manager, before = NaiveRewardManager(CharTokenizer(), 0, by_everything), names()
+    manager = NaiveRewardManager(CharTokenizer(), 0, by_everything)
+    before = names()
     for _ in range(20):
         with pytest.raises(KeyError), manager.ahead(prompts_of(batch_of()), 2) as take:
             take((0, [97, 1]))
@@ -271,7 +274,8 @@ def test_the_price_of_a_long_response_is_taken_off():
 
 
 def test_responses_may_come_from_several_threads():
-    manager, batch = NaiveRewardManager(CharTokenizer(), 0, by_everything), batch_of()
+    manager = NaiveRewardManager(CharTokenizer(), 0, by_everything)
+    batch = batch_of()
     with manager.ahead(prompts_of(batch), 2) as take:
         assert take is not None
         rows = [(row, [*map(ord, TEXTS[row]), 1]) for row in range(6)] * 50
@@ -284,6 +288,7 @@ def test_responses_may_come_from_several_threads():
         for thread in threads:
             thread.join()
         found = manager(batch, return_dict=True)
+
     assert same(
         found, NaiveRewardManager(CharTokenizer(), 0, by_everything)(batch, return_dict=True)
     )
@@ -307,7 +312,8 @@ def test_several_threads_know_the_first_failure_by_row():
 def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
     """Its thread was woken for it, and got the lock only after the caller had reckoned how long to
     wait."""
-    release, first_done = threading.Event(), threading.Event()
+    release = threading.Event()
+    first_done = threading.Event()
 
     def hang(number):
         first_done.set() if number == 0 else release.wait()

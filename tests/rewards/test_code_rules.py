@@ -31,7 +31,8 @@ class Recorder:
     max_concurrent = 7
 
     def __init__(self, *runs: Run) -> None:
-        self.runs, self.seen = list(runs), []
+        self.runs = list(runs)
+        self.seen = []
 
     def run(self, code, tests, *, stdin=None):
         self.seen.append((code, tests, stdin))
@@ -199,6 +200,7 @@ def test_search_answers_are_compared_as_squad_spells_them():
     assert score("the beatles", truth) == 0.0
     assert score("<answer>It was the Beatles</answer>", truth) == 0.0
     assert score("<answer>It was the Beatles</answer>", truth, method="substring") == 1.0
+
     assert score("<answer>Queen</answer>", truth, format_score=0.1) == 0.1
     for same in (
         np.array(["Beatles"], dtype=object),
@@ -207,9 +209,11 @@ def test_search_answers_are_compared_as_squad_spells_them():
         {"target": "Beatles"},
     ):
         assert default_compute_score("searchR1_nq", "<answer>Beatles</answer>", same) == 1.0
+
     for wrong in ({"answers": ["x"]}, [], {"target": None}, 3):
         with pytest.raises(RewardError, match="The search rule expects"):
             score("<answer>x</answer>", wrong)
+
     assert answer_extractors.get("hotpotqa")("<answer> x </answer>") == "x"
 
 

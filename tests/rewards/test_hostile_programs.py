@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 USERS = ("this user", "no capabilities", "an ordinary user", "Python in /tmp")
 _ORDINARY_UID = 54321
-_PR_CAPBSET_DROP, _CAPABILITIES = 24, 64
+_PR_CAPBSET_DROP = 24
+_CAPABILITIES = 64
 
 
 def drop_bounding_set() -> None:
@@ -43,13 +44,15 @@ def become_ordinary() -> None:
 
 def run_trainer(user: str, isolation: str, folder: str) -> dict:
     """Run all programs from a trainer of this kind; return its findings."""
-    python, before = sys.executable, None
+    python = sys.executable
+    before = None
     if user in ("no capabilities", "an ordinary user") and os.getuid() != 0:
         pytest.skip("only root can become someone else")
     if user == "no capabilities":
         before = drop_bounding_set
     elif user == "an ordinary user":
-        python, before = ordinary_python(), become_ordinary
+        python = ordinary_python()
+        before = become_ordinary
     elif user == "Python in /tmp":
         venv = [sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"]
         subprocess.run(venv, check=True)

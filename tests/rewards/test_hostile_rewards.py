@@ -244,6 +244,7 @@ def test_a_function_of_python_cannot_exit_in_silence(reward_file):
         """
     )
     assert done.stdout == "[0]\n[0]\n", done.stderr
+
     assert "SystemExit: os._exit(0) in the process of the trainer" in done.stderr
     assert done.returncode == 3, "elsewhere it ends the process"
 

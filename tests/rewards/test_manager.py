@@ -198,10 +198,12 @@ def test_policies_for_a_call_that_gives_no_score(kind, is_async):
         manager(function, timeout_s=0.2)(batch)
     for part in ("row 1", "data_source 'toy'", "second?", "'bad'", "on_error"):
         assert part in str(caught.value)
+
     if kind == "raises":
         assert "KeyError: 'the key'" in str(caught.value)
         assert "in compute_score" in str(caught.value)
         assert isinstance(caught.value.__cause__, KeyError)
+
     for policy, dropped in (("zero", []), ("drop", [1])):
         result = manager(function, timeout_s=0.2, on_error=policy)(batch, return_dict=True)
         assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
@@ -288,7 +290,8 @@ def test_stop_does_not_call_the_function_for_the_rest_of_the_batch():
 
 
 def test_plain_functions_are_called_one_at_a_time_and_in_order():
-    active, order = [], []
+    active = []
+    order = []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         active.append(1)
@@ -330,7 +333,9 @@ def test_too_many_hanging_calls_are_an_error_in_the_end(monkeypatch):
 
 
 def test_coroutines_run_side_by_side_in_one_lasting_loop():
-    loops, waiting, all_wait = set(), [], asyncio.Event()
+    loops = set()
+    waiting = []
+    all_wait = asyncio.Event()
 
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
         loops.add(asyncio.get_running_loop())
@@ -363,6 +368,7 @@ def test_a_function_that_uses_signals_is_called_in_the_main_thread(tmp_path):
         ("import signal", "ValueError"),
         ("signal = importlib.import_module('signal')", "KeyError"),
     ]
+
     for number, (how, caught) in enumerate(ways):
         path = tmp_path / f"reward{number}.py"
         path.write_text(textwrap.dedent(body.format(how=how, caught=caught)))

@@ -158,6 +158,7 @@ def test_prime_survives_whatever_a_call_does(reward_file):
     result = manager(make_batch(texts), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [0.0] * 6 + [1.0]
     assert result["dropped"] == [0, 1, 2, 3, 4, 5]
+
     assert result["metrics"] == {"reward/num_errors": 4, "reward/num_timeouts": 2}
     strict = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1, timeout_s=5.0)
     for text, told in (
@@ -209,7 +210,8 @@ def keeps_the_interpreter(data_source, solution_str, ground_truth, extra_info=No
     ("name", "way"), [("sleeps", "exits"), ("keeps_the_interpreter", "exits"), ("sleeps", "killed")]
 )
 def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, way):
-    file, told = tmp_path / "hanging.py", tmp_path / "pid"
+    file = tmp_path / "hanging.py"
+    told = tmp_path / "pid"
     file.write_text(HANGING)
     code = f"""
         import os, signal, threading, time
@@ -223,9 +225,11 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
         if {way!r} == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
     """
+
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
     assert done.returncode == (0 if way == "exits" else -9)
-    pid, deadline = int(told.read_text()), time.monotonic() + 60
+    pid = int(told.read_text())
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(pid)
@@ -272,6 +276,7 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
         "    time.sleep(float(solution_str))\n"
         "    return 1.0\n"
     )
+
     manager = PrimeRewardManager(
         CharTokenizer(), 0, load_custom_reward(str(file)), num_processes=1, timeout_s=600
     )
@@ -296,10 +301,12 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
         CharTokenizer(), 0, function, on_error=policy, max_retries=1, timeout_s=600, **settings
     )
     batch = make_batch([str(number) for number in range(1000)])
+
     if policy == "stop":
         with pytest.raises(RewardError, match=r"row (13|57) "):
             manager(batch)
         return
+
     with caplog.at_level("WARNING", logger="verl"):
         result = manager(batch, return_dict=True)
     bad = {number for number in range(1000) if number % 100 in (13, 57)}
@@ -308,6 +315,7 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
     ]
     assert result["dropped"] == ([] if policy == "zero" else sorted(bad))
     expected = {"reward/num_errors": 10, "reward/num_timeouts": 10}
+
     assert result["metrics"] == (
         expected | {"reward/num_retries": 20} if policy == "retry" else expected
     )
@@ -457,6 +465,7 @@ def test_dapo_punishes_the_last_part_of_a_response(as_mapping):
         overlong_buffer_cfg=config,
         on_error="zero",
     )
+
     lengths = list(range(1, 11))  # with the special token that ends each
     result = manager(make_batch(["a" * (length - 1) for length in lengths]), return_dict=True)
     expected = [1 + slow_reference(length, 10, 4, 0.5) for length in lengths]
@@ -465,6 +474,7 @@ def test_dapo_punishes_the_last_part_of_a_response(as_mapping):
     assert expected[-1] == 0.5
     extra = result["reward_extra_info"]
     assert extra["overlong"] == [float(length > 6) for length in lengths]
+
     assert extra["overlong_reward"] == pytest.approx([value - 1 for value in expected])
 
 
@@ -492,6 +502,7 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
     responses = torch.zeros(2, 3)
     good = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"a": [1, 2]}}
     check_result(good, responses)
+
     for change, told in (
         ({"reward_tensor": torch.ones(2)}, r"of shape \(2, 3\), got shape \(2,\)"),
         ({"reward_tensor": torch.ones(3, 3)}, r"got shape \(3, 3\)"),
@@ -504,6 +515,7 @@ def test_a_result_of_the_wrong_shape_is_an_error_at_once():
     ):
         with pytest.raises(RewardError, match=told):
             check_result(good | change, responses)
+
     with pytest.raises(RewardError, match="got Tensor|got shape"):
         check_result(torch.ones(2, 3), responses)
 

@@ -48,6 +48,7 @@ class Service:
                     service.at_once += 1
                     service.most_at_once = max(service.most_at_once, service.at_once)
                     service.requests.append((self.path, dict(self.headers), body, time.monotonic()))
+
                 time.sleep(service.delay_s)
                 status, headers, answer = service.respond(body)
                 with service._lock:
@@ -56,6 +57,7 @@ class Service:
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(data))}.items():
                     self.send_header(name, value)
+
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -214,13 +216,16 @@ def test_a_judge_that_refuses_follows_the_policy(serve, number, tries, caplog):
     service = serve(
         lambda body: says("Score: 10")(body) if "fine" in str(body) else status(number)(body)
     )
-    judge, batch = make_judge(service.url), make_batch(["fine", "bad", "fine"])
+    judge = make_judge(service.url)
+    batch = make_batch(["fine", "bad", "fine"])
     result = NaiveRewardManager(CharTokenizer(), 0, judge, on_error="drop")(batch, return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert result["dropped"] == [1]
+
     assert result["metrics"] == {"reward/num_errors": 1, "reward/num_timeouts": 0}
     assert len(service.requests) == 2 + tries
     assert f"answered {number}" in caplog.text
+
     with pytest.raises(
         RewardError, match=rf"row 1(?s:.)*reward_model\.judge\.url\) answered {number}"
     ):
@@ -260,7 +265,8 @@ def run_code(body: dict[str, Any]):
     import contextlib
     import io
 
-    output, code = io.StringIO(), 0
+    output = io.StringIO()
+    code = 0
     with contextlib.redirect_stdout(output):
         try:
             exec(
@@ -306,6 +312,7 @@ def test_code_runs_in_the_service(serve):
         pairs = {"inputs": ["3\n"], "outputs": ["9\n"]}
         assert score("apps", "print(int(input()) ** 2)", pairs)["score"] == 1.0
         assert score("apps", "print(3)", pairs)["score"] == 0.0
+
     path, _, body, _ = service.requests[0]
     assert path == "/run_code"
     assert (body["language"], body["run_timeout"], body["memory_limit_MB"]) == ("python", 4.0, 256)
@@ -314,12 +321,14 @@ def test_code_runs_in_the_service(serve):
 
 
 def test_rules_by_verls_parameters(serve):
-    service, held = serve(run_code), threading.Semaphore(1)
+    service = serve(run_code)
+    held = threading.Semaphore(1)
     for _ in range(2):
         result = default_compute_score(
             "mbpp", "def f(x):\n    return 2", MBPP, None, service.url, held, 300
         )
         assert result == {"score": 0.0, "passed": 0.5, "timed_out": 0.0}
+
     assert [body["memory_limit_MB"] for _, _, body, _ in service.requests] == [300, 300]
     assert held.acquire(blocking=False), "given back"
     assert (
@@ -328,6 +337,7 @@ def test_rules_by_verls_parameters(serve):
         )
         == 1.0
     )
+
     assert default_compute_score("openai/gsm8k", "it is 4", "4", method="flexible") == 1.0
     assert NaiveRewardManager(CharTokenizer(), 0, default_compute_score).by_rule
 
@@ -392,18 +402,21 @@ def test_the_configuration_reaches_the_manager(tmp_path):
         num_examine=0,
     )
     assert (dapo.on_error, dapo.max_retries, dapo.timeout_s) == ("retry", 4, 9.0)
+
     assert (dapo.max_resp_len, dapo.buffer_len, dapo.penalty_factor) == (16, 4, 0.5)
     as_recipes_say = {"overlong_buffer_cfg": {"enable": True, "len": 2}, "max_resp_len": 8}
     dapo = build_reward(
         config(reward_manager="dapo", reward_kwargs=as_recipes_say), CharTokenizer(), num_examine=0
     )
     assert (dapo.max_resp_len, dapo.buffer_len) == (8, 2)
+
     with pytest.raises(ConfigError, match=r"reward_kwargs\.num_procs.*num_processes"):
         build_reward(
             config(reward_manager="prime", reward_kwargs={"num_procs": 1}),
             CharTokenizer(),
             num_examine=0,
         )
+
     naive = build_reward(config(rule_kwargs={"method": "flexible"}), CharTokenizer(), num_examine=0)
     assert naive(make_batch(["it is 4"], ["4"], ["gsm8k"])).sum() == 1.0
     (tmp_path / "own.py").write_text(
@@ -419,6 +432,7 @@ def test_the_configuration_reaches_the_manager(tmp_path):
             },
         }
     )
+
     assert build_reward(own, CharTokenizer(), num_examine=0)(make_batch(["x"])).sum() == 3
 
 

@@ -122,6 +122,7 @@ def test_countdown_scores():
     assert score("<answer>3*8</answer>", task) == 0.0
     assert score("<answer>3*8</answer>", task, use_all=False) == 1.0
     assert score("<answer>3*8*1*1</answer>", task, use_all=False) == 0.0
+
     assert score("<answer>24</answer>", task) == 0.0
     assert score("3*8*1", task) == 0.0
     assert score("<answer>3+8+1</answer>", task, format_score=0.1) == 0.1
@@ -278,6 +279,7 @@ def test_a_fork_leaves_the_helpers_of_its_parent_alone():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
     )
+
     assert done.stdout == "0 1.0 True\n", done.stderr
 
 

@@ -197,6 +197,7 @@ print(sorted(os.environ))
 print([name for name in sys.modules if name.split(".")[0] == "verl"])
 print(os.path.exists({str(Path(__file__).parents[2] / "tests")!r}))
 """
+
     run = server.run(code, [], stdin="")
     server.close()
     assert "SECRET_TOKEN" not in run.output
@@ -249,6 +250,7 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
         """
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "busy\n"
     processes = family(trainer.pid)
@@ -258,6 +260,7 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
     deadline = time.monotonic() + 20
     while any(is_running(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
+
     assert not any(is_running(pid) for pid in processes)
 
 
@@ -307,6 +310,7 @@ def test_several_threads_run_side_by_side(sandbox):
         thread.start()
     for thread in threads:
         thread.join()
+
     assert statuses == ["finished"] * 3
     assert time.monotonic() - began < 2.9
 
@@ -314,7 +318,8 @@ def test_several_threads_run_side_by_side(sandbox):
 def test_a_thousand_programs_a_minute_on_two_cores(sandbox):
     """On an idle machine one thread makes about 8,000; the best of five rounds, for others hold it
     up."""
-    code, rounds = "def add(a, b):\n    return a + b\n" + "# filler\n" * 50, []
+    code = "def add(a, b):\n    return a + b\n" + "# filler\n" * 50
+    rounds = []
     for _ in range(5):
         began = time.perf_counter()
         for _ in range(20):

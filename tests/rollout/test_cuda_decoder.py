@@ -24,7 +24,10 @@ from verl.rollout.embedded.attention import LayerPages, Paging, PrefillStep
 from verl.rollout.embedded.cuda_decoder import DeviceStep, Slots, TritonDecoder
 from verl.rollout.embedded.kernels.paged_attention import split_workspace
 
-ROWS, LENGTH, PAGE_SIZE, WIDTH = 2, 11, 8, 2
+ROWS = 2
+LENGTH = 11
+PAGE_SIZE = 8
+WIDTH = 2
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 64,

@@ -155,7 +155,8 @@ def test_a_second_turn_finds_the_keys_of_the_first(family):
 
 
 def test_the_keys_of_other_weights_are_not_found():
-    model, other = talkative_model("qwen2"), talkative_model("qwen2", seed=1)
+    model = talkative_model("qwen2")
+    other = talkative_model("qwen2", seed=1)
     engine = make_engine(model, page_size=4)
 
     def cached() -> float:
@@ -181,7 +182,8 @@ def test_the_keys_of_other_weights_are_not_found():
 
 
 def test_requests_after_new_weights_read_no_old_keys():
-    model, other = talkative_model("qwen2"), talkative_model("qwen2", seed=1)
+    model = talkative_model("qwen2")
+    other = talkative_model("qwen2", seed=1)
     expected = tokens_of(run(make_engine(other, page_size=4), PROMPTS))
     for sleeps in (False, True):
         engine = make_engine(model, page_size=4)
@@ -233,6 +235,7 @@ def test_limits_of_samples_and_requests_without_samples():
         for i, prompt in enumerate(PROMPTS)
     ]
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
     lengths = {
         c.sample_id: len(c.token_ids) for c in engine.generate(asked, params, seed=0, step=0)
     }
@@ -326,6 +329,7 @@ def test_sleep_and_wake():
     assert whole > pages + sum(
         layer.weight.nbytes for layer in model.modules() if isinstance(layer, torch.nn.Linear)
     )
+
     assert engine.statistics()["memory_gib"] == whole / 2**30
     engine.sleep()
     assert engine.runner.kept_bytes == 0
@@ -335,6 +339,7 @@ def test_sleep_and_wake():
         run(engine, PROMPTS)
     with pytest.raises(EngineAsleepError):
         engine.update_weights(model.named_parameters())
+
     engine.wake()
     assert tokens_of(run(engine, PROMPTS)) == before
 

@@ -100,12 +100,14 @@ def test_end_of_sequence_and_stop_tokens(name):
     free = run(engine, PROMPTS, n=2)
     assert all(c.finish_reason == "length" and len(c.token_ids) == 24 for c in free)
     chosen = free[0].token_ids[5]
+
     stopped = run(engine, PROMPTS, n=2, stop_token_ids=(chosen,))
     assert any(c.finish_reason == "stop" for c in stopped)
     for whole, cut in zip(free, stopped):
         end = whole.token_ids.index(chosen) + 1 if chosen in whole.token_ids else 24
         assert cut.token_ids == whole.token_ids[:end]  # the stop token is kept
         assert cut.finish_reason == ("stop" if chosen in whole.token_ids else "length")
+
     engine.eos_ids = (chosen,)
     assert tokens_of(run(engine, PROMPTS, n=2)) == tokens_of(stopped)
     assert tokens_of(run(engine, PROMPTS, n=2, ignore_eos=True)) == tokens_of(free)
@@ -135,11 +137,9 @@ def test_stop_strings_end_with_the_token_that_completes_them(name):
 
 def test_a_stop_string_may_have_tokens_without_text_in_it():
     tokenizer = tiny_tokenizer()
-    begin, end, nothing = (
-        tokenizer.convert_tokens_to_ids("a"),
-        tokenizer.convert_tokens_to_ids("b"),
-        len(tokenizer),
-    )
+    begin = tokenizer.convert_tokens_to_ids("a")
+    end = tokenizer.convert_tokens_to_ids("b")
+    nothing = len(tokenizer)
     rule = StopRule(SamplingParams(max_new_tokens=64, stop=("ab",)), (), tokenizer)
     response = np.array([begin, *[nothing] * 40, end])
     assert tokenizer.decode(response.tolist()) == "ab"
@@ -171,11 +171,13 @@ def test_on_cpu_the_engine_reads_the_trainers_weights_and_leaves_its_module_alon
     pairs = zip(model.named_parameters(), engine.twin.module.named_parameters())
     assert all(mine[0] == its[0] and mine[1].data_ptr() == its[1].data_ptr() for mine, its in pairs)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
     before = tokens_of(run(engine, PROMPTS))
     other = talkative_model(family, seed=1)
     with torch.no_grad():
         for parameter, new in zip(model.parameters(), other.parameters()):
             parameter.copy_(new)
+
     after = tokens_of(run(engine, PROMPTS))
     assert after != before
     assert after == tokens_of(run(make_engine(other, name), PROMPTS))
@@ -199,13 +201,15 @@ def test_on_cpu_a_step_of_the_optimizer_is_seen_at_once(fused):
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_update_weights_takes_foreign_tensors_without_touching_the_trainers(dtype):
-    model, other = talkative_model("qwen2"), talkative_model("qwen2", seed=1)
+    model = talkative_model("qwen2")
+    other = talkative_model("qwen2", seed=1)
     engine = make_engine(model, dtype=dtype)
     saved = {name: parameter.clone() for name, parameter in model.named_parameters()}
     before = tokens_of(run(engine, PROMPTS))
     engine.update_weights(
         (name, parameter.detach()) for name, parameter in other.named_parameters()
     )
+
     assert tokens_of(run(engine, PROMPTS)) == tokens_of(
         run(make_engine(other, dtype=dtype), PROMPTS)
     )
@@ -229,10 +233,12 @@ def test_update_weights_wants_all_names_and_shapes():
     engine = make_engine(model)
     weights = dict(model.named_parameters())
     first = next(iter(weights))
+
     with pytest.raises(RolloutError, match="1 are missing: model.norm.weight"):
         engine.update_weights(
             (name, tensor) for name, tensor in weights.items() if name != "model.norm.weight"
         )
+
     with pytest.raises(RolloutError, match="weights are incomplete"):
         run(engine, PROMPTS)
     with pytest.raises(
@@ -240,6 +246,7 @@ def test_update_weights_wants_all_names_and_shapes():
         match="'model.norm.wieght', which the model does not have. .*model.norm.weight",
     ):
         engine.update_weights({**weights, "model.norm.wieght": weights[first]}.items())
+
     with pytest.raises(RolloutError, match="of shape"):
         engine.update_weights({**weights, first: weights[first][:3]}.items())
     engine.update_weights(weights.items())

@@ -97,6 +97,7 @@ def test_tokens_behind_the_end_of_a_response_are_nobodys(steps, lanes, monkeypat
     assert len({len(completion.token_ids) for completion in completions}) > 3, (
         "they end at different steps"
     )
+
     assert statistics["generated_tokens"] == sum(
         len(completion.token_ids) for completion in completions
     )
@@ -140,6 +141,7 @@ def test_steps_go_in_lanes_or_not_as_samples_end(monkeypatch):
             PROMPTS, (tuple(range(0, 6)), tuple(range(6, 12)), tuple(range(12, 18)))
         )
     ]
+
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     completions = list(make_engine(model).generate(asked, params, seed=0, step=0))
     assert set(counts) == {0, 1, 2}
@@ -187,7 +189,9 @@ def test_logits_of_a_few_rows_at_a_time_draw_the_same(lanes, monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_are_those_of_torch(transposed, with_bias):
-    x, matrix, bias = torch.randn(7, 12), torch.randn(12, 5), torch.randn(int(with_bias), 5)
+    x = torch.randn(7, 12)
+    matrix = torch.randn(12, 5)
+    bias = torch.randn(int(with_bias), 5)
     out = torch.full((7, 5), float("nan"))
     stored = matrix.t().contiguous() if transposed else matrix
     host.multiply(x.numpy(), stored.numpy(), bias.numpy(), out.numpy(), transposed)
@@ -271,7 +275,8 @@ def test_the_wait_for_the_compiler_is_told(monkeypatch, caplog):
 
 def draw(logits, temperature, keys):
     rows, vocabulary = logits.shape
-    tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    tokens = torch.empty(rows, dtype=torch.int64)
+    log_probs = torch.empty(rows)
     columns = sampling.column_hashes(vocabulary, logits.device)[0].numpy().view(np.uint32)
     host.draw(
         logits.numpy(),
@@ -299,6 +304,7 @@ def test_a_draw_has_the_noise_of_all_draws(temperature):
         assert same.float().mean() >= 0.998, (
             "logarithms may differ in the last place, and so a draw in thousands"
         )
+
         exact = (
             (logits.double() / (temperature or 1.0))
             .log_softmax(-1)

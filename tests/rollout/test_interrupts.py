@@ -48,7 +48,8 @@ def test_an_interrupt_in_the_bookkeeping_loses_no_page(first: int):
     def call() -> list[list[int]]:
         return tokens_of(run(engine, PROMPTS, n=3, max_new_tokens=6))
 
-    whole, number = call(), first
+    whole = call()
+    number = first
     assert engine.statistics()["preemptions"] > 0
     while interrupted(number, call):
         engine.check_integrity()

@@ -53,11 +53,10 @@ def offsets(lengths: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("columns", "inner"), [(128, 64), (33, 37), (300, 1000)])
 def test_a_row_of_a_product_depends_on_nothing_but_the_row(threads, dtype, columns, inner):
-    x, weight, bias = (
-        random(150, inner, dtype=dtype),
-        random(columns, inner, seed=1).to(dtype),
-        random(columns).to(dtype),
-    )
+    x = random(150, inner, dtype=dtype)
+    weight = random(columns, inner, seed=1).to(dtype)
+    bias = random(columns).to(dtype)
+
     for bias_or_none in (None, bias):
         whole = invariant.linear(x, weight, bias_or_none)
         expected = F.linear(
@@ -101,7 +100,8 @@ def attention_written_out(
     scores = torch.einsum("bhd,bhld->bhl", q.double(), k) * facts.scale
     if facts.cap is not None:
         scores = facts.cap * torch.tanh(scores / facts.cap)
-    key, last = torch.arange(k.shape[2]), positions[:, None]
+    key = torch.arange(k.shape[2])
+    last = positions[:, None]
     seen = (key <= last) & (key > last - (facts.window or k.shape[2]))
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
     if facts.sinks is not None:
@@ -123,6 +123,7 @@ def test_a_decoded_row_attends_over_its_own_keys_alone(threads, facts, dtype, he
     tolerance = (
         {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     )
+
     torch.testing.assert_close(
         together.double(), attention_written_out(q, k, v, positions, facts), **tolerance
     )
@@ -132,6 +133,7 @@ def test_a_decoded_row_attends_over_its_own_keys_alone(threads, facts, dtype, he
             q[one], k[one, :, :length], v[one, :, :length], positions[one], facts
         )
         assert torch.equal(alone[0], together[row])
+
     beyond = k.clone()
     beyond[torch.arange(200) > positions[:, None, None].expand(11, heads, 1)] = 7.0
     again = invariant.decode_attention(
@@ -153,6 +155,7 @@ def test_a_prefilled_sequence_attends_over_itself_alone(threads, facts):
         rtol=1e-5,
         atol=1e-5,
     )
+
     for start, length in zip(offsets(lengths).tolist(), lengths):
         mine = slice(start, start + length)
         alone = invariant.prefill_attention(
@@ -167,7 +170,8 @@ def test_a_lone_row_draws_as_in_company(threads, params, monkeypatch):
     # chunks of four rows: the ninth is alone in its own
     monkeypatch.setattr(invariant, "CHUNK_LOGITS", 40_001 * 4)
     settings = SamplingParams(**{"max_new_tokens": 1, "temperature": 1.0, **params})
-    logits, keys = 3 * random(9, 40_001), torch.arange(18, dtype=torch.int32).view(9, 2)
+    logits = 3 * random(9, 40_001)
+    keys = torch.arange(18, dtype=torch.int32).view(9, 2)
     tokens, log_probs = invariant.draw(logits, settings, keys)
     for row in range(9):
         one = slice(row, row + 1)
@@ -179,11 +183,9 @@ def test_a_lone_row_draws_as_in_company(threads, params, monkeypatch):
 @pytest.mark.parametrize("head", [Head(), Head(scale=0.7), Head(scale=1.3, cap=3.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_trainer(head, dtype):
-    hidden, weight, bias = (
-        random(150, 48, dtype=dtype),
-        random(101, 48, seed=1).to(dtype),
-        random(101, seed=2).to(dtype),
-    )
+    hidden = random(150, 48, dtype=dtype)
+    weight = random(101, 48, seed=1).to(dtype)
+    bias = random(101, seed=2).to(dtype)
     logits = invariant.head_logits(hidden, weight, bias, head)
     expected = logprobs.head_logits(hidden, weight, bias, head)
     assert logits.dtype == torch.float32
@@ -266,7 +268,8 @@ def test_the_hidden_states_of_a_sequence_do_not_depend_on_its_batch(family):
 
 def test_the_check_notices_products_of_any_number_of_rows(monkeypatch):
     """Mutation: the linear layers are torch's own."""
-    x, weight = random(65, 32), random(32, 32, seed=1)
+    x = random(65, 32)
+    weight = random(32, 32, seed=1)
     if torch.equal(F.linear(x[:1], weight), F.linear(x, weight)[:1]):
         pytest.skip("this BLAS computes one row like many")
     monkeypatch.setattr(invariant, "_blocked_linear", F.linear)
@@ -298,10 +301,8 @@ def test_the_same_holds_on_two_threads(threads, family, dtype):
     ],
 )
 def test_what_depends_on_the_batch_is_refused_by_name(family, found):
-    model, match = (
-        packed_model(family),
-        f"deterministic=true is not possible for .*'{family}': .*{found}",
-    )
+    model = packed_model(family)
+    match = f"deterministic=true is not possible for .*'{family}': .*{found}"
     with pytest.raises(ConfigError, match=match), invariant.refuse_variant_operations(family):
         hidden_states(model, sequences(3))
 
@@ -346,7 +347,8 @@ def test_replaced_parameters_are_the_ones_that_compute():
 
 
 def test_code_with_arithmetic_of_its_own_computes_invariantly_inside_the_context():
-    x, weight = random(150, 64), random(128, 64, seed=1)
+    x = random(150, 64)
+    weight = random(128, 64, seed=1)
 
     def gated(rows: Tensor) -> Tensor:
         return F.silu(F.linear(rows, weight)) * torch.sigmoid(rows @ weight.t())

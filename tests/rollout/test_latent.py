@@ -22,7 +22,9 @@ from verl.rollout.embedded.tensor_parallel import check_tensor_parallel
 from verl.utils.errors import ConfigError
 from verl.weight_sync.fingerprint import fingerprints
 
-RANK, ROTARY = 12, 4  # of the tiny models
+# of the tiny models
+RANK = 12
+ROTARY = 4
 
 
 def worst_error(model, completions) -> float:
@@ -90,7 +92,8 @@ def test_preemption_changes_no_token():
 
 def test_half_precision_attends_as_full_precision_does():
     draw = torch.Generator().manual_seed(0)
-    rows, length = 3, 24
+    rows = 3
+    length = 24
     q = torch.randn(rows, 4, ROTARY + RANK, generator=draw).bfloat16()
     k = torch.randn(rows, length, ROTARY, generator=draw).bfloat16()
     v = torch.randn(rows, length, RANK, generator=draw).bfloat16()
@@ -101,6 +104,7 @@ def test_half_precision_attends_as_full_precision_does():
             torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")).unsqueeze(1)
         ),
     }
+
     facts = Facts(scale=0.4, window=None, cap=None, sinks=None, latent=True)
     half = attend_keys(q, k, v, facts, **masks)
     exact = attend_keys(q.double(), k.double(), v.double(), facts, **masks)
@@ -123,7 +127,8 @@ def give_every_head_the_weights_of_the_first(layer: LatentLayer, out: torch.Tens
     return TRUE_EXPAND(layer, out[:, :1].expand_as(out))
 
 
-TRUE_ABSORB, TRUE_EXPAND = LatentLayer.absorb, LatentLayer.expand_output
+TRUE_ABSORB = LatentLayer.absorb
+TRUE_EXPAND = LatentLayer.expand_output
 
 
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
@@ -144,7 +149,8 @@ def test_the_parity_test_notices_a_wrong_absorption(family, method, mutation, mo
 @pytest.mark.parametrize("dtype", [None, "float64"])
 def test_absorbed_weights_are_those_of_the_last_update(dtype):
     """`float64` makes copies of the trainer's weights, None reads them where they are."""
-    model, other = talkative_model("deepseek_v3"), talkative_model("deepseek_v3", seed=1)
+    model = talkative_model("deepseek_v3")
+    other = talkative_model("deepseek_v3", seed=1)
     engine = make_engine(model, dtype=dtype)
     before = tokens_of(run(engine, PROMPTS, n=2))
     engine.update_weights(other.named_parameters())

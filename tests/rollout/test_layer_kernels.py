@@ -12,8 +12,11 @@ from verl.rollout.embedded.kernels.layers import add_rms_norm, rope_store, swigl
 from verl.rollout.embedded.kernels.slots import advance, feed, store_tokens
 
 EPS = 0.3  # large: a norm without it would be far off
-HEADS, KV_HEADS, PAGE_SIZE = 6, 3, 4
-PAGES, OFFSETS = torch.tensor([5, 0, 5]), torch.tensor([3, 1, 0])
+HEADS = 6
+KV_HEADS = 3
+PAGE_SIZE = 4
+PAGES = torch.tensor([5, 0, 5])
+OFFSETS = torch.tensor([3, 1, 0])
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -44,11 +47,13 @@ def test_add_rms_norm(count: int, width: int, dtype: torch.dtype):
 @interpreted
 def test_add_rms_norm_adds_up_parts_of_products(count: int, splits: int):
     """A part that comes as sums is their sum, rounded to the type of the others."""
-    residual, weight = torch.randn(5, 40).half(), torch.rand(40).half()
+    residual = torch.randn(5, 40).half()
+    weight = torch.rand(40).half()
     sums = torch.randn(count - 1, splits, 5, 40)
     whole = [part.half() for part in sums.sum(1)]
     for writes_sum in (False, True):
-        parts, rounded = [residual.clone(), *sums], [residual.clone(), *whole]
+        parts = [residual.clone(), *sums]
+        rounded = [residual.clone(), *whole]
         out = add_rms_norm(parts, weight, EPS, writes_sum=writes_sum)
         assert_near(out, add_rms_norm(rounded, weight, EPS, writes_sum=writes_sum))
         assert_near(parts[0], rounded[0])
@@ -136,7 +141,8 @@ def test_rope_store(dim: int, dtype: torch.dtype, normed: bool):
 @interpreted
 def test_store_tokens(dtype: torch.dtype):
     new = torch.randn(3, KV_HEADS, 12).to(dtype)
-    cache, stored = interleaved_cache(12, dtype), interleaved_cache(12, dtype)
+    cache = interleaved_cache(12, dtype)
+    stored = interleaved_cache(12, dtype)
     store_tokens(new.transpose(0, 1), cache[:, 1, 0], PAGES, OFFSETS)
     stored[PAGES, 1, 0, :, OFFSETS] = new
     torch.testing.assert_close(cache, stored, rtol=0, atol=0, equal_nan=True)
@@ -145,14 +151,16 @@ def test_store_tokens(dtype: torch.dtype):
 @interpreted
 def test_feed_reads_what_stands_at_each_slot():
     """More rows than one program has, slots in disorder, a table that is part of a wider one."""
-    count, width = 150, 5
+    count = 150
+    width = 5
     slots = torch.randperm(count)[:140].int()
     tokens = torch.randint(2**40, (count,))
     positions = torch.randint(width * PAGE_SIZE, (count,), dtype=torch.int32)
     table = torch.randint(2**20, (count, width + 3), dtype=torch.int32)[:, :width]
     fed = tuple(torch.full((140,), -1) for _ in range(4))
     feed(slots, tokens, positions, table, PAGE_SIZE, fed)
-    index, place = slots.long(), positions[slots.long()].long()
+    index = slots.long()
+    place = positions[slots.long()].long()
     for one, other in zip(
         fed, (tokens[index], place, table[index, place // PAGE_SIZE].long(), place % PAGE_SIZE)
     ):
@@ -164,11 +172,9 @@ def test_feed_reads_what_stands_at_each_slot():
 def test_advance_leaves_the_idle_slot_and_those_not_named(by: int):
     slots = torch.cat([torch.randperm(149)[:135], torch.full((5,), 149)]).int()
     drawn_tokens = torch.randint(2**40, (140,))
-    tokens, positions, drawn = (
-        torch.randint(2**40, (150,)),
-        torch.arange(150).int(),
-        torch.arange(300, 450).int(),
-    )
+    tokens = torch.randint(2**40, (150,))
+    positions = torch.arange(150).int()
+    drawn = torch.arange(300, 450).int()
     expected = [state.clone() for state in (tokens, positions, drawn)]
     live = slots[:135].long()
     expected[0][live] = drawn_tokens[:135]

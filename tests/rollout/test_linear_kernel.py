@@ -16,7 +16,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def sums_by_place() -> bool:
     """Whether numpy, which computes the interpreter's products, sums a row by its place on this CPU
     (AVX2 alone)."""
-    row, other = random(1, 64).numpy(), random(64, 64, seed=1).numpy()
+    row = random(1, 64).numpy()
+    other = random(64, 64, seed=1).numpy()
     product = np.matmul(np.repeat(row, 64, axis=0), other)
     return bool((product != product[:1]).any())
 
@@ -29,11 +30,9 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch() -> None:
     from verl.rollout.embedded.kernels import linear as kernels
 
     for dtype, inner in ((torch.float16, 1100), (torch.float32, 40)):
-        x, weight, bias = (
-            random(70, inner, dtype=dtype),
-            random(72, inner, seed=1).to(dtype),
-            random(72).to(dtype),
-        )
+        x = random(70, inner, dtype=dtype)
+        weight = random(72, inner, seed=1).to(dtype)
+        bias = random(72).to(dtype)
         expected = F.linear(x.double(), weight.double(), bias.double())
         whole = kernels.linear(x, weight, bias)
         assert (whole.double() - expected).norm() <= 1e-3 * expected.norm()
@@ -56,7 +55,9 @@ def test_where_parts_of_a_product_are_computed_changes_no_bit() -> None:
     alone."""
     from verl.rollout.embedded.kernels import linear as kernels
 
-    x, weight, bias = random(70, 1700), random(72, 1700, seed=1), random(72)
+    x = random(70, 1700)
+    weight = random(72, 1700, seed=1)
+    bias = random(72)
     plan = kernels.plan(70, 72, 1700, torch.float32)
     assert (plan.splits, plan.in_grid) == (4, True)
     results = []

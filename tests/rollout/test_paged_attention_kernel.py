@@ -13,7 +13,9 @@ from torch import Tensor
 from tests.rollout.interpreter import interpreted
 from verl.rollout.embedded.kernels import paged_attention as kernels
 
-KV_HEADS, GROUP, DIM = 2, 3, 24
+KV_HEADS = 2
+GROUP = 3
+DIM = 24
 HEADS = KV_HEADS * GROUP
 SCALE = 0.4
 SINKS = (0.5, -1.0, 2.0, 0.0, 3.0, 1.0)
@@ -42,6 +44,7 @@ def make_batch(
     width = max(positions) // page_size + 1
     table = torch.randperm(len(positions) * width, generator=generator).view(-1, width).int()
     caches = []
+
     for dim in (DIM, value_dim):
         cache = torch.full(
             (table.numel() + 3, 2, KV_HEADS, page_size, dim), float("nan"), dtype=dtype
@@ -51,6 +54,7 @@ def make_batch(
                 new = torch.randn(KV_HEADS, dim, generator=generator)
                 cache[pages[token // page_size], :, token % page_size] = new.to(dtype)
         caches.append(cache)
+
     q = torch.randn(len(SLOTS), HEADS * DIM + 5, generator=generator).to(dtype)[:, : HEADS * DIM]
     slots = torch.tensor(SLOTS, dtype=torch.int32)
     q, (keys, values) = q.unflatten(1, (HEADS, DIM)), caches
@@ -77,6 +81,7 @@ def attend(batch: Batch, sinks: bool = False, **settings: Any) -> Tensor:
         config=kernels.DecodeConfig(16, 4, 2),
         **settings,
     )
+
     assert not workspace.arrived.any(), "the next layer would count on"
     return out
 
@@ -86,7 +91,8 @@ def expected(
 ) -> Tensor:
     outputs = []
     for q, slot in zip(batch.q.float(), batch.slots.tolist()):
-        pages, length = batch.table[slot].long(), int(batch.positions[slot]) + 1
+        pages = batch.table[slot].long()
+        length = int(batch.positions[slot]) + 1
         k, v = (
             c[pages].transpose(1, 2).flatten(0, 1)[:length].float()
             for c in (batch.keys, batch.values)
@@ -99,6 +105,7 @@ def expected(
         if sinks:
             scores = torch.cat([scores, torch.tensor(SINKS)[:, None]], dim=1)
         outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(v)], v))
+
     return torch.stack(outputs)
 
 
@@ -171,7 +178,8 @@ def take_out_newest(batch: Batch, normed: bool) -> tuple[Batch, kernels.Fresh]:
     """The batch as it is before its rows' newest keys are rotated and stored, and what has to be
     done."""
     generator = torch.Generator().manual_seed(1)
-    rows, slots = len(batch.slots), batch.slots.long()
+    rows = len(batch.slots)
+    slots = batch.slots.long()
     angles = torch.randn(int(batch.positions.max()) + 1, DIM // 2, generator=generator)
     cos, sin = (torch.cat([table, table], dim=1) for table in (angles.cos(), angles.sin()))
     qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, DIM, generator=generator)
@@ -180,12 +188,15 @@ def take_out_newest(batch: Batch, normed: bool) -> tuple[Batch, kernels.Fresh]:
         if normed
         else (None, None)
     )
+
     for slot in slots.tolist():
-        position, page_size = int(batch.positions[slot]), batch.keys.shape[2]
+        position = int(batch.positions[slot])
+        page_size = batch.keys.shape[2]
         for cache in (batch.keys, batch.values):
             cache[int(batch.table[slot, position // page_size]), :, position % page_size] = float(
                 "nan"
             )
+
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     return batch._replace(q=q), kernels.Fresh(k, v, cos, sin, *norms, 1e-6)
 
@@ -194,7 +205,8 @@ def store_newest(batch: Batch, fresh: kernels.Fresh) -> Batch:
     """What `decode_attention` does with `fresh`, written out; gives the batch with rotated
     queries."""
     positions = batch.positions[batch.slots.long()].long()
-    cos, sin = fresh.cos[positions][:, None], fresh.sin[positions][:, None]
+    cos = fresh.cos[positions][:, None]
+    sin = fresh.sin[positions][:, None]
 
     def turned(heads: Tensor, norm: Tensor | None) -> Tensor:
         if norm is not None:

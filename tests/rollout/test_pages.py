@@ -27,6 +27,7 @@ def test_books_are_right_after_any_sequence_of_calls(num_pages, calls):
         elif holders:
             pages.free(holders.pop(number % len(holders)))
         pages.check_integrity(holders)
+
     for holder in holders:
         pages.free(holder)
     pages.check_integrity([])
@@ -44,6 +45,7 @@ def test_pages_are_found_by_what_they_hold(num_pages, sequences):
     pages = PageAllocator(num_pages)
     holders: list[list[int]] = []
     contents: dict[int, list[int]] = {}  # page -> all tokens up to its end
+
     for tokens, stays in sequences:
         needed = -(-len(tokens) // 2)
         if not pages.can_allocate(needed):

@@ -10,7 +10,8 @@ import pytest
 from tests.rollout.engines import make_engine, talkative_model
 from verl.rollout import Completion, Request, SamplingParams
 
-REQUESTS, SEEDS = 10_000, 8
+REQUESTS = 10_000
+SEEDS = 8
 STOPS: list[dict[str, Any]] = [
     {},
     {"ignore_eos": True},
@@ -23,7 +24,9 @@ def random_requests(random: np.random.Generator, count: int) -> list[Request]:
     """Prompts of 1 to 40 tokens, some of which begin alike, with up to three samples of up to 20
     tokens."""
     stems = [tuple(random.integers(5, 128, 24).tolist()) for _ in range(3)]
-    requests, first = [], 0
+    requests = []
+    first = 0
+
     for _ in range(count):
         own = tuple(random.integers(5, 128, random.integers(1, 17)).tolist())
         prompt = stems[random.integers(3)][: random.integers(25)] + own
@@ -36,6 +39,7 @@ def random_requests(random: np.random.Generator, count: int) -> list[Request]:
             )
         )
         first += samples
+
     return requests
 
 
@@ -50,10 +54,12 @@ def check_answers(
         )
     }
     answered = [completion.sample_id for completion in completions]
+
     assert len(answered) == len(set(answered))
     assert set(answered) <= set(limits) if aborted else set(answered) == set(limits)
     for completion in completions:
-        limit, drawn = min(most, limits[completion.sample_id]), len(completion.token_ids)
+        limit = min(most, limits[completion.sample_id])
+        drawn = len(completion.token_ids)
         assert 1 <= drawn == len(completion.log_probs) <= limit
         assert completion.finish_reason == "stop" or drawn == limit
 
@@ -70,7 +76,11 @@ def test_random_requests_are_answered_once_and_no_page_is_lost(seed: int):
         enable_prefix_caching=bool(seed % 2),
         deterministic=seed == 2,
     )
-    left, preemptions, aborts = REQUESTS // SEEDS, 0.0, 0
+
+    left = REQUESTS // SEEDS
+    preemptions = 0.0
+    aborts = 0
+
     while left:
         count = min(left, int(random.integers(1, 200)))
         left -= count
@@ -84,5 +94,6 @@ def test_random_requests_are_answered_once_and_no_page_is_lost(seed: int):
         check_answers(requests, completions, 12, aborted=aborted)
         engine.check_integrity()
         preemptions += engine.statistics()["preemptions"]
+
     assert preemptions > 0
     assert aborts > 0

@@ -40,7 +40,9 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize("by", ["sample", "position", "step", "seed"])
 def test_frequencies_are_the_softmax(by):
     torch.manual_seed(0)
-    logits, draws = torch.randn(50) * 1.5, 40_000
+    logits = torch.randn(50) * 1.5
+    draws = 40_000
+
     if by == "sample":
         keys = keys_of(draws)
     elif by == "position":
@@ -50,6 +52,7 @@ def test_frequencies_are_the_softmax(by):
     else:
         each = [keys_of(1, **{by: number}) for number in range(draws // 8)]
         keys = torch.cat(each)
+
     params = SamplingParams(max_new_tokens=1, temperature=0.7)
     tokens, _ = sample(logits.expand(len(keys), -1), params, keys)
     assert chi_square(torch.bincount(tokens, minlength=50), (logits / 0.7).softmax(0)) < 4
@@ -60,7 +63,8 @@ def test_frequencies_are_the_softmax(by):
 )
 def test_frequencies_under_filters(filters):
     torch.manual_seed(1)
-    logits, draws = torch.randn(40) * 1.5, 30_000
+    logits = torch.randn(40) * 1.5
+    draws = 30_000
     params = SamplingParams(max_new_tokens=1, **filters)
     tokens, _ = sample(logits.expand(draws, -1), params, keys_of(draws))
     kept = torch.tensor(
@@ -76,11 +80,13 @@ def test_frequencies_under_filters(filters):
 
 def test_draws_of_different_samples_and_positions_are_independent():
     """Chi-square of pairs: neighbours in sample id, in position, and in token id."""
-    draws, sides = 30_000, 8
+    draws = 30_000
+    sides = 8
     uniform = torch.full((sides * sides,), 1 / sides**2)
     bins = (noise_integers(keys_of(draws + 1), 2) >> 28).long()  # 3 bits of each integer
     later = (noise_integers(keys_of(draws + 1, position=1), 2) >> 28).long()
     low = (noise_integers(keys_of(draws + 1), 2) & 7).long()
+
     for one, other in (
         (bins[:-1, 0], bins[1:, 0]),
         (bins[:, 0], later[:, 0]),
@@ -101,7 +107,8 @@ def test_no_row_repeats_another():
 
 def test_the_draw_is_the_gumbel_max():
     torch.manual_seed(2)
-    logits, keys = torch.randn(500, 300) * 3, keys_of(500)
+    logits = torch.randn(500, 300) * 3
+    keys = keys_of(500)
     tokens, _ = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.9), keys)
     assert torch.equal(tokens, (logits / 0.9 + gumbel_noise(keys, 300)).argmax(-1))
 
@@ -123,7 +130,8 @@ def test_an_impossible_token_is_never_drawn():
 )
 def test_a_draw_depends_on_its_own_row_alone(rows, chunk, row, temperature):
     generator = torch.Generator().manual_seed(rows)
-    logits, keys = torch.randn(rows, 33, generator=generator), keys_of(rows)
+    logits = torch.randn(rows, 33, generator=generator)
+    keys = keys_of(rows)
     params = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=0.95)
     tokens, log_probs = sample(logits, params, keys)
     with pytest.MonkeyPatch.context() as patch:
@@ -167,14 +175,18 @@ def slow_filter(probabilities: list[float], params: SamplingParams) -> set[int]:
         counted = order[: params.top_k]
     else:
         counted = order
+
     if params.top_p < 1:
-        total, so_far, last = sum(probabilities[t] for t in counted), 0.0, counted[0]
+        total = sum(probabilities[t] for t in counted)
+        so_far = 0.0
+        last = counted[0]
         for token in counted:
             if so_far >= params.top_p * total - 1e-12:
                 break
             so_far += probabilities[token]
             last = token
         order = [t for t in order if probabilities[t] >= probabilities[last]]
+
     return {t for t in order if probabilities[t] >= params.min_p * probabilities[order[0]]}
 
 
@@ -189,7 +201,8 @@ def test_greedy_takes_the_largest_logit_and_gives_its_log_prob_at_temperature_1(
 def test_a_draw_of_128_rows_is_fast():
     """A tenth of a decode step of the tiny benchmark model. The bound is loose: other processes
     share the machine."""
-    logits, keys = torch.randn(128, 1000), keys_of(128)
+    logits = torch.randn(128, 1000)
+    keys = keys_of(128)
     params = SamplingParams(max_new_tokens=1)
     seconds = []
     for _ in range(50):

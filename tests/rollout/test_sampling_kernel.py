@@ -28,7 +28,8 @@ from verl.rollout.sampling import (
 from verl.rollout.types import SamplingParams
 
 # Not imports: at the top they would fail before the module is skipped, where there is no Triton.
-triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 # several chunks of several blocks in a small vocabulary
 SMALL = Tuning(chunk=256, block=128, search_block=512)
@@ -64,10 +65,12 @@ def run(
         tokens=torch.full((rows,), -1),
         log_probs=torch.full((rows,), 7.0),
     )
+
     workspace = Workspace(rows + 3, vocabulary, torch.device("cpu"), tuning)
     filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     draw(logits, state, workspace, filtered=filtered, greedy=params.temperature == 0)
     noise_keys = torch.from_numpy(row_keys(keys, positions))
+
     return state.tokens, state.log_probs, *sample(logits, params, noise_keys), workspace
 
 
@@ -124,7 +127,8 @@ def noise_kernel(
 def test_noise_integers_are_the_same_bits():
     keys = np.array([0, 1, 2**32, 2**63, 2**64 - 1, *sample_keys(-3, 7, np.arange(3))], np.uint64)
     positions = np.array([0, 1, 2**16, 2**31 - 1, 5, 0, 1, 2])
-    count, vocabulary = len(keys), 100
+    count = len(keys)
+    vocabulary = 100
     integers = torch.empty(count, vocabulary, dtype=torch.int32)
     launch(
         noise_kernel,
@@ -138,6 +142,7 @@ def test_noise_integers_are_the_same_bits():
         VOCABULARY=vocabulary,
         BLOCK=128,
     )
+
     assert torch.equal(
         integers, noise_integers(torch.from_numpy(row_keys(keys, positions)), vocabulary)
     )
@@ -308,6 +313,7 @@ def test_a_token_left_alone_wins_with_the_worst_noise(settings):
         tokens=torch.full((1,), -1),
         log_probs=torch.empty(1),
     )
+
     logits = torch.zeros(1, 64)
     logits[0, 58] = 1.0
     draw(logits, state, Workspace(1, 64, torch.device("cpu"), SMALL), filtered=True, greedy=False)

@@ -39,11 +39,13 @@ class FakeDevice:
                     self.cache[where] = token
             if prefill.group is not None:
                 prefill.group.hidden = torch.zeros(1)
+
         for slot in admission.slots:
             group = self.scheduler.group_of(slot)
             assert slot in admission.resumed or group.hidden is not None
             count = self.scheduler.drawn[slot]
             self.texts[slot] = [*group.prompt, *self.scheduler.token_ids[slot, :count].tolist()]
+
         return self.draw(np.array(admission.slots))
 
     def decode(self, slots: np.ndarray, ahead: int) -> np.ndarray:
@@ -99,6 +101,7 @@ def drive(
         for i, group in enumerate(groups)
         for j in range(n)
     ]
+
     need = max(-(-(len(s.group.prompt) + s.limit - 1) // PAGE) for s in samples)
     pages = PageAllocator(need + spare)
     scheduler = Scheduler(
@@ -111,10 +114,12 @@ def drive(
         redraw=redraw,
         prefix_caching=prefix_caching,
     )
+
     device = FakeDevice(scheduler)
     expected = {sample.sample_id: sample for sample in samples}
     done: list[Completion] = []
     flight: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
+
     while scheduler.has_work:
         slots = np.empty(0, np.int64)
         admission = scheduler.admit()
@@ -126,7 +131,8 @@ def drive(
             scheduler.launch(slots, fed=0)
             scheduler.release_started_prompts()
         else:
-            steps, preempted = scheduler.steps_ahead(most), scheduler.preemptions
+            steps = scheduler.steps_ahead(most)
+            preempted = scheduler.preemptions
             copies, complete = scheduler.prepare_decode(steps, may_preempt=not flight)
             assert steps == 1 or (complete and scheduler.preemptions == preempted), (
                 "samples go for one step alone"
@@ -146,11 +152,13 @@ def drive(
         while flight and (not launched or len(flight) > lag):
             slots, epochs, tokens = flight.popleft()
             current = scheduler.epoch[slots] == epochs
-            slots, tokens = slots[current], tokens[current]
+            slots = slots[current]
+            tokens = tokens[current]
             counts = scheduler.record(slots, tokens, -(tokens // 100).astype(np.float32))
             stopped = counts >= stop
             ended = stopped | (counts >= scheduler.limits[slots])
             done += scheduler.finish(slots[ended].tolist(), set(slots[stopped].tolist()))
+
     for completion in done:
         count = min(expected.pop(completion.sample_id).limit, stop)
         assert completion.token_ids == [
@@ -158,6 +166,7 @@ def drive(
         ]
         assert completion.log_probs == [-completion.sample_id] * count
         assert completion.finish_reason == ("stop" if count == stop else "length")
+
     assert not expected
     pages.check_integrity([])
     return scheduler

@@ -98,7 +98,8 @@ def test_bfloat16_is_close(two: Ranks):
 
 
 def across_an_update(family: str) -> tuple[list[list[Completion]], bool, int, int]:
-    model, news = talkative_model(family), talkative_model(family, seed=1)
+    model = talkative_model(family)
+    news = talkative_model(family, seed=1)
     whole = [parameter.clone() for parameter in model.parameters()]
     engine = shared_engine(model)
     before = run(engine, PROMPTS)
@@ -116,6 +117,7 @@ def test_new_weights_are_cut_as_the_first(two: Ranks):
     expected = [run(make_engine(talkative_model("llama", seed=seed)), PROMPTS) for seed in (0, 1)]
     run(alone, PROMPTS)
     assert tokens_of(expected[0]) != tokens_of(expected[1]), "too dull to fail"
+
     for found, untouched, page_bytes, copied_bytes in two.call(across_an_update, "llama"):
         assert [tokens_of(one) for one in found] == [tokens_of(one) for one in expected]
         assert untouched, "the engine's slices are its own"

@@ -128,6 +128,7 @@ def test_random_submissions_and_aborts_lose_no_sample_and_no_page():
     expected = by_id(list(small_engine().generate(requests(60), PARAMS, seed=0, step=1)))
     waiting = requests(60)
     found: dict[int, Completion] = {}
+
     while waiting or engine.has_work:
         if waiting and random.random() < 0.4:
             count = int(random.integers(1, 6))
@@ -139,11 +140,13 @@ def test_random_submissions_and_aborts_lose_no_sample_and_no_page():
         for completion in completions:
             assert completion.sample_id not in found
             found[completion.sample_id] = completion
+
     assert found.keys() == expected.keys()
     for number, completion in found.items():
         count = len(completion.token_ids)
         assert completion.token_ids == expected[number].token_ids[:count]
         assert completion.finish_reason == "abort" or count == 20
+
     engine.check_integrity()
 
 

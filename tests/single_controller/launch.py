@@ -38,6 +38,7 @@ def launch(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     ours, theirs = context.Pipe()
     processes = [
         context.Process(
@@ -48,18 +49,23 @@ def launch(
     ]
     for process in processes:
         process.start()
+
     theirs.close()
     started = time.perf_counter()
-    value, error = None, ("no answer", "")
+    value = None
+    error = ("no answer", "")
+
     if ours.poll(timeout_s):
         with contextlib.suppress(EOFError):  # the driver has died
             value, error = ours.recv()
+
     seconds = time.perf_counter() - started
     for process in processes:
         process.join(max(timeout_s - (time.perf_counter() - started), 1.0))
     exit_codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
+
     return Run(value, error, seconds, exit_codes)
 
 
@@ -78,7 +84,8 @@ def _rank(
     from verl.single_controller.spmd import join
 
     torch.set_num_threads(1)
-    calls.GRACE_S, calls.ANSWER_S = 0.5, 1.5
+    calls.GRACE_S = 0.5
+    calls.ANSWER_S = 1.5
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

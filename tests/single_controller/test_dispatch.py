@@ -198,8 +198,10 @@ def test_a_call_may_be_waited_for_later_and_calls_keep_their_order():
         def fail(self) -> None:
             raise KeyError("not there")
 
-    pool, event = LocalPool(), threading.Event()
-    slow, other = pool.start("slow", Slow, 0), pool.start("other", Counter, 1)
+    pool = LocalPool()
+    event = threading.Event()
+    slow = pool.start("slow", Slow, 0)
+    other = pool.start("other", Counter, 1)
     future = slow.wait_for(event, blocking=False)
     assert not future.done(), "the caller goes on"
     threading.Timer(0.1, event.set).start()
@@ -295,7 +297,8 @@ def test_a_users_mode_in_verls_form():
 @given(sizes, some_lengths)
 def test_predefined_functions_undo_their_own_dealing(size, lengths):
     pair = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
-    group, batch = several(size), with_lengths(lengths)
+    group = several(size)
+    batch = with_lengths(lengths)
     (batches, word), named = pair["dispatch_fn"](group, batch, "a", flag=True)
     assert word == ["a"] * size
     assert named == {"flag": [True] * size}
@@ -311,6 +314,7 @@ def test_a_worker_knows_its_rank(monkeypatch):
     )
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
+
     assert (Worker().rank, Worker().world_size, Worker().data_rank, Worker().data_size) == (
         3,
         8,

@@ -49,12 +49,14 @@ def pools():
         log_to_driver=False,
         logging_level="ERROR",
     )
+
     os.environ["NCCL_VERL_TEST"] = "heard"  # what Ray itself was not told
     names = ("whole", "stopped", "lonely")
     pools = {
         name: RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=3)
         for name in names
     }
+
     with ThreadPoolExecutor(4) as threads:
         started = threads.map(lambda pool: pool.start("troubled", workers.Troubled), pools.values())
         while not pools["whole"]._groups:  # further sets take the room that the first has reserved
@@ -64,6 +66,7 @@ def pools():
             for name in ("spawned", "stuck")
         }
         list(started)
+
     groups = {name: group.result() for name, group in more.items()}
     del os.environ["NCCL_VERL_TEST"]
     yield pools | groups
@@ -88,7 +91,8 @@ def colocated():
 
 def stored_mib() -> float:
     """What Ray's store holds, some seconds ago at most."""
-    size, free = ray.cluster_resources(), ray.available_resources()
+    size = ray.cluster_resources()
+    free = ray.available_resources()
     return (size["object_store_memory"] - free["object_store_memory"]) / 2**20
 
 
@@ -191,7 +195,8 @@ def test_values_of_the_drivers_own_program_go_both_ways(pools, monkeypatch):
     group = pools["whole"].start("counter", workers.Counter)
     assert [word.text for word in group.give_back(Word)] == ["hello"] * 2
     assert [function() for function in group.give_back(lambda: 7)] == [7, 7]
-    Word.__module__, Word.__qualname__ = "__main__", "Word"
+    Word.__module__ = "__main__"
+    Word.__qualname__ = "Word"
     monkeypatch.setattr(sys.modules["__main__"], "Word", Word, raising=False)
     assert [type(word) for word in group.give_back(Word())] == [Word] * 2
 
@@ -226,7 +231,8 @@ def test_processes_outlive_a_connection_which_may_be_by_tcp(pools, monkeypatch):
     """As those of a detached pool do when their driver ends; another death of a connection has no
     other effect."""
     group = pools["whole"].start("troubled", workers.Troubled)
-    ranks, before = group._ranks, group.fine()
+    ranks = group._ranks
+    before = group.fine()
     monkeypatch.setattr(ray_process, "Door", DoorElsewhere)
     monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors, {"another node"}))
     assert not any(peer.on_this_machine for peer in ranks.links.peers.values())
@@ -242,7 +248,8 @@ def test_where_no_connection_can_be_calls_go_through_ray_and_the_log_says_so(
     pools, monkeypatch, caplog
 ):
     group = pools["whole"].start("troubled", workers.Troubled)
-    ranks, before = group._ranks, group.fine()
+    ranks = group._ranks
+    before = group.fine()
     monkeypatch.setattr(ray_process, "Door", ClosedDoor)
     monkeypatch.setattr(ranks, "links", ray_process.open_links(ranks.actors, {"another node"}))
     assert group.fine() == before
@@ -350,7 +357,8 @@ def test_a_stopped_rank_is_killed_also_where_its_neighbour_stops_meanwhile(
     pools, monkeypatch, caplog
 ):
     troubled = pools["stuck"].spawn({"troubled"})["troubled"]
-    processes, ranks = [pid for _, pid in troubled.fine()], troubled._ranks
+    processes = [pid for _, pid in troubled.fine()]
+    ranks = troubled._ranks
     find_stacks = ranks.stacks
 
     def then_stop_the_neighbour(timeout_s):

@@ -35,9 +35,11 @@ def folder(tmp_path: Path) -> Path:
         "src/deep/scratch.log": MIB,
         "src/mine.dat": MIB,
     }
+
     for name, size in sizes.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(os.urandom(size))
+
     (tmp_path / ".gitignore").write_text("*.tmp\n")
     (tmp_path / "src/deep/.rayignore").write_text("*.log\n")
     return tmp_path

@@ -63,7 +63,8 @@ def test_two_ranks_give_the_answers_of_one_process():
 
 
 def test_what_a_method_tells_is_heard_while_it_runs():
-    alone, two = workers.heard(LocalPool(), 0.05), launch(workers.heard, 0.05).value
+    alone = workers.heard(LocalPool(), 0.05)
+    two = launch(workers.heard, 0.05).value
     names = [f"row {number}" for number in range(8)]
     for found, ranks in ((alone, [0]), (two, [0, 1])):
         assert found["told"] == names
@@ -268,15 +269,18 @@ def test_ranks_of_other_machines_come_by_tcp_and_strangers_are_sent_away(monkeyp
     monkeypatch.setattr(spmd_rank, "_store", lambda world_size, timeout_s: store)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(spmd_rank.connect_all, 2, 20.0)
-        port, token = int(store.get("port")), store.get("token").decode()
+        port = int(store.get("port"))
+        token = store.get("token").decode()
         entrance = links.Entrance("a folder of another machine", "localhost", port, token)
         stranger = links.connect(entrance._replace(token="x" * len(token)), 1, 20.0)
         with pytest.raises((EOFError, OSError)):
             stranger.receive()
         link = links.connect(entrance, 1, 20.0)
         peers, folder = waiting.result()
+
     here = f"{socket.gethostname()}, pid {os.getpid()}"
     assert (peers[1].place, peers[1].on_this_machine, link.same_machine) == (here, False, False)
     peers[1].link.send(Kind.CALL, 3, torch.ones(100_000))
@@ -303,7 +307,8 @@ def test_breadcrumbs_outlive_what_they_are_about(tmp_path):
 
 
 def test_stacks_name_threads_and_lines():
-    begun, done = threading.Event(), threading.Event()
+    begun = threading.Event()
+    done = threading.Event()
 
     def wait_here() -> None:
         begun.set()

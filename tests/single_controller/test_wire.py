@@ -57,6 +57,7 @@ def test_large_values_are_the_receivers_own(ends):
         "array": np.ones(30_001, "u1"),
     }
     message = Outgoing(value)  # once, to two receivers
+
     one.send(Kind.CALL, 1, message)
     first = other.receive().value()
     one.send(Kind.CALL, 2, message)
@@ -65,6 +66,7 @@ def test_large_values_are_the_receivers_own(ends):
     first["tensor"] += 1
     for tensor in (first["batch"].batch["x"], first["tensor"]):
         assert tensor.data_ptr() % 64 == 0, "aligned as torch's own memory"
+
     assert column.equal(torch.arange(20_000)), "the sender's memory is its own"
     assert second["batch"].batch["x"].equal(column)
     assert second["tensor"].equal(column[3:])

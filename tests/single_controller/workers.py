@@ -244,11 +244,13 @@ def negated(batch: DataProto) -> DataProto:
 
 def same_answers(pool: Any) -> dict[str, Any]:
     """Everything that must be the same however many ranks there are."""
-    group, lengths = pool.start("counter", Counter), [3, 9, 1, 7, 5]
+    group = pool.start("counter", Counter)
+    lengths = [3, 9, 1, 7, 5]
     batch = rows(5)
     mask = torch.arange(10) < torch.tensor(lengths)[:, None]
     batch.batch["attention_mask"] = mask.long()
     future = group.double_later(rows(3))
+
     return {
         "double": group.double(rows(5), plus=1).batch["y"].tolist(),
         "sample": list(group.sample(batch, 2).non_tensor_batch["name"]),
@@ -271,21 +273,25 @@ HANDED_ON = {
 
 def handed_on(one: Any, other: Any) -> dict[str, Any]:
     """Answers of a group of `one` go straight into calls on a group of `other`."""
-    first, second = one.start("first", Counter), other.start("second", Counter)
+    first = one.start("first", Counter)
+    second = other.start("second", Counter)
     batch = rows(5)
     batch.batch["attention_mask"] = (
         torch.arange(10) < torch.tensor([3, 9, 1, 7, 5])[:, None]
     ).long()
     stamped = first.stamp(batch, blocking=False)
     answer = second.read_stamps(stamped)
+
     again = second.read_stamps(stamped, other=first.stamp(batch, blocking=False))
     with_a_batch = second.read_stamps(stamped, rows(10))
     failed = first.stamp(rows(4), fail=True, blocking=False)
+
     try:
         second.read_stamps(failed)
         told = ""
     except WorkerError as error:
         told = str(error)
+
     return {
         "x": answer.batch["x"].tolist(),
         "of two": again.batch["x"].tolist(),
@@ -331,10 +337,8 @@ def heard(pool: Any, pause_s: float = 0.0) -> dict[str, Any]:
 
 def two_roles(pool: Any) -> dict[str, Any]:
     """Roles of one pool live in the same processes; ranks that share rows answer once."""
-    group, other = (
-        pool.start("counter", Counter),
-        pool.start("other", Other, same_share_for_all=True),
-    )
+    group = pool.start("counter", Counter)
+    other = pool.start("other", Other, same_share_for_all=True)
     return {
         "words": group.tell("hello"),
         "each": group.each(["a", "b"]),

@@ -114,6 +114,7 @@ def test_a_resumed_run_has_every_line_once(tmp_path):
     del tracker
     with path.open("ab") as file:
         file.write(b'{"step": 6, "x": 0.85')  # cut off in the midst of a line
+
     resumed = make_tracker(tmp_path, ["file"])
     resumed.rewind(3)
     assert [row["step"] for row in read_lines(path)] == [0, 1, 2, 3]
@@ -162,6 +163,7 @@ def test_lines_survive_kill_9(tmp_path):
         """
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
     assert process.stdout is not None
     assert process.stdout.readline() == "written\n"
     os.kill(process.pid, signal.SIGKILL)
@@ -180,6 +182,7 @@ def test_generations_go_to_a_file_a_step(tmp_path):
         }
     ]
     make_tracker(tmp_path, ["file"]).log_generations(rows, 4)
+
     expected = {
         "step": 4,
         "input": "q\n",
@@ -276,6 +279,7 @@ def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, mon
     tracker.log_generations([{"input": "q", "score": 1.0}, {"input": "r", "pred": "3"}], 1)
     tracker.finish()
     run_id = (tmp_path / "wandb_run_id").read_text()
+
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 1
     # wandb's own process may still write after `finish`; it ends before ours does
@@ -285,6 +289,7 @@ def test_wandb_offline_writes_a_run_and_a_resumed_one_keeps_its_id(tmp_path, mon
     assert b"val/generations" in files[0].read_bytes()
     resumed = make_tracker(tmp_path, ["wandb"])
     assert (tmp_path / "wandb_run_id").read_text() == run_id
+
     resumed.rewind(0)
     assert (tmp_path / "wandb_run_id").read_text() != run_id
     resumed.finish()

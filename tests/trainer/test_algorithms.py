@@ -24,11 +24,9 @@ from verl.workers.losses import PolicyObjective
 
 pytestmark = pytest.mark.timeout(120)
 
-ACTOR, CORRECTION, FILTER = (
-    "actor_rollout_ref.actor",
-    "algorithm.rollout_correction",
-    "algorithm.filter_groups",
-)
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+FILTER = "algorithm.filter_groups"
 LOSSES = sorted(name for name in policy_losses if not name.startswith("test_"))
 ESTIMATORS = sorted(name for name in advantage_estimators if not name.startswith("test_"))
 
@@ -68,6 +66,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
         f"{ACTOR}.policy_loss.clip_cov_ratio=0.2",
         "algorithm.gdpo_reward_keys=[score,length]",
     ]
+
     trainer = trainer_of(folder, *given, reward_fn=varied_reward, val_reward_fn=varied_reward)
     trainer.sync_weights()
     yield trainer
@@ -83,6 +82,7 @@ def test_every_estimator_takes_a_step_with_every_loss(trainer, monkeypatch, esti
         monkeypatch.setattr(
             trainer, "collect", lambda prompts: PPOTrainer.collect(trainer, prompts)
         )
+
     trainer.estimator = advantage_estimators.get(estimator)
     worker = trainer.actor_wg.worker
     for loss in LOSSES:
@@ -113,7 +113,10 @@ def test_a_loss_of_the_whole_mini_batch_does_not_see_micro_batches(tmp_path, los
         f"{ACTOR}.policy_loss.{loss}_ratio=0.2",
         f"{ACTOR}.ppo_epochs=2",
     ]
-    whole, cut, other = tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
+    whole = tmp_path / "whole"
+
+    cut = tmp_path / "cut"
+    other = tmp_path / "other"
     assert run(whole, *own) == 0
     assert run(cut, *own, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == 0
     assert run(other, *own, f"{ACTOR}.policy_loss.{loss}_ratio=0.4") == 0
@@ -121,6 +124,7 @@ def test_a_loss_of_the_whole_mini_batch_does_not_see_micro_batches(tmp_path, los
         [step_lines(folder)[0][f"actor/{name}"] for name in ("pg_clipfrac", "pg_loss", "grad_norm")]
         for folder in (whole, cut, other)
     )
+
     assert another[0] == pytest.approx(one[0], rel=1e-6), "as many tokens are selected"
     assert abs(more[0] / one[0] - 1) > 0.1
     assert another[1:] == pytest.approx(one[1:], rel=1e-4)
@@ -172,7 +176,8 @@ def test_a_field_that_tells_prompts_apart_is_one_value_a_response():
 
 
 def test_batches_with_other_reward_fields_join():
-    one, other = scored_batch([0.0], ["a"]), scored_batch([1.0], ["b"])
+    one = scored_batch([0.0], ["a"])
+    other = scored_batch([1.0], ["b"])
     other.non_tensor_batch["note"] = np.array(["x"], dtype=object)
     other.meta_info["reward_fields"] = ["acc", "note"]
     whole = joined([one, other])
@@ -197,11 +202,13 @@ def test_a_dapo_batch_is_full_of_prompts_that_teach(tmp_path):
     trainer.init_workers()
     trainer.fit()
     lines = step_lines(tmp_path)
+
     for batch, line in zip(trainer.batches, lines, strict=True):
         assert len(batch) == 16
         assert len(set(batch.non_tensor_batch["uid"])) == 4
         assert rows_that_differ(batch, "score").all()
         assert 0 < line["train/kept_prompts"] <= 1
+
     rounds = [line["train/num_gen_batches"] for line in lines]
     assert max(rounds) > 1, "some prompts of the toy set have no spread"
     assert trainer.train_loader.state_dict()["epoch"] == int(sum(rounds)) // 2, (
@@ -214,7 +221,8 @@ def test_a_dapo_batch_is_full_of_prompts_that_teach(tmp_path):
 
 def test_a_dapo_run_resumes_with_the_same_bits(tmp_path):
     """The loader's cursor counts what dynamic sampling drew."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     assert run(whole, *DAPO, "trainer.save_freq=2") == 0
     assert run(cut, *DAPO, "trainer.save_freq=2", "trainer.max_steps=2", base=None) == 0
     assert run(cut, *DAPO, "trainer.save_freq=2") == 0
@@ -234,6 +242,7 @@ def test_the_bound_of_dynamic_sampling(tmp_path):
         DataError, match=r"2 batches of prompts gave 0 .*4 are wanted.*on_exhausted=fill"
     ):
         stopped.fit()
+
     filled = trainer_of(
         tmp_path / "fill",
         *bound,
@@ -242,6 +251,7 @@ def test_the_bound_of_dynamic_sampling(tmp_path):
         val_reward_fn=alike,
     )
     filled.fit()
+
     (line,) = step_lines(tmp_path / "fill")
     assert (line["train/num_gen_batches"], line["train/kept_prompts"]) == (2, 0)
     assert line["actor/grad_norm"] == 0
@@ -312,6 +322,7 @@ def test_pf_ppo_learns_from_samples_with_a_reward(tmp_path, monkeypatch):
         monkeypatch.setattr(
             group, name, lambda rows, *args, update=update: seen.append(rows) or update(rows, *args)
         )
+
     trainer.fit()
     critic, actor = (rows.batch["token_level_scores"].sum(-1) for rows in seen)
     assert torch.equal(critic, actor)
@@ -341,6 +352,7 @@ def test_the_actor_gets_weights_and_rejections_and_the_batch_stays(tmp_path):
     mask = batch.batch["response_mask"].clone()
     corrected = trainer.correct_rollout(batch)
     assert torch.equal(batch.batch["response_mask"], mask)
+
     assert "rollout_is_weights" not in batch.batch.keys()
     assert not corrected.batch["response_mask"][3].any()
     others = torch.arange(16) != 3
@@ -349,6 +361,7 @@ def test_the_actor_gets_weights_and_rejections_and_the_batch_stays(tmp_path):
     assert corrected.batch["rollout_is_weights"][5][own].tolist() == pytest.approx(
         [math.exp(0.3)] * int(own.sum()), rel=1e-4
     )
+
     assert trainer.metrics["rollout_corr/rejected_seqs"] == pytest.approx(1 / 16)
     trainer.update(batch)
     assert trainer.metrics["actor/grad_norm"] > 0
@@ -363,6 +376,7 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
     )
     batch = off_policy(trainer, torch.zeros(16, 1))
     objective = trainer.actor_wg.worker.objective
+
     names = ["advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs"]
     mask = batch.batch["response_mask"].bool()
     columns = {name: batch.batch[name][mask] for name in names}
@@ -374,6 +388,7 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
         "log_probs": columns["old_log_probs"] - 0.1,
         "entropy": torch.zeros_like(columns["advantages"]),
     }
+
     sequence = mask.nonzero()[:, 0]
     plain = objective(outputs, columns, sequence)
     halved = objective(
@@ -382,6 +397,7 @@ def test_weights_reach_the_policy_loss_and_nothing_else(tmp_path):
         sequence,
     )
     torch.testing.assert_close(halved.sums["actor/pg_loss"], plain.sums["actor/pg_loss"] / 2)
+
     assert torch.equal(halved.sums["actor/kl_loss"], plain.sums["actor/kl_loss"])
     assert plain.sums["actor/kl_loss"] > 0
 
@@ -462,6 +478,7 @@ def test_the_log_tells_advantage_and_loss_as_formulas(tmp_path, capfd):
         f"{CORRECTION}.rollout_is=token",
     ]
     assert run(tmp_path, *own) == 0
+
     said = capfd.readouterr()
     text = said.out + said.err
     assert "A = grpo: r - mean of the group\n" in text
@@ -470,6 +487,7 @@ def test_the_log_tells_advantage_and_loss_as_formulas(tmp_path, capfd):
     assert (
         "sum over a response's tokens / data.max_response_length, mean over the responses" in text
     )
+
     assert "weighted by pi_old / rollout by token, bounded above by 2 (truncate)" in text
 
 
@@ -491,6 +509,7 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
         "    scores = token_level_rewards.sum(-1, keepdim=True) - 0.25\n"
         "    return scores * response_mask, scores * response_mask\n"
     )
+
     own = [
         f"actor_rollout_ref.model.external_lib={recipe}",
         "algorithm.adv_estimator=recipe_estimator",
@@ -499,6 +518,7 @@ def test_a_padded_loss_and_an_estimator_by_path(tmp_path, capfd):
     ]
     with pytest.warns(DeprecationWarning, match=r"register_policy_loss is now verl\.compat"):
         assert run(tmp_path / "whole", *own) == 0
+
     assert "recipe_loss: a loss of verl's padded signature" in "".join(capfd.readouterr())
     assert run(tmp_path / "cut", *own, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == 0
     one, other = (step_lines(tmp_path / folder)[0] for folder in ("whole", "cut"))

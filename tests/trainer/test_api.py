@@ -81,7 +81,8 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> RLTrainer:
 
 def by_transformers(state: dict[str, torch.Tensor] | None = None) -> list[str]:
     """Greedy answers to ASKED, one at a time."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(TOY_MODEL), load_tokenizer(TOY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(TOY_MODEL)
+    tokenizer = load_tokenizer(TOY_MODEL)
     if state is not None:
         model.load_state_dict(state)
     texts = []
@@ -221,7 +222,8 @@ def test_a_reward_model_of_another_family_scores_in_its_own_tokens(tmp_path, rew
     trainer = facade(
         tmp_path, **{"reward_model": {"enable": True, "model": {"path": str(reward_folder)}}}
     )
-    model, tokenizer = RewardModel.from_pretrained(reward_folder), load_tokenizer(reward_folder)
+    model = RewardModel.from_pretrained(reward_folder)
+    tokenizer = load_tokenizer(reward_folder)
     said = ["14", "no idea", "7"]
     for prompts in (None, ASKED, CHATS):
         scores = trainer.compute_reward(said, prompts)
@@ -274,7 +276,8 @@ def test_without_a_reward_model_the_reward_function_scores(untrained):
     "column", [np.array, pd.Series, tuple, lambda entries: np.array(entries, dtype=object)]
 )
 def test_one_entry_a_response_may_be_any_column(untrained, column):
-    sources, truths = ["openai/gsm8k", "toy"], ["42", "18"]
+    sources = ["openai/gsm8k", "toy"]
+    truths = ["42", "18"]
     columns = {"data_source": column(sources), "ground_truth": column(truths)}
     assert untrained.compute_reward(["#### 42", "18"], **columns).tolist() == [1.0, 1.0]
     for one in ("42", np.array("42"), np.str_("42")):

@@ -310,6 +310,7 @@ def test_samples_whose_reward_was_dropped_count_in_no_validation(tmp_path):
         "trainer.val_before_train=True",
         f"trainer.validation_data_dir={folder}",
     ]
+
     assert (
         run(tmp_path, *reward_file(tmp_path, body), "reward_model.on_error=drop", *sampled, *asked)
         == 0
@@ -318,6 +319,7 @@ def test_samples_whose_reward_was_dropped_count_in_no_validation(tmp_path):
     assert 0 < len(rows) < 40
     assert all(row["score"] == 1 and len(row["pred"]) != 2 for row in rows)
     (line,) = metric_lines(tmp_path)
+
     scores = {value for name, value in line.items() if name.startswith("val-") and "/mean@" in name}
     assert scores == {1.0}
 
@@ -441,6 +443,7 @@ def test_updates_that_are_never_finite_stop_the_run_and_leave_the_weights(tmp_pa
         f"actor_rollout_ref.model.external_lib={library}",
         "actor_rollout_ref.actor.loss_extra=[{name: broken}]",
     ]
+
     limit = ["trainer.max_nonfinite_steps=2", "trainer.max_steps=5", "trainer.save_freq=1"]
     text = message(capfd, run(tmp_path, *broken, *limit))
     assert "2 steps in a row had a non-finite loss or gradient" in text
@@ -518,6 +521,7 @@ def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, 
     assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
     again = ["trainer.save_freq=1", "reward_model.preflight=False", *reward]
     before = signal.getsignal(signal.SIGTERM)  # Ray's, where a test of this process has begun it
+
     code = run(tmp_path, *again)
     assert (code, capfd.readouterr().err) == ENDS[name]
     assert signal.getsignal(signal.SIGTERM) is before

@@ -21,7 +21,8 @@ from verl.workers.teacher import check_same_vocabulary
 
 pytestmark = pytest.mark.timeout(180)
 
-ACTOR, LOSS = "actor_rollout_ref.actor", "distillation.distillation_loss"
+ACTOR = "actor_rollout_ref.actor"
+LOSS = "distillation.distillation_loss"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,8 @@ def test_a_divergence_may_be_subtracted_from_advantages(tmp_path, teacher):
     trainer = trainer_of(tmp_path, *distilling(teacher, "k1", *own))
     batch = trainer.collect(next(iter(trainer.train_loader)))
     batch = trainer.estimate_advantages(trainer.evaluate_policies(batch))
-    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    columns = batch.batch
+    mask = batch.batch["response_mask"].bool()
     difference = columns["old_log_probs"] - columns["teacher_log_prob"]
     expected = columns["returns"] - 0.5 * difference * mask  # grpo's returns are its advantages
     torch.testing.assert_close(columns["advantages"], expected)

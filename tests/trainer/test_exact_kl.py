@@ -28,7 +28,8 @@ def test_the_loss_has_the_divergence_of_whole_distributions(tmp_path):
     hidden = columns["ref_states"]
     mask = batch.batch["response_mask"].bool()
     assert hidden.shape[:2] == mask.shape
-    actor, frozen = trainer.actor_wg.worker, trainer.ref_policy_wg.worker
+    actor = trainer.actor_wg.worker
+    frozen = trainer.ref_policy_wg.worker
     head = frozen.engine.hf_model.get_output_embeddings()
     log_q = head(hidden[mask]).log_softmax(-1)
     chosen = log_q.gather(1, batch.batch["responses"][mask][:, None]).squeeze(1)

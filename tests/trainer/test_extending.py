@@ -109,6 +109,7 @@ class DynamicSampling(RayPPOTrainer):
             self.sync_weights()
             self.kept.append((len(batch), np.unique(batch.non_tensor_batch["uid"]).size))
             self.tracker.log(self.metrics, self.global_step)
+
         self.tracker.finish()
 
 
@@ -166,13 +167,16 @@ def test_a_users_file_registers_what_the_configuration_names(tmp_path):
         "reward_model.reward_manager=half",
         "trainer.save_freq=2",
     ]
+
     pull = "actor_rollout_ref.actor.loss_extra=[{name: pull_to_old, coef: 100.0}]"
     assert run(tmp_path / "without", *own) == 0
     assert run(tmp_path / "with", *own, pull, "actor_rollout_ref.actor.ppo_epochs=2") == 0
     assert run(tmp_path / "without_2", *own, "actor_rollout_ref.actor.ppo_epochs=2") == 0
+
     for line in step_lines(tmp_path / "without"):
         assert line["critic/score/max"] == 0.5
         assert 0 < line["actor/own_share"] < 1
+
     # At the first update the term is 0; it holds back the second.
     assert not same_bits(weights(tmp_path / "with", 2), weights(tmp_path / "without_2", 2))
 

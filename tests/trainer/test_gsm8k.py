@@ -93,6 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=151_645,
         tie_word_embeddings=True,
     )
+
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     shutil.copytree(SHARED / "models" / "qwen2-tokenizer", folder, dirs_exist_ok=True)
@@ -133,9 +134,11 @@ def test_two_steps_report_every_metric(tmp_path, parquet, model, algorithm, expe
         "trainer.test_freq=1",
         "trainer.total_training_steps=2",
     ]
+
     assert run(tmp_path, *algorithm, base=command) == 0
     lines = step_lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 2]
+
     for line in lines:
         assert [name for name in expected if name not in line] == []
         assert [

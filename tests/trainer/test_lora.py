@@ -45,6 +45,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     ]
     base = ["data.dataset_name=toy"]
     assert run(tmp_path / "whole", *small, "trainer.max_steps=4", base=base) == 0
+
     assert run(tmp_path / "cut", *small, "trainer.max_steps=2", base=base) == 0
     assert run(tmp_path / "cut", *small, "trainer.max_steps=4", base=base) == 0
     assert same_bits(adapters(tmp_path / "whole", 4), adapters(tmp_path / "cut", 4))

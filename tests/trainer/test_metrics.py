@@ -35,6 +35,7 @@ def batch_of(*, with_values: bool = False) -> DataProto:
     }
     if with_values:
         columns["values"] = torch.where(response.bool(), torch.arange(12.0).reshape(3, 4), math.nan)
+
     return DataProto.from_dict(tensors=columns, non_tensors={"uid": ["a", "a", "b"]})
 
 
@@ -214,6 +215,7 @@ def test_reward_metrics_are_means_of_what_is_a_number():
     metrics = setup.reward_metrics(
         {"reward_extra_info": extra, "metrics": {"reward/num_errors": 0}}
     )
+
     assert metrics == {
         "reward/num_errors": 0,
         "reward/acc/mean": pytest.approx(2 / 3),

@@ -52,7 +52,8 @@ def test_samples_of_training_and_validation_are_written(tmp_path):
         "2.jsonl",
     ]
     for line in (metric_lines(tmp_path)[0], metric_lines(tmp_path)[2]):
-        scores, answers = defaultdict(list), defaultdict(list)
+        scores = defaultdict(list)
+        answers = defaultdict(list)
         for row in rows_of(tmp_path / "validation" / f"{line['step']}.jsonl"):
             scores[row["uid"]].append(row["score"])
             answers[row["uid"]].append(row["pred"])
@@ -106,6 +107,7 @@ def test_tensorboard_and_wandb_offline(tmp_path, monkeypatch):
         )
         == 0
     )
+
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     assert {"actor/pg_loss", "critic/score/mean", "val-core/toy/reward/mean@8"} <= set(

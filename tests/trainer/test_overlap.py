@@ -68,7 +68,9 @@ def test_the_run_is_the_same_with_and_without(tmp_path):
         "data.val_batch_size=2",
         "trainer.val_before_train=True",
     ]
-    beside, after = tmp_path / "beside", tmp_path / "after"
+    beside = tmp_path / "beside"
+    after = tmp_path / "after"
+
     assert run(beside, *options) == 0
     assert run(after, *options, "reward_model.launch_reward_fn_async=False") == 0
     assert without_times(metric_lines(beside)) == without_times(metric_lines(after))
@@ -76,10 +78,12 @@ def test_the_run_is_the_same_with_and_without(tmp_path):
     assert scoring_begins_within_generation(beside, 2)
     assert not scoring_begins_within_generation(after, 2)
     begun = {}
+
     for folder in (beside, after):
         events = {event["name"]: event for event in spans(folder, 2)}
         end_of_reward = events["reward"]["ts"] + events["reward"]["dur"]
         begun[folder] = [events[name]["ts"] < end_of_reward for name in PASSES]
+
     assert begun == {beside: [True] * 3, after: [False] * 3}
 
 
@@ -189,6 +193,7 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
         f"        {body}\n"
         "    return 1.0\n"
     )
+
     told = []
     for asked in ("null", "False"):
         options = [
@@ -202,6 +207,7 @@ def test_a_failing_reward_stops_the_run_as_without(tmp_path, capsys, body):
         ]
         assert run(tmp_path / asked, *options) == 1
         told.append(capsys.readouterr().err.partition("The reward function failed on")[2])
+
     assert told[0]
     assert told[0].partition("prompt ends")[0] == told[1].partition("prompt ends")[0]
     assert told[0].partition("response starts")[2] == told[1].partition("response starts")[2]
@@ -236,6 +242,7 @@ def test_the_samples_of_dropped_rewards_count_in_no_metric(tmp_path):
         "reward_model.on_error=drop",
         "trainer.max_steps=1",
     ]
+
     assert run(tmp_path / "beside", *options, "reward_model.launch_reward_fn_async=True") == 0
     assert run(tmp_path / "after", *options, "reward_model.launch_reward_fn_async=False") == 0
     (line,), (other,) = (without_times(step_lines(tmp_path / name)) for name in ("beside", "after"))

@@ -40,6 +40,7 @@ def test_short_phases_are_quiet(caplog):
 
 
 def test_the_driver_reads_how_far_the_ranks_are_while_they_run():
-    alone, two = progress_of_two(LocalPool()), launch(progress_of_two).value
+    alone = progress_of_two(LocalPool())
+    two = launch(progress_of_two).value
     assert alone == [[Progress(3, 8, "mini-batches")], [Progress(0, 0, "")]]
     assert two == [[Progress(3, 8, "mini-batches")] * 2, [Progress(0, 0, "")] * 2]

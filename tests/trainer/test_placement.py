@@ -43,6 +43,7 @@ def test_an_actor_apart_from_critic_and_reference_learns_the_same(alone, tmp_pat
         "critic 0, reference 0",
         "driver, actor 0, rollout 0",
     ]
+
     begun, ended = (
         {event["name"]: event["ts"] for event in events if event["ph"] == phase} for phase in "be"
     )
@@ -121,6 +122,7 @@ def test_roles_are_with_the_actor_or_on_what_they_are_given(monkeypatch):
         "critic": [0, 1, 2],
         "reference": [3],
     }
+
     assert placed("trainer.placement.critic=[3]", *on_four)["actor"] == [0, 1, 2, 3], (
         "there is no critic"
     )
@@ -183,6 +185,7 @@ def test_pools_of_ray_have_their_ranks_on_their_nodes(monkeypatch):
         "trainer.nnodes=2",
         "trainer.placement.critic=[2,3,4]",
     ]
+
     config = load_config(["data.dataset_name=toy", *options])
     monkeypatch.setattr(pools, "require", lambda *_: None)
     monkeypatch.setattr(pools.importlib, "import_module", lambda _: backend)

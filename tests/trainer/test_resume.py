@@ -74,7 +74,8 @@ def die_at_call(
     patch: Patch, owner: Any, name: str, number: int, by: signal.Signals = signal.SIGKILL
 ) -> None:
     """Kill this process in the `number`th call of a function, after it has done its work."""
-    original, calls = getattr(owner, name), 0
+    original = getattr(owner, name)
+    calls = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls

@@ -41,6 +41,7 @@ def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
         == 0
     )
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == ["global_step_2.json"]
+
     assert (
         "profile_steps: no timeline is written of [0, 9], for this run ends with 2."
         in capfd.readouterr().out
@@ -49,6 +50,7 @@ def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
     ((process,),) = [{process for process, _ in spans}]
     assert process.startswith("driver, actor 0, rollout 0, critic 0 (pid ")
     phases = {event["name"]: event for event in spans[process, "phases"]}
+
     assert len(phases) == len(spans[process, "phases"]), "nothing of step 1"
     assert phases.keys() >= {
         "step",
@@ -60,9 +62,11 @@ def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
         "update_actor",
         "sync_weights",
     }
+
     for event in phases.values():
         end = phases["step"]["ts"] + phases["step"]["dur"]
         assert phases["step"]["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= end
+
     rollout = [event["name"] for event in spans[process, "rollout"]]
     assert rollout[0] == "generate_sequences"
     assert rollout[-1] == "take_weights"
@@ -71,6 +75,7 @@ def test_a_step_shows_phases_calls_and_what_the_workers_do(tmp_path, capfd):
     assert phases["update_actor"]["ts"] <= update["ts"]
     assert update["dur"] > 0.8 * phases["update_actor"]["dur"]
     calls = spans[process, "calls"]
+
     assert [event["ph"] for event in calls] == ["b", "e"] * (len(calls) // 2)
     assert [event["id"] for event in calls] == [number // 2 for number in range(len(calls))]
     assert "critic.compute_values" in {event["name"] for event in calls}
@@ -91,9 +96,11 @@ def test_every_rank_has_rows_of_its_own(tmp_path):
     driver, other = sorted({process for process, _ in spans})
     assert driver.startswith("driver, one 0, two 0 (pid ")
     assert other.startswith("one 1, two 1 (pid ")
+
     for process in (driver, other):
         assert [event["name"] for event in spans[process, "one"]] == ["tell"]
         assert [event["name"] for event in spans[process, "two"]] == ["tell", "double"]
+
     called = spans[driver, "calls"]
     (double,) = [
         event["ts"] for event in called if event["name"] == "two.double" and event["ph"] == "b"

@@ -97,6 +97,7 @@ def test_a_short_output_that_is_not_read_ends_in_silence_too():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
     assert command.stdin is not None
     assert command.stdout is not None
     assert command.stderr is not None

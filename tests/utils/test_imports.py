@@ -40,7 +40,8 @@ def test_a_users_file_is_loaded_once_and_never_shadows_another(tmp_path):
     for folder, value in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "reward.py").write_text(f"value = {value}\nmade = object()\n")
-    one, other = tmp_path / "a" / "reward.py", tmp_path / "b" / "reward.py"
+    one = tmp_path / "a" / "reward.py"
+    other = tmp_path / "b" / "reward.py"
     assert (load_extern_type(str(one), "value"), load_extern_type(str(other), "value")) == (1, 2)
     assert load_module(str(one)).made is load_module(str(one)).made
 
@@ -66,15 +67,18 @@ def test_a_file_beside_a_users_file_is_not_taken_for_a_package(tmp_path):
     with pytest.raises(ConfigError, match=told):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import a_package_that_nobody_has\n")
+
     with pytest.raises(
         MissingDependencyError,
         match=r"reward\.py', line 1: the package 'a_package_that_nobody_has' is",
     ):
         load_module(str(tmp_path / "reward.py"))
+
     (tmp_path / "reward.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"line 2, raised SystemExit: 0\. Mend it"):
         load_module(str(tmp_path / "reward.py"))
     (tmp_path / "reward.py").write_text("import verl.nowhere\n")
+
     with pytest.raises(
         ConfigError, match=r"line 1, raised ModuleNotFoundError: No module named 'verl\.nowhere'"
     ):

@@ -13,11 +13,14 @@ percents = integers(0, 100)
 @given(integers(1, 120), percents, percents, percents)
 def test_tokens_and_padding_are_within_their_ratios(width, one, other, left):
     low, high = sorted((one, other))
-    ids, ratios = torch.zeros(5, width, dtype=torch.int64), (high / 100, left / 100, low / 100)
+    ids = torch.zeros(5, width, dtype=torch.int64)
+    ratios = (high / 100, left / 100, low / 100)
+
     if not any(low * width <= 100 * count <= high * width for count in range(1, width + 1)):
         with pytest.raises(ValueError, match=f"of {width} columns"):
             create_random_mask(ids, *ratios)
         return
+
     mask = create_random_mask(ids, *ratios)
     assert mask.dtype == torch.int64
     for row in mask.tolist():

@@ -24,20 +24,24 @@ class Allocator:
         self.peak = self.now
 
     def take(self, peak: int, after: int = 0) -> None:
-        self.peak, self.now = max(self.peak, peak), after
+        self.peak = max(self.peak, peak)
+        self.now = after
 
 
 def test_each_phase_has_its_own_peak_and_the_step_the_largest(monkeypatch: pytest.MonkeyPatch):
-    allocator, peaks = Allocator(monkeypatch), PhasePeaks()
+    allocator = Allocator(monkeypatch)
+    peaks = PhasePeaks()
     monkeypatch.setattr("verl.utils.devices.phase_peaks", peaks)
     allocator.take(50, 10)
     with peaks.phase("generation", CUDA):
         allocator.take(30, 10)
+
     with peaks.phase("update", CUDA):
         allocator.take(80, 10)
         with peaks.phase("step", CUDA):
             allocator.take(60, 10)
         allocator.take(20, 10)
+
     with peaks.phase("generation", CUDA):
         allocator.take(25, 10)
     told = {name: peak.allocated for name, peak in peaks.phases.items()}
@@ -46,6 +50,7 @@ def test_each_phase_has_its_own_peak_and_the_step_the_largest(monkeypatch: pytes
     assert peaks.phases["update"].host > 0
     metrics = memory_metrics(CUDA)
     assert metrics["perf/max_memory_allocated_gb"] == 80 / 2**30
+
     assert metrics["perf/max_memory_reserved_gb"] == 81 / 2**30
     assert memory_metrics(CUDA)["perf/max_memory_allocated_gb"] == 10 / 2**30
 

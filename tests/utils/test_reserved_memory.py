@@ -225,10 +225,12 @@ def test_memory_comes_back_at_the_same_addresses(driver):
 @given(steps=st.lists(st.integers(-3, 40 * PAGE), max_size=12))
 def test_what_is_mapped_is_what_was_asked(steps):
     """Below 0 is `release`, anything else `grow`."""
-    driver, expected = FakeDriver(memory=64 * PAGE), 0
+    driver = FakeDriver(memory=64 * PAGE)
+    expected = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cuda.bindings.driver", driver)
         memory = ReservedMemory(40 * PAGE, DEVICE)
+
     for step in steps:
         if step < 0:
             memory.release()
@@ -237,6 +239,7 @@ def test_what_is_mapped_is_what_was_asked(steps):
         expected = 0 if step < 0 else max(expected, -(-step // PAGE) * PAGE)
         assert memory.mapped_bytes == driver.used == expected
         assert not driver.contexts
+
     memory.close()
     assert driver.untouched
 

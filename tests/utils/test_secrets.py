@@ -72,6 +72,7 @@ def test_the_shown_configuration_keeps_references_to_the_environment(monkeypatch
     ]
     with pytest.raises(SystemExit):
         load_config([*TOY, *asked])
+
     out, err = capfd.readouterr()
     assert "hunter2" not in out + err
     assert "Secrets are shown as ***" in err
@@ -80,6 +81,7 @@ def test_the_shown_configuration_keeps_references_to_the_environment(monkeypatch
     assert judge["url"] == "http://***@host:8000/v1"
     assert judge["model"] == "${oc.env:VERL_TEST_SECRET}"
     assert judge["prompt"] == "Key: ${oc.env:VERL_TEST_SECRET}"
+
     assert shown["trainer"]["default_local_dir"] == "${oc.env:VERL_TEST_FOLDER}/x"
     assert shown["ray_init"]["runtime_env"]["env_vars"] == {
         "WANDB_API_KEY": "***",

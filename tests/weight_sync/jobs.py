@@ -53,7 +53,9 @@ class Store:
     """The least of an engine: keeps copies in its dtype."""
 
     def __init__(self, dtype: torch.dtype, fault: str = "", device: str = "cpu") -> None:
-        self.weight_dtype, self.fault, self.device = dtype, fault, device
+        self.weight_dtype = dtype
+        self.fault = fault
+        self.device = device
         self.tensors: Tensors = {}
 
     def update_weights(self, named_tensors: Any) -> None:
@@ -108,6 +110,7 @@ def travel(trip: Trip) -> tuple[Any, str]:
     is_sender = axis.rank == 0
     end = _sender(trip, axis) if is_sender else _receiver(trip, axis)
     received = []
+
     try:
         for step in range(trip.hand_overs):
             if is_sender:
@@ -121,11 +124,13 @@ def travel(trip: Trip) -> tuple[Any, str]:
                 received.append({name: tensor.cpu() for name, tensor in store.tensors.items()})
     except RolloutError as error:
         return received, str(error)
+
     return received, ""
 
 
 def _sender(trip: Trip, axis: Axis) -> WeightSender:
-    device, options = torch.device(trip.device), {"bucket_bytes": BUCKET_BYTES, "dtype": trip.dtype}
+    device = torch.device(trip.device)
+    options = {"bucket_bytes": BUCKET_BYTES, "dtype": trip.dtype}
     if trip.transport == "broadcast":
         store, port = open_store("127.0.0.1")
         (trip.folder / "port").write_text(str(port))
@@ -246,7 +251,9 @@ class Engine:
     """A twin as an engine has it."""
 
     def __init__(self, twin: ModelTwin, damaged: bool = False) -> None:
-        self.twin, self.damaged, self.weight_dtype = twin, damaged, twin.dtype
+        self.twin = twin
+        self.damaged = damaged
+        self.weight_dtype = twin.dtype
 
     def update_weights(self, named_tensors: Any) -> None:
         self.twin.update(named_tensors)

@@ -59,6 +59,7 @@ def test_every_place_counts():
         tensor.view(100, 200).T.contiguous(),
         tensor.flip(0),
     ]
+
     seen = {of(other) for other in [tensor, *others]}
     assert len(seen) == len(others) + 1
     assert of(tensor.T) == of(tensor.T.contiguous()), "memory order instead of element order"
@@ -94,7 +95,9 @@ def test_the_kernel_computes_the_same():
     import verl.weight_sync.fingerprint_kernel as kernel
     from verl.weight_sync.fingerprint import _INTEGERS
 
-    kernel._BLOCK, kernel._STEPS, kernel._SIZE = 64, 2, 128
+    kernel._BLOCK = 64
+    kernel._STEPS = 2
+    kernel._SIZE = 128
     tensors = [
         drawn(37, 11, dtype=torch.float32),
         drawn(300),

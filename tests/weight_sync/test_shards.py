@@ -91,6 +91,7 @@ def test_a_bucket_has_no_more_than_it_may_unless_a_tensor_has():
     sizes = [
         (bucket.names, bucket.num_bytes) for bucket in _buckets(tensors.items(), 100, torch.float32)
     ]
+
     assert sizes == [
         (["0", "1"], 80),
         (["2"], 120),

@@ -11,7 +11,8 @@ from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
 from verl.workers import ActorWorker, CriticWorker, ReferenceWorker, RolloutWorker
 
-P, R = 12, 10
+P = 12
+R = 10
 CPU = torch.device("cpu")
 
 

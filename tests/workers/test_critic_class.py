@@ -28,7 +28,8 @@ def twins(family: str = "qwen2") -> tuple[BoundedCritic, BoundedHead]:
     """Equal weights, padded and packed, the same at every call."""
     torch.manual_seed(0)
     bodies: Any = [tiny_model(family).base_model for _ in range(2)]
-    padded, packed = BoundedCritic(bodies[0]), BoundedHead(bodies[1])
+    padded = BoundedCritic(bodies[0])
+    packed = BoundedHead(bodies[1])
     packed.load_state_dict(padded.state_dict())
     return padded, packed
 
@@ -151,12 +152,14 @@ def test_a_bounded_padded_critic_trains_and_resumes(tmp_path: Path) -> None:
     saved = [*own, "trainer.save_freq=1"]
     assert run(tmp_path / "whole", *saved) == 0
     assert run(tmp_path / "parts", *saved, "trainer.max_steps=1") == 0
+
     assert run(tmp_path / "parts", *saved) == 0
     for step in (1, 2):
         for part in (weights, moments):
             assert same_bits(
                 part(tmp_path / "whole", step, "critic"), part(tmp_path / "parts", step, "critic")
             )
+
     before, after = (weights(tmp_path / "whole", step, "critic") for step in (1, 2))
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert any("value_head.2." in name for name in moved)

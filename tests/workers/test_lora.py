@@ -35,11 +35,13 @@ def test_rollouts_are_those_of_the_merged_model(settings, tmp_path, engine):
     settings.actor_rollout_ref.rollout.name = engine
     actor = actor_of(settings)
     rollout = rollout_of(actor)
+
     for _ in range(3):
         batch = trajectories(actor)
         batch = batch.union(actor.compute_ref_log_prob(batch))
         actor.update_actor(batch)
         rollout.take_weights()
+
     actor.save_checkpoint(tmp_path / "saved")
     greedy = SamplingParams(max_new_tokens=R, temperature=0.0)
     answer = rollout.generate_sequences(prompts(), n=1, params=greedy, seed=0, step=1)
@@ -47,11 +49,13 @@ def test_rollouts_are_those_of_the_merged_model(settings, tmp_path, engine):
         tiny_model("qwen2"), tmp_path / "saved" / "lora_adapter"
     ).merge_and_unload()
     changed = 0
+
     for row, ids in enumerate(prompts().non_tensor_batch["raw_prompt_ids"]):
         length = int(answer.batch["response_mask"][row].sum())
         expected = transformers_greedy(merged, ids, R)[:length]
         assert answer.batch["responses"][row, :length].tolist() == expected
         changed += expected != transformers_greedy(tiny_model("qwen2"), ids, R)[:length]
+
     assert changed, "adapters that do something"
     difference = actor.compute_log_prob(trajectories(actor)).meta_info["metrics"][
         "training/rollout_probs_diff_max"
@@ -80,12 +84,15 @@ def test_the_engine_owns_merged_weights_alone(settings):
 
 
 def test_a_critic_learns_by_adapters_and_its_head(settings):
-    actor, critic = actor_of(settings), critic_of(settings)
+    actor = actor_of(settings)
+    critic = critic_of(settings)
     batch = trajectories(actor)
     losses = []
+
     for _ in range(3):
         fresh = batch.select().union(critic.compute_values(batch))
         losses.append(critic.update_critic(fresh)["critic/vf_loss"])
+
     assert losses[-1] < losses[0]
     trained = [
         name

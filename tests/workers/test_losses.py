@@ -41,6 +41,7 @@ def test_the_terms_add_up():
         kl_loss_type="k2",
         loss_extra=[ExtraLossConfig(name="test_sum_of_returns", coef=2.0)],
     )
+
     everything = PolicyObjective(config)(outputs, columns, sequence)
     kl = kl_penalty(outputs["log_probs"], columns["ref_log_prob"], "k2").mean()
     extra = (outputs["log_probs"] * columns["returns"]).mean()
@@ -61,12 +62,14 @@ def test_distillation_is_added_with_its_coefficient_or_stands_alone(kind):
         "k3": kl_penalty(outputs["log_probs"], columns["teacher_log_prob"], "k3").mean(),
         "reverse_kl": outputs["teacher_divergence"].mean(),
     }[kind]
+
     objective = PolicyObjective(ActorConfig())
     for is_whole_loss, expected in ((False, plain + 0.7 * distance), (True, 0.7 * distance)):
         objective.distillation = DistillationTerm(kind=kind, coef=0.7, is_whole_loss=is_whole_loss)
         result = objective(outputs, columns, sequence)
         torch.testing.assert_close(result.loss, expected)
         torch.testing.assert_close(result.sums["actor/distillation_loss"], distance.detach())
+
     wanted = objective.columns({"advantages", "teacher_log_prob", "teacher_states"})
     assert ("teacher_states" in wanted) == (kind == "reverse_kl")
 
@@ -105,6 +108,7 @@ def test_only_what_is_read_is_packed():
         "prompts",
     }
     assert "ref_log_prob" not in PolicyObjective(ActorConfig()).columns(available)
+
     assert "ref_log_prob" in PolicyObjective(ActorConfig(use_kl_loss=True)).columns(available)
     extra = PolicyObjective(
         ActorConfig(loss_extra=[ExtraLossConfig(name="test_sum_of_returns")])
@@ -183,7 +187,8 @@ def test_a_tokens_noise_is_its_own():
     """Of its step, response and position: not of the row's place, of the padding or of who has
     it."""
     batch = mini_batch(0)
-    noise, mask = token_noise(batch), batch.batch["response_mask"].bool()
+    noise = token_noise(batch)
+    mask = batch.batch["response_mask"].bool()
     assert torch.equal(token_noise(batch.select_idxs([2, 0])), noise[[2, 0]])
     wide = DataProto.from_dict(
         {

@@ -24,7 +24,8 @@ SHORTAGE = torch.OutOfMemoryError(
 
 def make_narrow(role, room: int) -> list[int]:
     """Passes of `role` over more than `room` tokens run out; the tokens of all passes."""
-    original, sizes = role.engine.module.forward, []
+    original = role.engine.module.forward
+    sizes = []
 
     def forward(packed, **arguments):
         sizes.append(len(packed.input_ids))
@@ -38,13 +39,15 @@ def make_narrow(role, room: int) -> list[int]:
 
 def test_an_update_that_starts_again_reports_the_same(tmp_path):
     settings = config(tmp_path, ppo_micro_batch_size_per_gpu=4)
-    plain, narrow = actor_of(settings), actor_of(settings)
+    plain = actor_of(settings)
+    narrow = actor_of(settings)
     undisturbed = make_narrow(plain, room=1000)
     batch = trajectories(plain)
     batch = batch.union(reference_of(settings).compute_ref_log_prob(batch))
     # a mean that counts these rows twice would be another
     batch.batch["rollout_log_probs"][:4] += 0.1
     expected = plain.update_actor(batch)
+
     first, second = undisturbed
     assert first < second
     sizes = make_narrow(narrow, room=second - 1)

@@ -20,7 +20,8 @@ from verl.workers import RewardModelWorker
 from verl.workers.reward_inputs import compute_reward
 
 CPU = torch.device("cpu")
-P, R = 80, 24
+P = 80
+R = 24
 ASKED = ("What is 1 + 1?", "Say a", "Name three rivers of Asia")
 SAID = ("2.", "aaaa", "Ob, Lena, Amur")
 
@@ -47,10 +48,12 @@ def trajectories(tokenizer: Any = None, said: tuple[str, ...] = SAID) -> DataPro
     asked = encode_conversations(tokenizer, chats())
     ids = torch.full((len(said), P + R), tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
+
     for row, (prompt, text) in enumerate(zip(asked, said)):
         answer = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         real = slice(P - len(prompt), P + len(answer))
         ids[row, real], mask[row, real] = torch.tensor(prompt + answer), 1
+
     tensors = {
         "input_ids": ids,
         "attention_mask": mask,
@@ -59,6 +62,7 @@ def trajectories(tokenizer: Any = None, said: tuple[str, ...] = SAID) -> DataPro
     }
     names = np.array([f"1-{row}" for row in range(len(said))], dtype=object)
     raw = np.array([*chats(), None], dtype=object)[:-1]
+
     return DataProto.from_dict(tensors=tensors, non_tensors={"raw_prompt": raw, "uid": names})
 
 
@@ -66,7 +70,8 @@ def worker(
     folder: Path, *, tokenizer: Any = None, input_tokenizer: str | None = "actor", **keys: Any
 ) -> Any:
     config = RewardModelConfig(enable=True, **keys)
-    config.model.path, config.model.input_tokenizer = str(folder), input_tokenizer
+    config.model.path = str(folder)
+    config.model.input_tokenizer = input_tokenizer
     return RewardModelWorker(config, input_tokenizer=tokenizer or tiny_tokenizer(), device=CPU)
 
 
@@ -84,7 +89,8 @@ def scores_of(role: Any, batch: DataProto) -> torch.Tensor:
 
 def expected_scores(folder: Path, said: tuple[str, ...] = SAID) -> torch.Tensor:
     """By transformers' template and classifier alone, a text at a time."""
-    tokenizer, model = load_tokenizer(folder), RewardModel.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    model = RewardModel.from_pretrained(folder)
     scores = []
     for chat, text in zip(chats(), said):
         messages = [*chat, {"role": "assistant", "content": text}]
@@ -94,7 +100,8 @@ def expected_scores(folder: Path, said: tuple[str, ...] = SAID) -> torch.Tensor:
 
 
 def test_the_actors_text_is_put_under_the_reward_models_own_template(folder: Path) -> None:
-    found, expected = scores_of(worker(folder), trajectories()), expected_scores(folder)
+    found = scores_of(worker(folder), trajectories())
+    expected = expected_scores(folder)
     assert expected.std() > 0.5, "too flat to tell a difference"
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -122,7 +129,8 @@ def test_without_an_input_tokenizer_other_tokens_are_decoded(folder: Path) -> No
     ids=["rows", "tokens"],
 )
 def test_micro_batches_change_nothing(folder: Path, keys: dict[str, Any]) -> None:
-    role, calls = worker(folder, **keys), []
+    role = worker(folder, **keys)
+    calls = []
     role.engine.module.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(
         scores_of(role, trajectories()), expected_scores(folder), atol=1e-5, rtol=0
@@ -183,7 +191,8 @@ def test_one_published_tokenizer_is_translated_into_another(tmp_path: Path) -> N
 
 
 def test_texts_with_prompts_are_scored_like_the_actors(folder: Path) -> None:
-    model, expected = RewardModel.from_pretrained(folder), expected_scores(folder)
+    model = RewardModel.from_pretrained(folder)
+    expected = expected_scores(folder)
     for prompts in (list(ASKED), chats()):
         found = compute_reward(model, list(SAID), prompts=prompts)
         assert found.shape == (3,)

@@ -97,6 +97,7 @@ def test_the_draw_does_not_depend_on_how_the_prompts_are_dealt(settings):
         ).batch["responses"]
         for row in (0, 2)
     ]
+
     assert torch.equal(together, torch.cat(parts))
     other = rollout.generate_sequences(prompts(4), n=2, params=params, seed=0, step=2).batch[
         "responses"
@@ -113,6 +114,7 @@ def test_an_update_moves_the_policy_and_the_rollout_follows(settings):
     assert metrics["actor/lr"] == 1e-3
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/skipped_updates"] == 0
+
     assert metrics["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
     assert metrics["training/rollout_probs_diff_max"] < 1e-4
     after = actor.compute_log_prob(batch).batch["old_log_probs"]
@@ -141,7 +143,8 @@ def test_mini_batches_count_prompts(folder):
 
 
 def test_the_critic_learns_the_returns(settings):
-    actor, critic = actor_of(settings), critic_of(settings)
+    actor = actor_of(settings)
+    critic = critic_of(settings)
     batch = trajectories(actor)
     mask = batch.batch["response_mask"].bool()
     losses = []
@@ -181,7 +184,8 @@ def test_a_saved_role_is_the_same_role(settings, tmp_path, make):
     def update(role):
         return role.update_actor(batch) if make is actor_of else role.update_critic(batch)
 
-    one, other = make(settings), make(settings)
+    one = make(settings)
+    other = make(settings)
     update(one)
     one.save_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path)

@@ -248,6 +248,7 @@ class PaddedEstimator:
             "index": None if inputs.group is None else inputs.group.cpu().numpy(),
             "reward_baselines": inputs.columns.get("reward_baselines"),
         }
+
         chosen = {
             name: value
             for name, value in given.items()

@@ -58,7 +58,8 @@ class PolicyLossInputs(NamedTuple):
         ranked = self.sequence[order]
         starts = torch.nn.functional.pad((ranked[1:] != ranked[:-1]).long(), (1, 0))[: len(ranked)]
         slot = torch.empty_like(order).scatter(0, order, starts.cumsum(0))
-        zero, own = torch.zeros_like(values, dtype=torch.float64), self.own
+        zero = torch.zeros_like(values, dtype=torch.float64)
+        own = self.own
         totals = zero.index_add(0, slot, torch.where(own, values, 0.0).double())
         counts = zero.detach().index_add(0, slot, own.double()).clamp(min=1)
         return totals, counts, slot
@@ -223,6 +224,7 @@ def dppo(
     ratio = log_ratio.exp()
     old = torch.where(inputs.own, inputs.old_log_probs, 0.0).exp()
     new = torch.where(inputs.own, inputs.log_probs.detach(), 0.0).exp()
+
     if dppo_divergence == "tv":
         divergence = (old - new).abs()
     elif dppo_divergence == "kl":
@@ -232,6 +234,7 @@ def dppo(
         divergence = -old * log_ratio.detach() + torch.xlogy(rest_old, rest_old / rest_new)
     else:
         raise ConfigError(f"policy_loss.dppo_divergence must be tv or kl, got '{dppo_divergence}'.")
+
     leads_away = torch.where(inputs.advantages > 0, ratio > 1, ratio < 1)
     cut = leads_away & (divergence > dppo_threshold) & (inputs.advantages != 0)
     losses = torch.where(cut, 0.0, -ratio * inputs.advantages)

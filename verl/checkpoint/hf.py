@@ -16,7 +16,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 WEIGHTS_FOLDER = "huggingface"  # within the folder of a role
 MAX_FILE_BYTES = 5 * 10**9
-_NAME, _INDEX = "model", "model.safetensors.index.json"
+_NAME = "model"
+_INDEX = "model.safetensors.index.json"
 
 
 def save_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:

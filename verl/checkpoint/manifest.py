@@ -121,7 +121,8 @@ def _parse_entry(name: str, entry: Any) -> FileSum:
     if not isinstance(entry, dict):
         raise ValueError(f"the entry of '{name:.100}' is {entry!r:.50}")
 
-    num_bytes, digest = entry.get("bytes"), entry.get("sha256")
+    num_bytes = entry.get("bytes")
+    digest = entry.get("sha256")
     if type(num_bytes) is not int or not isinstance(digest, str):
         raise ValueError(f"the entry of '{name:.100}' must have bytes and sha256")
     return FileSum(num_bytes, digest)

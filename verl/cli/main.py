@@ -21,15 +21,20 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(_help())
         return 0
+
     if argv[0] in ("--version", "-V"):
         print(f"verl {verl.__version__}")
         return 0
+
     command, rest = _find(argv)
     if command is None:
         print(_unknown(argv), file=sys.stderr)
         return 2
+
     if command.words == "train" and _DRY_RUN in rest:
-        command, rest = COMMANDS["plan"], [argument for argument in rest if argument != _DRY_RUN]
+        command = COMMANDS["plan"]
+        rest = [argument for argument in rest if argument != _DRY_RUN]
+
     if {"--help", "-h"} & set(rest):
         print(f"verl {command.words}: {command.summary}\n\n  {command.example}\n")
     return exit_code(lambda: _run(command, rest))
@@ -66,7 +71,8 @@ def _with_files(argv: list[str]) -> list[str]:
     """Replace `folder/name.yaml` by Hydra's two options, unless it follows one of them."""
     arguments = []
     for before, argument in zip(["", *argv], argv):
-        path, is_value = Path(argument), before in ("--config-name", "-cn")
+        path = Path(argument)
+        is_value = before in ("--config-name", "-cn")
         if path.suffix in (".yaml", ".yml") and "=" not in argument and not is_value:
             if "--config-path" in arguments:
                 raise ConfigError(

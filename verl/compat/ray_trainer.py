@@ -141,6 +141,7 @@ def _worker_classes(mapping: Mapping[Any, Any]) -> dict[str, type[Worker]]:
                 "verl.workers.RolloutWorker, as the role Rollout."
             )
         classes[role] = worker_class
+
     return classes
 
 

@@ -74,7 +74,8 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of the values under the mask. BatchError (a ValueError) for fewer than two values,
     or for none where it is not `unbiased`."""
-    count, least = int(mask.bool().sum()), 1 + int(unbiased)
+    count = int(mask.bool().sum())
+    least = 1 + int(unbiased)
     if count < least:
         raise BatchError(
             f"A variance with unbiased={unbiased} needs at least {least} values under the mask, "

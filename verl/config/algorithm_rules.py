@@ -18,26 +18,32 @@ COMPARES_RESPONSES = (
 
 
 def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
-    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    algorithm = config.algorithm
+    n = config.actor_rollout_ref.rollout.n
     compares = algorithm.adv_estimator in COMPARES_RESPONSES
+
     if compares and n < 2 and not config.distillation.is_whole_loss:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one "
             f"prompt and needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 8, "
             "say, or algorithm.adv_estimator=gae."
         )
+
     if algorithm.filter_groups.enable and n < 2:
         yield (
             "algorithm.filter_groups.enable=True keeps the prompts whose responses differ and "
             f"needs actor_rollout_ref.rollout.n of at least 2, got {n}. Set it to 16, say."
         )
+
     if algorithm.filter_groups.enable and algorithm.adv_estimator == "remax":
         yield (
             "algorithm.filter_groups compares the samples of a prompt, "
             "algorithm.adv_estimator=remax each with a greedy one; got both. Set "
             "adv_estimator=grpo, or filter_groups.enable=False."
         )
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+
+    keys = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights
     if weights and len(weights) != len(keys):
         yield (
             f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(keys)} fields "
@@ -46,7 +52,8 @@ def groups_can_be_compared(config: TrainConfig) -> Iterator[str]:
 
 
 def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
-    correction, prefix = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    correction = config.algorithm.rollout_correction
+    prefix = "algorithm.rollout_correction"
     rejections = {
         "rollout_rs": correction.rollout_rs,
         "rollout_token_veto_threshold": correction.rollout_token_veto_threshold,
@@ -108,17 +115,21 @@ def rollout_is_corrected_once(config: TrainConfig) -> Iterator[str]:
 def teacher_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
     if not config.distillation.enabled:
         return
-    loss, prefix = config.distillation.distillation_loss, "distillation.distillation_loss"
+    loss = config.distillation.distillation_loss
+    prefix = "distillation.distillation_loss"
+
     if not config.distillation.teacher_models.teacher_model.model_path:
         yield (
             "distillation.enabled=True needs a teacher, got no "
             "distillation.teacher_models.teacher_model.model_path. Set it to a folder or hub name."
         )
+
     if loss.loss_mode == "jsd" and loss.jsd_beta >= 1:
         yield (
             f"{prefix}.jsd_beta must be below 1, got {loss.jsd_beta}. The limit at 1 is "
             f"{prefix}.loss_mode=reverse_kl."
         )
+
     if loss.use_policy_gradient and loss.loss_mode in EXACT_DIVERGENCES:
         yield (
             f"{prefix}.use_policy_gradient=True subtracts an estimate from the drawn token, got "
@@ -154,12 +165,14 @@ def doubts(config: TrainConfig) -> Iterator[str]:
             f"loss_agg_mode=seq-mean-token-mean; with {actor.loss_agg_mode} long responses count "
             "more."
         )
+
     if loss == "sapo" and actor.loss_agg_mode == "token-mean":
         yield (
             "actor.policy_loss.loss_mode=sapo is defined with the mean over the tokens of each "
             "response (loss_agg_mode=seq-mean-token-mean); with token-mean long responses count "
             "more."
         )
+
     distillation = config.distillation.distillation_loss
     is_differentiated = config.distillation.enabled and not distillation.use_policy_gradient
     if is_differentiated and distillation.loss_mode in ("kl", "k1"):
@@ -168,24 +181,28 @@ def doubts(config: TrainConfig) -> Iterator[str]:
             "gradient of 0 when it is differentiated. Set use_policy_gradient=True, or "
             "loss_mode=reverse_kl, k1+ or k3."
         )
+
     if config.algorithm.gdpo_reward_keys and config.algorithm.adv_estimator != "gdpo":
         yield (
             "algorithm.gdpo_reward_keys has no effect: it is read with "
             "algorithm.adv_estimator=gdpo only."
         )
+
     correction = config.algorithm.rollout_correction
     if correction.loss_type == "reinforce" and correction.rollout_is is None:
         yield (
             "algorithm.rollout_correction.loss_type=reinforce without rollout_is does not correct: "
             "every token weighs 1. Set rollout_is=token or sequence."
         )
+
     yield from _thresholds_that_leave_nothing(config)
     yield from _steps_beyond_the_run(config)
 
 
 def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
     """Yield bounds that hit (nearly) every token, response or weight."""
-    correction, prefix = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    correction = config.algorithm.rollout_correction
+    prefix = "algorithm.rollout_correction"
     veto = correction.rollout_token_veto_threshold
     if veto is not None and veto >= 1:
         yield (
@@ -214,7 +231,8 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
                 "say."
             )
 
-    buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
+    buffer = config.reward_model.overlong_buffer
+    longest = config.data.max_response_length
     if buffer.enable and buffer.len >= longest:
         yield (
             f"reward_model.overlong_buffer.len={buffer.len} begins before the first of "
@@ -224,14 +242,17 @@ def _thresholds_that_leave_nothing(config: TrainConfig) -> Iterator[str]:
 
 def _steps_beyond_the_run(config: TrainConfig) -> Iterator[str]:
     """Yield keys that count on steps after the end of the run."""
-    trainer, last = config.trainer, config.trainer.total_training_steps
+    trainer = config.trainer
+    last = config.trainer.total_training_steps
     if last is None:
         return
+
     if trainer.critic_warmup >= last:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} steps train the critic alone, and the "
             f"run has {last}: the actor learns nothing."
         )
+
     optims = [("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)]
     if config.needs_critic:
         optims.append(("critic.optim", config.critic.optim))
@@ -241,6 +262,7 @@ def _steps_beyond_the_run(config: TrainConfig) -> Iterator[str]:
                 f"{section}.lr_warmup_steps={optim.lr_warmup_steps} is more than the run's {last} "
                 f"steps: the learning rate never comes to {section}.lr={optim.lr}."
             )
+
     if beyond := [step for step in trainer.profile_steps or () if not 1 <= step <= last]:
         yield (
             f"trainer.profile_steps={beyond} are no steps of a run of {last}: they have no "

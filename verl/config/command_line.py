@@ -67,6 +67,7 @@ def parse_command_line(argv: list[str]) -> CommandLine:
             raise ConfigError(f"{argument} is not available: start one run per configuration.")
         else:
             command.overrides.append(_normalised_override(argument))
+
     return command
 
 

@@ -193,6 +193,7 @@ def files_and_model_are_named(config: GenerationConfig) -> Iterator[str]:
             "model.path is not set. Give a folder or hub name of a Hugging Face causal LM, or "
             "'toy'."
         )
+
     if not config.data.path:
         yield "data.path is not set. Give a file with prompts (Parquet, JSON lines), or 'toy'."
     output = config.data.output_path

@@ -53,7 +53,8 @@ def keys_of(root: type) -> dict[str, Key]:
 
 def _walk(section: Any, prefix: str) -> Iterator[Key]:
     for field in dataclasses.fields(section):
-        path, value = prefix + field.name, getattr(section, field.name)
+        path = prefix + field.name
+        value = getattr(section, field.name)
         setting = setting_of(field)
         if setting is None:
             yield from _walk(value, f"{path}.")
@@ -154,6 +155,7 @@ def rename_aliases(
             if other in on_line:
                 continue
         renamed[main], written_as[main] = value, path
+
     return renamed, written_as
 
 

@@ -17,7 +17,9 @@ from verl.config.train import TrainConfig
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-_ACTOR, _ROLLOUT, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_CRITIC = "critic"
 # Keyword: the keys that it sets.
 KEYWORDS = {
     "actor_placement": ("trainer.placement.actor",),
@@ -68,6 +70,7 @@ def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig
     for name in ("enable_hybrid_engine", "amp"):
         if given.get(name, True) not in (True, False):
             raise ConfigError(f"{name} must be True or False, got {given[name]!r}.")
+
     if "enable_hybrid_engine" in given:
         _check_hybrid_engine(config, given["enable_hybrid_engine"])
     values = dict(
@@ -77,6 +80,7 @@ def with_options(config: TrainConfig, options: Mapping[str, Any]) -> TrainConfig
         values |= _compute_dtypes(config, given["amp"])
     if not values:
         return config
+
     changed = merge_values(_as_keys(_given(config)), values)
     return config_from_dict(changed)
 
@@ -96,12 +100,17 @@ def _given(config: Any) -> dict[str, Any]:
         return {}
     if isinstance(config, TrainConfig):
         # Keys that follow another one are left out, so that they continue to follow it.
-        keys, value = keys_of(TrainConfig), lambda path: value_at(config, path)
+        keys = keys_of(TrainConfig)
+
+        def value(path):
+            return value_at(config, path)
+
         return {
             path: value(path)
             for path, key in keys.items()
             if not key.followed or value(path) != value(key.followed)
         }
+
     if isinstance(config, Mapping):
         return given_values(config)
     if isinstance(config, str | Path):
@@ -131,7 +140,8 @@ def _as_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (keyword, path of a key or a section, value)."""
-    known, tops = keys_of(TrainConfig), [section.name for section in fields(TrainConfig)]
+    known = keys_of(TrainConfig)
+    tops = [section.name for section in fields(TrainConfig)]
     for name, value in values.items():
         if name in KEYWORDS:
             for path in KEYWORDS[name]:
@@ -167,6 +177,7 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
     actor = ranks.pop("actor")
     rollout = ranks.pop("rollout")
     shared_by = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
     if enabled and config.trainer.placement.actor is not None and len(actor) > shared_by:
         raise ConfigError(
             f"enable_hybrid_engine=True with actor_placement={actor} would load the model "
@@ -176,10 +187,12 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
             "these ranks, or leave enable_hybrid_engine out to have the copies, which share the "
             "prompts."
         )
+
     if enabled:
         return
     beside = [role for role, numbers in ranks.items() if numbers == actor]
     is_apart = rollout != actor
+
     if beside or not (ranks or is_apart):
         raise ConfigError(
             "enable_hybrid_engine=False asks for models on ranks of their own, but "
@@ -191,6 +204,7 @@ def _check_hybrid_engine(config: TrainConfig, enabled: bool) -> None:
             + ". Set rollout_placement, critic_placement, reference_placement or "
             "reward_model_placement to other ranks, or leave enable_hybrid_engine out."
         )
+
     logger.info(
         "enable_hybrid_engine=False: %s; the actor is on %s, the rollout engine on %s.",
         ranks,
@@ -220,6 +234,7 @@ def _update_sizes(
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
                 raise ConfigError(f"{name} must be a whole number above 0, got {value!r}.")
+
         if micro_batch_size is not None:
             if role.use_dynamic_bsz:
                 raise ConfigError(
@@ -228,6 +243,7 @@ def _update_sizes(
                     "use_dynamic_bsz=False, or leave micro_batch_size out."
                 )
             yield f"{section}.ppo_micro_batch_size_per_gpu", micro_batch_size
+
         if gradient_accumulation_steps is None:
             continue
         if micro is None:
@@ -235,9 +251,12 @@ def _update_sizes(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} counts passes of "
                 "micro_batch_size responses, which is not set. Give micro_batch_size too."
             )
+
         members = ranks["critic" if section == _CRITIC else "actor"]
         shares = len(members) // role.ulysses_sequence_parallel_size
-        rows, n = micro * gradient_accumulation_steps * shares, config.actor_rollout_ref.rollout.n
+        rows = micro * gradient_accumulation_steps * shares
+        n = config.actor_rollout_ref.rollout.n
+
         if rows % n:
             steps = next(
                 count
@@ -250,6 +269,7 @@ def _update_sizes(
                 f"got {micro} * {gradient_accumulation_steps} * {shares} = {rows}. Set "
                 f"gradient_accumulation_steps={steps}, or another rollout.n."
             )
+
         yield f"{section}.ppo_mini_batch_size", rows // n
 
 
@@ -268,6 +288,7 @@ def _compute_dtypes(config: TrainConfig, amp: bool) -> dict[str, Any]:
                 "amp=True computes in bfloat16 over parameters in float32, got "
                 f"{section}.dtype={model.dtype}. Leave the dtype unset, or amp out."
             )
+
     own, critics = (model.dtype or "float32" for model in models.values())
     values: dict[str, Any] = {
         f"{_ACTOR}.fsdp_config.compute_dtype": "bfloat16" if amp else own,

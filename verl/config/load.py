@@ -107,12 +107,14 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
         )
         print(usage, end="")
         sys.exit(0)
+
     on_line = {override.partition("=")[0].lstrip("+") for override in command.overrides}
     if command.show:
         with silenced():  # the output is a YAML file to be kept
             config = _build(_compose(command, root), root, on_line)
         schema = ROOTS[root].schema
-        values, keys = flatten(config_to_show(config), schema), keys_of(schema)
+        values = flatten(config_to_show(config), schema)
+        keys = keys_of(schema)
         # Without second names, which a change of the first would contradict.
         shown = nest(
             {path: value for path, value in values.items() if keys[path].setting.alias_of is None}
@@ -126,6 +128,7 @@ def load_config(argv: list[str], *, root: str = "ppo_trainer", only_to_plan: boo
                 file=sys.stderr,
             )
         sys.exit(0)
+
     config = _build(_compose(command, root), root, on_line)
     about = ROOTS[root]
     validate(config, (*about.rules, *about.rules_of_files), about.doubts, only_to_plan=only_to_plan)
@@ -144,7 +147,8 @@ def config_from_dict(values: Mapping[str, Any] | DictConfig, *, root: str = "ppo
 
 def merge_values(*layers: Mapping[str, Any], root: str = "ppo_trainer") -> dict[str, Any]:
     """Merge layers {key: value} into nested values; later layers win, by any name of a key."""
-    keys, merged = keys_of(ROOTS[root].schema), dict[str, Any]()
+    keys = keys_of(ROOTS[root].schema)
+    merged = dict[str, Any]()
     for layer in layers:
         merged |= rename_aliases(flatten(nest(layer), ROOTS[root].schema), keys)[0]
     return nest(merged)
@@ -170,11 +174,14 @@ def given_values(
     """
     if not isinstance(values, DictConfig):
         return {str(name): value for name, value in values.items()}
-    schema, plain, sections = ROOTS[root].schema, _plain(values), _plain(_schema(root))
+    schema = ROOTS[root].schema
+    plain = _plain(values)
+    sections = _plain(_schema(root))
     # keywords, or mistakes
     others = {name: plain.pop(name) for name in [*plain] if name not in sections}
     defaults = flatten(sections, schema)
     changed = flatten(plain, schema).items()
+
     return (
         nest(
             {
@@ -221,16 +228,20 @@ def _compose(command: CommandLine, root: str) -> dict[str, Any]:
         raise ConfigError(
             f"Config '{name}': there is no Megatron backend; use '{root}', which shards with FSDP2."
         )
-    folder, overrides = _config_folder(command), list(command.overrides)
+
+    folder = _config_folder(command)
+    overrides = list(command.overrides)
     groups = (
         {path.name for path in folder.iterdir() if path.is_dir()}
         if _asks_for_files(command)
         else set()
     )
+
     if command.config_path and command.config_dir:
         further = _folder(command.config_dir, "--config-dir")
         groups |= {path.name for path in further.iterdir() if path.is_dir()}
         overrides.append(f"hydra.searchpath=[file://{further}]")
+
     overrides = [
         _as_group(override, groups) for override in overrides if not _is_hydra_setting(override)
     ]
@@ -247,6 +258,7 @@ def _compose(command: CommandLine, root: str) -> dict[str, Any]:
             composed = compose(name, overrides)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_hydra_message(error, command, folder)) from error
+
     return _plain(composed)
 
 
@@ -313,11 +325,13 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
             f"Cannot read '{override}' ({text.splitlines()[0]}). Quote the value within the "
             "argument: \"key='value'\"."
         )
+
     if "--multirun" in text:
         return (
             f"{text.splitlines()[0].replace('++', '')}. Write a list as key=[a,b] and text as "
             "\"key='a,b'\"."
         )
+
     if "Could not delete" in text:
         return f"{text} A deletion takes back what a YAML file sets; for no value write key=null."
     if "Cannot find primary config" in text:
@@ -326,11 +340,13 @@ def _hydra_message(error: Exception, command: CommandLine, folder: Path) -> str:
             f"No '{command.config_name}.yaml' in {folder}. Found there: "
             f"{', '.join(found) or 'no YAML file'}."
         )
+
     if "must be a DictConfig" in text:
         return (
             f"'{command.config_name}.yaml' must hold keys and their values (key: value), got a "
             "list."
         )
+
     return text
 
 

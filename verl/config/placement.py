@@ -58,12 +58,16 @@ def _given(config: TrainConfig) -> dict[str, list[int]]:
 
 def roles_are_placed(config: TrainConfig) -> Iterator[str]:
     """Check that each role's ranks exist, and that roles share all of their ranks or none."""
-    ranks, is_sound, trainer = number_of_ranks(config), True, config.trainer
+    ranks = number_of_ranks(config)
+    is_sound = True
+    trainer = config.trainer
+
     if trainer.nnodes > 1 and trainer.n_gpus_per_node is None and "WORLD_SIZE" not in os.environ:
         yield (
             f"trainer.nnodes={trainer.nnodes} needs trainer.n_gpus_per_node, the ranks of each, "
             "for Ray to start them; or start this command by torchrun on every node."
         )
+
     for role, numbers in _given(config).items():
         if (
             not numbers
@@ -77,6 +81,7 @@ def roles_are_placed(config: TrainConfig) -> Iterator[str]:
                 f"{numbers}. Name others, or ask for more ranks with trainer.n_gpus_per_node and "
                 "trainer.nnodes."
             )
+
     if not is_sound:
         return
     placed = list(ranks_of_roles(config).items())
@@ -98,6 +103,7 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
     if idle:
         yield f"trainer.placement gives no role to the ranks {sorted(idle)}: they stay idle."
     active = ("actor", *_active(config))
+
     for role in ROLES:
         ranks = getattr(config.trainer.placement, role)
         if ranks is not None and role not in active:
@@ -105,6 +111,7 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
                 f"trainer.placement.{role}={ranks} has no effect: this run has no {role} with a "
                 "model of its own."
             )
+
     sections = {
         "actor": ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
         "reference": ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),
@@ -112,6 +119,7 @@ def placement_doubts(config: TrainConfig) -> Iterator[str]:
         "reward_model": ("reward_model.model", config.reward_model.model.fsdp_config),
         "teacher": ("distillation", config.distillation.fsdp_config),
     }
+
     for role, ranks in ranks_of_roles(config).items():
         if role not in sections:
             continue  # the rollout shards nothing

@@ -41,17 +41,20 @@ def training_data_is_named(config: TrainConfig) -> Iterator[str]:
 
 
 def model_and_data_are_named(config: TrainConfig) -> Iterator[str]:
-    data, critic_class = config.data, config.critic.model.custom_cls
+    data = config.data
+    critic_class = config.critic.model.custom_cls
     if not config.actor_rollout_ref.model.path:  # also an empty text: $MODEL that is not set
         yield (
             "actor_rollout_ref.model.path is not set. Give a folder or hub name of a Hugging Face "
             "causal LM, or 'toy' for the packaged one."
         )
+
     if data.train_files and data.dataset_name is not None:
         yield (
             "data.train_files and data.dataset_name both name the training data, got "
             f"{data.train_files} and '{data.dataset_name}'. Set one of them."
         )
+
     for section, path, name, path_key, name_key in (
         ("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name"),
         ("critic.model.custom_cls", critic_class.path, critic_class.name, "path", "name"),
@@ -77,6 +80,7 @@ def batch_divides_into_mini_batches(config: TrainConfig) -> Iterator[str]:
     }
     if config.needs_critic and config.critic.ppo_mini_batch_size not in minis.values():
         minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+
     for key, mini in minis.items():
         if mini is None:
             continue
@@ -102,15 +106,18 @@ def _nearest_divisor(number: int, near: int) -> int:
 
 
 def sequences_fit(config: TrainConfig) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
     longest = prompt + response
     limit = config.actor_rollout_ref.rollout.max_model_len
+
     if limit is not None and limit < longest:
         yield (
             "actor_rollout_ref.rollout.max_model_len must hold a prompt and its response "
             f"(data.max_prompt_length + data.max_response_length = {prompt} + {response}), got "
             f"{limit}. Set it to at least {longest}, or leave it unset."
         )
+
     reported = set()  # one message for a budget and those that follow it
     for key, micro_batch, ranks in _micro_batches(config):
         budget = micro_batch.max_tokens
@@ -150,6 +157,7 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
     roles = config.actor_rollout_ref
     counts = {role: len(ranks) for role, ranks in ranks_of_roles(config).items()}
     of_actor = counts["actor"]
+
     for section, role, ulysses, fsdp_key, fsdp in (
         (
             "actor_rollout_ref.actor",
@@ -197,6 +205,7 @@ def ranks_can_be_divided(config: TrainConfig) -> Iterator[str]:
                 f"{fsdp.fsdp_size} and {ranks}. Set it to "
                 f"{_nearest_divisor(ranks, fsdp.fsdp_size)}, or to -1 for all."
             )
+
     shared_by = roles.rollout.tensor_model_parallel_size
     of_rollout = counts["rollout"]
     if of_rollout % shared_by:
@@ -238,18 +247,22 @@ def inactive_sections(config: TrainConfig) -> tuple[str, ...]:
 
 
 def algorithm_has_what_it_needs(config: TrainConfig) -> Iterator[str]:
-    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    estimator = config.algorithm.adv_estimator
+    n = config.actor_rollout_ref.rollout.n
     learns_from_rewards = not config.distillation.is_whole_loss
+
     if estimator == "gae" and config.critic.enable is False and learns_from_rewards:
         yield (
             "algorithm.adv_estimator=gae needs a critic, got critic.enable=False. "
             "Leave critic.enable unset, or set algorithm.adv_estimator=grpo."
         )
+
     if config.needs_critic and config.critic.rollout_n != n:
         yield (
             "critic.rollout_n must equal actor_rollout_ref.rollout.n, got "
             f"{config.critic.rollout_n} and {n}. Leave critic.rollout_n unset."
         )
+
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} trains the critic alone at "
@@ -267,11 +280,13 @@ def losses_make_sense(config: TrainConfig) -> Iterator[str]:
                 "0.2 is usual."
             )
             break
+
     if actor.policy_loss.clip_cov_lb > actor.policy_loss.clip_cov_ub:
         yield (
             f"{prefix}.policy_loss.clip_cov_lb must not exceed clip_cov_ub, got "
             f"{actor.policy_loss.clip_cov_lb} and {actor.policy_loss.clip_cov_ub}. Swap them."
         )
+
     for role, optim in ((prefix, actor.optim), ("critic", config.critic.optim)):
         if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
             yield (
@@ -336,6 +351,7 @@ def adapters_can_be_trained(config: TrainConfig) -> Iterator[str]:
                     f"{section}.{name} must be a list of names, or a regular expression, or "
                     f"all-linear, got {value!r}. Set {section}.target_modules=all-linear."
                 )
+
         if model.lora_rank > 0 and optim.optimizer == "Muon":
             yield (
                 f"{key}.optimizer=Muon orthogonalises updates of whole weight matrices, which "
@@ -351,11 +367,13 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
             "The run has no end. Set trainer.total_training_steps (max_steps) or "
             "trainer.total_epochs."
         )
+
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield (
             "trainer.resume_mode=resume_path needs trainer.resume_from_path, which is not set. "
             "Set it to a global_step_N folder, or trainer.resume_mode=auto."
         )
+
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield (
             f"trainer.resume_from_path='{trainer.resume_from_path}' is read with "
@@ -367,11 +385,13 @@ def run_has_an_end_and_a_start(config: TrainConfig) -> Iterator[str]:
             "trainer.resume_from_path must be a global_step_N folder, found none at "
             f"'{trainer.resume_from_path}'."
         )
+
     if "://" in trainer.default_local_dir:
         yield (
             "trainer.default_local_dir must be a local or a mounted folder, got "
             f"'{trainer.default_local_dir}'."
         )
+
     for key in ("save_freq", "test_freq"):
         if getattr(trainer, key) == 0:
             yield f"trainer.{key} must be positive, or -1 for never, got 0."
@@ -445,22 +465,27 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
     yield from doubts(config)
     yield from placement_doubts(config)
     yield from reward_doubts(config)
-    actor, validation = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.val_kwargs
+    actor = config.actor_rollout_ref.actor
+    validation = config.actor_rollout_ref.rollout.val_kwargs
+
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield (
             "KL to the reference counts twice: actor.use_kl_loss and algorithm.use_kl_in_reward "
             "are both on."
         )
+
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield (
             "actor_rollout_ref.actor.kl_loss_coef=0: the reference is computed, but KL does not "
             "enter the loss."
         )
+
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
         yield (
             "algorithm.kl_ctrl.kl_coef=0: the reference is computed, but KL does not enter the "
             "reward."
         )
+
     for section, model in (
         ("actor_rollout_ref.model", config.actor_rollout_ref.model),
         ("critic.model", config.critic.model),
@@ -473,16 +498,19 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
                     f"{section}.{key}={value} has no effect: it is read with {section}.lora_rank > "
                     "0 only."
                 )
+
     if not validation.do_sample and validation.temperature > 0:
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.temperature={validation.temperature} has no "
             "effect without val_kwargs.do_sample=True: validation is greedy."
         )
+
     if validation.n > 1 and is_greedy(validation):
         yield (
             f"Greedy validation gives {validation.n} equal responses a prompt; set "
             "val_kwargs.do_sample=True to vary."
         )
+
     for section, fsdp in (
         ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.fsdp_config),
         ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.fsdp_config),

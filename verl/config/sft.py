@@ -217,7 +217,8 @@ def training_data_is_named(config: SFTConfig) -> Iterator[str]:
 
 
 def a_row_fits(config: SFTConfig) -> Iterator[str]:
-    data, ranks = config.data, config.ulysses_sequence_parallel_size
+    data = config.data
+    ranks = config.ulysses_sequence_parallel_size
     if (
         data.max_token_len_per_gpu is not None
         and data.max_token_len_per_gpu * ranks < data.max_length

@@ -31,7 +31,8 @@ class SharedKeys:
 
     def as_train_config(self, config: Any) -> TrainConfig:
         """Return the same values as a TrainConfig, for the parts that both use."""
-        train, known = TrainConfig(), keys_of(TrainConfig)
+        train = TrainConfig()
+        known = keys_of(TrainConfig)
         train.algorithm.adv_estimator = "grpo"  # no critic
         for path in keys_of(type(config)):
             here, there = next((pair for pair in self.places if path.startswith(pair[0])), ("", ""))

@@ -60,9 +60,11 @@ def contradictions(
 
 def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
     """Yield faults of one value by itself: not among the choices, or out of range."""
-    value, setting = value_at(config, key.path), key.setting
+    value = value_at(config, key.path)
+    setting = key.setting
     if value is None or _is_inherited(config, key, value):
         return
+
     if setting.choices is not None and value not in setting.choices:
         if key.path.endswith("strategy") and "megatron" in str(value):
             yield (
@@ -76,6 +78,7 @@ def _problems_of_value(config: TrainConfig, key: Key) -> Iterator[str]:
             f"{key.path}: unknown value '{value}'. Nearest known: {near}. All: "
             f"{', '.join(setting.choices)}."
         )
+
     if (bounds := _violated_bounds(key, value)) is not None:
         yield f"{key.path} must be {bounds}, got {value}."
     elif isinstance(value, float) and math.isnan(value):
@@ -86,11 +89,9 @@ def _not_available(config: Any) -> Iterator[str]:
     """Yield features that are asked for in active sections and not available."""
     unread = inactive_sections(config) if isinstance(config, TrainConfig) else ()
     for key in keys_of(type(config)).values():
-        value, reason, values = (
-            value_at(config, key.path),
-            key.setting.planned,
-            key.setting.planned_values,
-        )
+        value = value_at(config, key.path)
+        reason = key.setting.planned
+        values = key.setting.planned_values
         if reason is None or not _is_changed(key, value) or _is_inherited(config, key, value):
             continue
         if (not values or value in values) and not key.path.startswith(unread):
@@ -120,7 +121,8 @@ def _violated_bounds(key: Key, value: Any) -> str | None:
 
 def _without_effect(config: TrainConfig, keys: dict[str, Key]) -> Iterator[str]:
     for key in keys.values():
-        value, reason = value_at(config, key.path), key.setting.no_effect
+        value = value_at(config, key.path)
+        reason = key.setting.no_effect
         if reason is not None and _is_changed(key, value) and not _is_inherited(config, key, value):
             yield f"{key.path}={_written(value)} has no effect: {reason}."
 

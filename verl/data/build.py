@@ -43,12 +43,14 @@ def _limit(dataset: MapDataset, data: DataConfig, split: str) -> None:
         return
     if num_rows < 1:
         raise ConfigError(f"{key} must be at least 1, or -1 for all rows, got {num_rows}.")
+
     if not isinstance(dataset, RLDataset):
         raise ConfigError(
             f"{key}={num_rows} needs a dataset that derives from verl.data.RLDataset, got "
             f"{type(dataset).__name__} of data.custom_cls. Derive it, or set {key}=-1 and let it "
             "read fewer rows."
         )
+
     before = len(dataset)
     dataset.keep_at_most(num_rows, shuffle=shuffle, seed=data.seed)
     logger.info("%s: %d of %d rows are used.", key, len(dataset), before)
@@ -64,6 +66,7 @@ def data_files(data: DataConfig, split: str) -> Any:
     if split == "val":
         folder = data.dataset_name
         return [folder] if folder is not None and has_split(folder, "val") else None
+
     files = data.train_files or data.dataset_name
     if (
         data.custom_cls.path is None
@@ -76,10 +79,12 @@ def data_files(data: DataConfig, split: str) -> Any:
             f"save_to_disk, found none at '{files}'. A set of the hub is made a file by a script "
             "of examples/data_preprocess."
         )
+
     if not files:
         raise DataError(
             "No training data. Set data.train_files (Parquet, JSON lines) or data.dataset_name=toy."
         )
+
     return files
 
 

@@ -43,11 +43,14 @@ def _as_message(number: int, message: Any) -> Message:
         raise DataError(
             f"message {number} must be a dict with role and content, got {type(message).__name__}"
         )
-    role, content = message.get("role"), message.get("content")
+
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str) or not role:
         raise DataError(
             f"message {number} lacks its role (system, user, assistant ...): {str(message)[:80]}"
         )
+
     # Null is an assistant's turn that only calls tools.
     if content is None and message.get("tool_calls"):
         return message
@@ -55,6 +58,7 @@ def _as_message(number: int, message: Any) -> Message:
         texts = [_text_of_part(number, part) for part in content]
         content = "".join(texts)
         message = {**message, "content": content}
+
     if not isinstance(content, str):
         raise DataError(f"message {number} lacks its content (a text): {str(message)[:80]}")
     check_text(content, f"message {number} ")
@@ -69,6 +73,7 @@ def _text_of_part(number: int, part: Any) -> str:
             f"message {number} must have parts that are dicts, got {type(part).__name__}: "
             f"{str(part)[:80]!r}"
         )
+
     # Arrow gives each part the keys of all parts, with null where a part has none.
     given = [name for name in _MEDIA if part.get(name) is not None]
     kind = part.get("type") or next(iter(given), "text")
@@ -77,6 +82,7 @@ def _text_of_part(number: int, part: Any) -> str:
             f"message {number} has a part of type '{kind}', but models read text only in this "
             "version. Leave the row out, or keep its text parts alone"
         )
+
     text = part.get("text")
     if not isinstance(text, str):
         raise DataError(f"message {number} has a text part without its text: {str(part)[:80]}")
@@ -125,6 +131,7 @@ def encode_conversations(
             "The tokenizer has no chat template: a single message is encoded as plain text, "
             "several as lines of 'role: content'. Set data.custom_chat_template for another form."
         )
+
     texts = [
         _render(tokenizer, messages, add_generation_prompt)
         if templated
@@ -133,6 +140,7 @@ def encode_conversations(
     ]
     if not texts:
         return []
+
     # verbose=False: whether a prompt is too long is ours to say, against the limit of this run.
     encoded: Any = tokenizer(
         texts, add_special_tokens=not templated, return_attention_mask=False, verbose=False

@@ -36,6 +36,7 @@ def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | 
                 "All items of a dataset must have the same keys; these are not in all: "
                 f"{item.keys() ^ keys}."
             )
+
     columns: dict[str, torch.Tensor | np.ndarray] = {}
     for key in keys:
         values = [item[key] for item in data_list]
@@ -43,6 +44,7 @@ def columns_of(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | 
             isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values
         )
         columns[key] = torch.stack(values) if stacks else object_column(values)
+
     return columns
 
 
@@ -62,12 +64,14 @@ def _with_prompt_ids(item: dict[str, Any]) -> dict[str, Any]:
                 f"shapes {tuple(padded.shape)} and {tuple(mask.shape)}."
             )
         ids = padded[mask.bool()]
+
     # tolist() of a tensor or array; a plain list is copied as it is
     ids = torch.as_tensor(ids).tolist() if not isinstance(ids, list) else ids
     if not ids:
         raise DataError(
             f"A prompt must have at least one token, got none (keys of the item: {list(item)})."
         )
+
     return {"raw_prompt_ids": ids} | {
         k: v for k, v in item.items() if k not in ("raw_prompt_ids", *_PADDED)
     }

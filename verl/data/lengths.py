@@ -68,12 +68,14 @@ def prompt_lengths(
     encoded = encoded_in_chunks(
         name, conversations, partial(encode_conversations, tokenizer), chunk=_CHUNK
     )
+
     lengths = np.fromiter(map(len, encoded), dtype=np.int32)
     assert len(lengths) == count
     logger.info(
         "Measured %s prompts of %s in %.1f s.", f"{count:,}", name, time.perf_counter() - start
     )
     _write(path, lengths)
+
     return lengths
 
 
@@ -86,7 +88,8 @@ def _read(path: Path, count: int) -> np.ndarray | None:
     except OSError as error:
         logger.warning("Cannot read the cache of prompt lengths '%s' (%s); measuring.", path, error)
         return None
-    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    digest = content[:_DIGEST_BYTES]
+    payload = content[_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != digest or len(payload) != 4 * count:
         logger.warning("The cache of prompt lengths '%s' is damaged; measuring again.", path)
         return None

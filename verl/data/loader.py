@@ -59,15 +59,18 @@ class RLDataLoader:
         self.sampler: Sampler = sampler or SeededSampler(len(dataset), shuffle=shuffle, seed=seed)
         if batch_size < 1:
             raise DataError(f"A batch must have at least 1 prompt, got batch size {batch_size}.")
+
         if len(self.sampler) == 0:
             raise DataError(
                 "The dataset, or the sampler, has no rows. Give data.train_files with rows."
             )
+
         if drop_last and batch_size > len(self.sampler):
             raise DataError(
                 f"A batch of {batch_size} prompts does not fit a dataset of {len(self.sampler)}. "
                 f"Lower data.train_batch_size to at most {len(self.sampler)}, or add data."
             )
+
         self._epoch = 0
         self._start_epoch()
 
@@ -113,12 +116,14 @@ class RLDataLoader:
                 "the same files and the same data.max_prompt_length and filter, or start anew with "
                 "trainer.resume_mode=disable."
             )
+
         self._epoch = state["epoch"]
         self._start_epoch()
         if isinstance(self.sampler, StatefulSampler):
             self._load_sampler(self.sampler, state)
             self._leave_finished_epoch()
             return
+
         if 0 < state["taken"] <= len(self.sampler):
             self._draw(state["taken"])
         if self._order_digest != state["order"]:
@@ -128,6 +133,7 @@ class RLDataLoader:
                 "a sampler of your own needs a fixed order per epoch, or state_dict and "
                 "load_state_dict."
             )
+
         self._leave_finished_epoch()
 
     def _leave_finished_epoch(self) -> None:
@@ -151,11 +157,9 @@ class RLDataLoader:
             return
         self._tell_epoch()
         sampler.load_state_dict(state["sampler"])
-        self._rows, self._taken, self._order_digest = (
-            iter(self.sampler),
-            state["taken"],
-            state["order"],
-        )
+        self._rows = iter(self.sampler)
+        self._taken = state["taken"]
+        self._order_digest = state["order"]
 
     def _tell_epoch(self) -> None:
         if isinstance(self.sampler, EpochSampler):
@@ -166,6 +170,7 @@ class RLDataLoader:
         if self._rows is None:
             self._tell_epoch()
             self._rows = iter(self.sampler)
+
         rows = []
         for row in islice(self._rows, count):
             try:
@@ -174,11 +179,13 @@ class RLDataLoader:
                 raise DataError(
                     f"The sampler gave the row {row!r}, which is no whole number."
                 ) from error
+
         if len(rows) < count:
             raise DataError(
                 f"The sampler has len() {len(self.sampler)} but gave {self._taken + len(rows)} "
                 "rows. They must agree."
             )
+
         for row in rows:
             if not 0 <= row < len(self.dataset):
                 raise DataError(
@@ -186,6 +193,7 @@ class RLDataLoader:
                 )
             chained = self._order_digest.encode() + row.to_bytes(8, "little")
             self._order_digest = hashlib.blake2b(chained, digest_size=8).hexdigest()
+
         self._taken += count
         return rows
 

@@ -64,14 +64,17 @@ class RLDataset(Dataset):
         self.tokenizer = tokenizer
         self.config = config
         self._sources = [open_rows(file, split) for file in self.files]
+
         for file, rows in zip(self.files, self._sources):
             check_columns(file, rows, config)
             check_rows(file, rows, config)
+
         self.columns = _kept_columns(self._sources, config.prompt_key)
         # The split too: a folder may hold several.
         self._content = [f"{content_fingerprint(file)} {split}" for file in self.files]
         # (rows, 2): number of the file, number of the row in it
         self._kept = np.concatenate([self._kept_rows(number) for number in range(len(self.files))])
+
         if len(self._kept) == 0:
             raise DataError(
                 f"All prompts of {', '.join(self.files)} are longer than data.max_prompt_length="
@@ -134,8 +137,11 @@ class RLDataset(Dataset):
     def _kept_rows(self, source: int) -> np.ndarray:
         """(rows, 2) of one file: all of them, or those not too long. DataError where a longer one
         is an error."""
-        file, rows, limit = self.files[source], self._sources[source], self.config.max_prompt_length
+        file = self.files[source]
+        rows = self._sources[source]
+        limit = self.config.max_prompt_length
         numbers = np.arange(len(rows))
+
         if self.config.filter_overlong_prompts or self.config.truncation == "error":
             lengths = self._lengths(source)
             long = lengths > limit
@@ -153,6 +159,7 @@ class RLDataset(Dataset):
             elif long.any():
                 first = int(np.argmax(long))
                 raise DataError(_too_long(file, first, int(lengths[first]), limit, int(long.sum())))
+
         return np.stack([np.full_like(numbers, source), numbers], axis=1)
 
     def _lengths(self, source: int) -> np.ndarray:
@@ -191,6 +198,7 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
     named_by = {config.prompt_key: "data.prompt_key", config.reward_fn_key: "data.reward_fn_key"}
     known = [config.prompt_key, config.reward_fn_key, *_DICT_COLUMNS, "ability"]
     missing = [name for name in known if name not in rows.columns]
+
     for column in rows.columns:
         meant = (
             difflib.get_close_matches(column, missing, n=1, cutoff=0.8)
@@ -203,6 +211,7 @@ def check_columns(file: str, rows: Rows, config: DataConfig) -> None:
                 f"{file}: unknown column '{column}'; did you mean '{meant[0]}', which is missing? "
                 f"Rename it{or_key}."
             )
+
     require_column(file, rows, config.prompt_key, "data.prompt_key")
 
 
@@ -212,6 +221,7 @@ def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
     key = config.prompt_key
     refuse_media(file, rows, config.image_key)
     refuse_media(file, rows, config.video_key)
+
     for number, value in enumerate(rows.column(key)):
         with errors_at(f"{file}, row {number}, column '{key}'"):
             last = as_messages(value)[-1]
@@ -219,6 +229,7 @@ def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
                 raise DataError(
                     f"ends with an empty message, so there is nothing to answer: {str(last)[:80]}"
                 )
+
     if config.reward_fn_key in rows.columns:
         _check_type(
             file,
@@ -227,6 +238,7 @@ def check_rows(file: str, rows: Rows, config: DataConfig) -> None:
             str,
             "a text such as 'openai/gsm8k'",
         )
+
     for name in _DICT_COLUMNS:
         if name in rows.columns:
             _check_type(file, name, rows.column(name), dict, "a dict")

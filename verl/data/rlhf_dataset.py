@@ -43,11 +43,13 @@ class RLHFDataset(RLDataset):
         ids = torch.tensor(row["raw_prompt_ids"], dtype=torch.int64)
         start = self.config.max_prompt_length - len(ids)
         padding: Any = self.tokenizer.pad_token_id
+
         if start and padding is None:
             raise DataError(
                 "The tokenizer has no pad_token, which fills short prompts. Set "
                 "tokenizer.pad_token."
             )
+
         mask = torch.arange(self.config.max_prompt_length) >= start
         input_ids = torch.full((len(mask),), padding or 0).masked_scatter_(mask, ids)
         position_ids = (mask.cumsum(0) - 1).clamp_(min=0)

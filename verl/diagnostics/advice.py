@@ -88,7 +88,8 @@ def _set(config: TrainConfig, key: str, value: object) -> None:
 
 def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     """Yield single changes that save memory, the cheapest first."""
-    roles, rollout = config.actor_rollout_ref, "actor_rollout_ref.rollout"
+    roles = config.actor_rollout_ref
+    rollout = "actor_rollout_ref.rollout"
     models = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}
     models = {role: section for role, section in models.items() if role in plan.roles}
     trained = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
@@ -98,26 +99,32 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         "reward_model": "reward_model.model.fsdp_config",
         "teacher": "distillation.fsdp_config",
     }
+
     frozen = {role: section for role, section in frozen.items() if role in plan.roles}
     switches = [f"{rollout}.free_cache_engine"]
     switches += [f"{model}.enable_gradient_checkpointing" for model in models.values()]
     switches += [f"{section}.optimizer_offload" for section in trained.values()]
     switches += [f"{section}.param_offload" for section in (*frozen.values(), *trained.values())]
+
     for key in switches:
         if not value_at(config, key):
             yield ((key, True),)
+
     yield from _smaller_passes(config, plan)
     if roles.rollout.gpu_memory_utilization > 0.3:
         yield ((f"{rollout}.gpu_memory_utilization", 0.3),)
     if roles.rollout.num_pages is not None:
         yield ((f"{rollout}.num_pages", None),)
+
     for most in (256, 64, 16):
         if roles.rollout.max_num_seqs > most:
             yield ((f"{rollout}.max_num_seqs", most),)
+
     for model in models.values():
         if not value_at(config, f"{model}.enable_activation_offload"):
             keys = (f"{model}.enable_gradient_checkpointing", f"{model}.enable_activation_offload")
             yield tuple((key, True) for key in keys if not value_at(config, key))
+
     parts = roles.rollout.tensor_model_parallel_size
     for size in (2 * parts, 4 * parts, 8 * parts):
         yield ((f"{rollout}.tensor_model_parallel_size", size),)
@@ -127,12 +134,14 @@ def _moves(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
         and roles.model.lora_rank == 0
     ):
         yield (("actor_rollout_ref.actor.optim.optimizer", "AdamW8bit"),)
+
     if config.trainer.n_gpus_per_node is not None:
         for factor in MORE_RANKS:
             yield (("trainer.nnodes", config.trainer.nnodes * factor),)
     elif plan.placement.ranks == 1:
         for factor in MORE_RANKS:
             yield (("trainer.n_gpus_per_node", factor),)
+
     # The optimizer steps on the host then, which takes longest of all.
     for section in trained.values():
         if not value_at(config, f"{section}.offload_policy"):
@@ -144,7 +153,8 @@ def _smaller_passes(config: TrainConfig, plan: MemoryPlan) -> Iterator[Change]:
     for phase in plan.phases:
         if phase.passes is None or phase.passes.chosen:
             continue
-        passes, work = phase.passes, phase.passes.work
+        passes = phase.passes
+        work = phase.passes.work
         sizes = {max(passes.least, passes.tokens // divisor) for divisor in (2, 4, 8)} - {
             passes.tokens
         }

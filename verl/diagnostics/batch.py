@@ -26,14 +26,13 @@ class BatchPlan:
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> "BatchPlan":
         """Raises ConfigError where the ranks cannot be dealt rows evenly."""
-        actor, rollout, data = (
-            config.actor_rollout_ref.actor,
-            config.actor_rollout_ref.rollout,
-            config.data,
-        )
+        actor = config.actor_rollout_ref.actor
+        rollout = config.actor_rollout_ref.rollout
+        data = config.data
         data_ranks = ranks // actor.ulysses_sequence_parallel_size
         mini_prompts = actor.ppo_mini_batch_size or data.train_batch_size
         mini_rows = mini_prompts * rollout.n
+
         if data_ranks < 1 or mini_rows % data_ranks:
             raise ConfigError(
                 f"The data-parallel ranks must divide the rows of a mini-batch ({mini_prompts} "
@@ -41,6 +40,7 @@ class BatchPlan:
                 "actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of "
                 f"{max(1, data_ranks)}."
             )
+
         longest = data.max_prompt_length + data.max_response_length
         mini_batches = data.train_batch_size // mini_prompts
         return cls(

@@ -40,11 +40,13 @@ class Connectivity:
             )
             for link in self.links
         ]
+
         for finding in self.findings:
             lines.append(
                 f"{finding.verdict}: {finding.evidence}"
                 + (f"\n$ {finding.fix}" if finding.fix else "")
             )
+
         return "\n".join(lines)
 
 
@@ -79,6 +81,7 @@ def judge(links: "Sequence[Link]") -> list[Finding]:
     measured = [link for link in links if link.error is None]
     usual = statistics.median(link.bytes_per_s for link in measured) if measured else 0.0
     findings = []
+
     for link in links:
         way = f"{link.source} -> {link.target}"
         if link.error is not None:
@@ -103,17 +106,17 @@ def judge(links: "Sequence[Link]") -> list[Finding]:
                 " # on that node"
             )
             findings.append(Finding("Ray link", "warn", evidence, fix))
+
     if not findings:
-        slowest, longest = (
-            min(link.bytes_per_s for link in links),
-            max(link.latency_s for link in links),
-        )
+        slowest = min(link.bytes_per_s for link in links)
+        longest = max(link.latency_s for link in links)
         num_nodes = len({link.source for link in links})
         evidence = (
             f"{num_nodes} node(s): at most {longest * 1e3:.2f} ms, at least {slowest / 1e9:.2f} "
             "GB/s"
         )
         findings.append(Finding("Ray links", "ok", evidence))
+
     return findings
 
 

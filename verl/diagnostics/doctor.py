@@ -55,11 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ray", action="store_true", help="also the links between the nodes of the Ray cluster"
     )
+
     arguments = parser.parse_args(argv)
     report = check_env()
     if arguments.ray:
         report = EnvReport([*report.findings, *_ray_links()])
     print(report.to_json() if arguments.json else report)
+
     return report.exit_code
 
 

@@ -108,6 +108,7 @@ def disks(world: World) -> Iterator[Finding]:
         "temporary files": "export TMPDIR=/a/larger/disk",
     }
     roomy = []
+
     for use, (folder, free) in world.host.disks.items():
         evidence = f"{free / GIB:.0f} GiB free in {folder}"
         # Compiled kernels and spilled objects take less than a checkpoint.
@@ -117,6 +118,7 @@ def disks(world: World) -> Iterator[Finding]:
             continue
         verdict = "broken" if free < LEAST_DISK else "warn"
         yield Finding(f"disk, {use}", verdict, evidence, fixes[use])
+
     if roomy:
         yield Finding("disk", "ok", "; ".join(roomy))
 

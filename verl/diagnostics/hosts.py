@@ -89,11 +89,13 @@ class Placement:
         on_cuda = trainer.device != "cpu" and (
             visible or device_gib is not None or trainer.device == "cuda"
         )
+
         num_bytes = None
         if on_cuda and device_gib is not None:
             num_bytes = int(_gib_of(device_gib) * GIB)
         elif visible:
             num_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
         return cls(
             roles={role: tuple(numbers) for role, numbers in ranks_of_roles(config).items()},
             ranks=ranks,

@@ -212,7 +212,8 @@ class _Planner:
         Shards with their moments come to the device, and to the host one after the other. With
         `trainer.async_save`, copies of all of them stay on the host until they are written.
         """
-        actor, critic = self.config.actor_rollout_ref, self.config.critic
+        actor = self.config.actor_rollout_ref
+        critic = self.config.critic
         saved = [("actor", actor.model.lora_rank, actor.actor.checkpoint)]
         if self.config.needs_critic:
             saved.append(("critic", critic.model.lora_rank, critic.checkpoint))

@@ -143,6 +143,7 @@ def gpus(torch: ModuleType) -> list[dict[str, Any]]:
                 "peers": peers,
             }
         )
+
     return found
 
 

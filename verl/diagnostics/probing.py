@@ -84,10 +84,12 @@ def probe(installed: Iterable[str]) -> Probed:
     # not on the path.
     run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", run, str(Path(__file__).with_name("probe.py")), *asked]
+
     try:
         done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
     except subprocess.TimeoutExpired as late:
         return understand(late.stdout or b"", f"not done within {DEADLINE_S:g} s")
+
     if done.returncode == 0:
         return understand(done.stdout, None)
     last_words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]

@@ -78,9 +78,11 @@ def profile_memory(config: Any = None, *, device_gib: float | str | None = None)
                 "and none is running. "
                 'Give it a configuration: profile_memory({"data.dataset_name": "toy"}).'
             )
-        config, measured = _running[0], measured_phases()
+        config = _running[0]
+        measured = measured_phases()
     elif not isinstance(config, TrainConfig):
         config = config_from_keywords(config, {})
+
     shapes = ModelShapes()
     plan = plan_memory(config, device_gib, shapes)
     return MemoryProfile(plan=plan, advice=advise(config, plan, shapes), measured=measured)

@@ -35,11 +35,13 @@ def render(
         "",
         *_verdict(plan, advice),
     ]
+
     if not shape.is_llama_like:
         lines.append(
             f"The family '{shape.family}' is not of those that the formulae were measured with: "
             "take its activations for a bound by analogy with Llama's layer."
         )
+
     return "\n".join(lines)
 
 
@@ -60,6 +62,7 @@ def as_json(
         phases.append({**entry, "host": phase.host, "passes": passes})
         if (peak := (measured or {}).get(f"{phase.role}, {phase.phase}")) is not None:
             phases[-1]["measured"] = peak._asdict()
+
     proposals = [
         {
             "changes": each.changes,
@@ -68,6 +71,7 @@ def as_json(
         }
         for each in advice
     ]
+
     return json.dumps(
         {
             "fits": plan.fits,
@@ -92,6 +96,7 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
     if measured is not None:
         header[3:3] = ["measured GiB", "error"]
     rows = [header]
+
     for phase in plan.phases:
         tokens = ""
         if phase.passes is not None:
@@ -109,6 +114,7 @@ def _table(plan: MemoryPlan, measured: dict[str, Peak] | None) -> list[str]:
                 phase, measured.get(f"{phase.role}, {phase.phase}"), plan.placement.on_cuda
             )
         rows.append(row)
+
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     numeric = {name for name in header if "GiB" in name or name in ("error", "tokens a pass")}
     return [
@@ -142,6 +148,7 @@ def _drawing(plan: MemoryPlan) -> list[str]:
             f"{placement.device.type}"
         )
     ]
+
     for role in plan.roles.values():
         setup = role.footprint.setup
         cut = f"in {setup.shard_ranks} part(s)" if setup.shards else "whole"
@@ -166,6 +173,7 @@ def _drawing(plan: MemoryPlan) -> list[str]:
             )
             + (f"; on the host between phases: {' and '.join(away)}" if away else "")
         )
+
     total = placement.device_bytes
     for phase in plan.phases:
         most = total or plan.worst.device_bytes
@@ -176,11 +184,13 @@ def _drawing(plan: MemoryPlan) -> list[str]:
             + ("!" if filled > _BAR else "")
         )
         lines.append(f"  [{bar}] {phase.role}, {phase.phase}")
+
     return lines
 
 
 def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
-    worst, placement = plan.worst, plan.placement
+    worst = plan.worst
+    placement = plan.placement
     host = max(plan.phases, key=lambda phase: phase.host)
     lines = [
         (
@@ -188,6 +198,7 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
             "themselves."
         )
     ]
+
     if placement.device_bytes is None:
         lines.append(
             f"Device: at most {_gib(worst.device_bytes)} GiB ({worst.role}, {worst.phase})."
@@ -200,6 +211,7 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
     else:
         lines.append(f"It does NOT fit on {_gib(placement.device_bytes)} GiB:")
         lines += [f"  - {problem}" for problem in plan.problems]
+
     if plan.fits is False:
         if advice:
             lines.append("Nearest changes that make it fit, any one line:")
@@ -209,6 +221,7 @@ def _verdict(plan: MemoryPlan, advice: Sequence[Advice]) -> list[str]:
                 "No three changes of keys make it fit: a smaller model, LoRA, or larger cards "
                 "would."
             )
+
     return lines
 
 

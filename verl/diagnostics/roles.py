@@ -57,8 +57,10 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
     Those are the actor and, where the run has them, critic, reference, reward model and teacher. With
     LoRA the actor is the reference.
     """
-    roles, device = config.actor_rollout_ref, placement.device
-    actor, model = roles.actor, roles.model
+    roles = config.actor_rollout_ref
+    device = placement.device
+    actor = roles.actor
+    model = roles.model
     found = {
         "actor": _role(
             "actor",
@@ -73,6 +75,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             fused=model.use_fused_kernels and model.lora_rank == 0,
         )
     }
+
     if config.needs_critic:
         critic = config.critic
         found["critic"] = _role(
@@ -86,6 +89,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             compiled=False,
             sequence_ranks=critic.ulysses_sequence_parallel_size,
         )
+
     if config.needs_reference and model.lora_rank == 0:
         found["reference"] = _role(
             "reference",
@@ -99,6 +103,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
             fused=model.use_fused_kernels,
         )
+
     if config.reward_model.enable:
         scorer = config.reward_model.model
         found["reward_model"] = _role(
@@ -112,6 +117,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             compiled=False,
             sequence_ranks=1,
         )
+
     if config.distillation.enabled:
         distillation = config.distillation
         found["teacher"] = _role(
@@ -126,6 +132,7 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
             sequence_ranks=distillation.ulysses_sequence_parallel_size,
             fused=model.use_fused_kernels,
         )
+
     return found
 
 
@@ -165,6 +172,7 @@ def _role(
         else 0.0,
         activation_offload=recomputes and model is not None and model.enable_activation_offload,
     )
+
     return Role(
         name=name,
         footprint=shapes.footprint(shape, gathers_once(shape, setup, fsdp, placement.device_bytes)),
@@ -187,12 +195,14 @@ class Work(NamedTuple):
 
 def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
     """Return the work of a phase; an update has the rows of a mini-batch."""
-    roles, critic = config.actor_rollout_ref, config.critic
+    roles = config.actor_rollout_ref
+    critic = config.critic
     if phase == "scores":
         # Its own tokenizer and chat template may make a little more or less of a row.
         longest = min(batch.longest, config.reward_model.max_length or batch.longest)
         keys = ("reward_model", "forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")
         return Work(*keys, reward_micro_batch(config.reward_model), batch.rows, longest, 1)
+
     section, use, micro_batch, mini_prompts = {
         "old log-probs": (
             "actor_rollout_ref.rollout",
@@ -222,6 +232,7 @@ def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
         "critic update": ("critic", "ppo", update_micro_batch(critic), critic.ppo_mini_batch_size),
     }[phase]
     keys = (section, f"{use}_max_token_len_per_gpu", f"{use}_micro_batch_size_per_gpu")
+
     rows = (mini_prompts or batch.prompts) * batch.samples
     return Work(
         *keys, micro_batch, rows, batch.longest, round(batch.longest * (1 - batch.prompt_share))

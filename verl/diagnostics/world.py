@@ -198,6 +198,7 @@ def read_host() -> Host:
         "models from the hub": cache,
         "temporary files": tempfile.gettempdir(),
     }
+
     return Host(
         in_container=any(os.path.exists(path) for path in ("/.dockerenv", "/run/.containerenv"))
         or "KUBERNETES_SERVICE_HOST" in os.environ,
@@ -216,7 +217,8 @@ def _read_memory() -> tuple[int | None, int | None, int | None]:
     if psutil is None:
         return None, None, None
     memory = psutil.virtual_memory()
-    ram, available = memory.total, memory.available
+    ram = memory.total
+    available = memory.available
 
     limit = _text(Path("/sys/fs/cgroup/memory.max"))
     used = _text(Path("/sys/fs/cgroup/memory.current"))
@@ -239,6 +241,7 @@ def read_network() -> Network:
         up = [name for _, name in socket.if_nameindex()]
     else:
         up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+
     up = [name for name in up if name != "lo"]
     routes = [line.split() for line in _text(Path("/proc/net/route")).splitlines()[1:]]
     default = next(
@@ -249,6 +252,7 @@ def read_network() -> Network:
         if os.path.isdir("/sys/class/infiniband")
         else []
     )
+
     peermem = any(
         os.path.isdir(f"/sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem")
     )

@@ -87,6 +87,7 @@ def apply_fsdp(
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,
         )
+
         assert isinstance(unit, FSDPModule)
         unit.set_reshard_after_backward(not keep_gathered, recurse=False)
         if mesh.size() > 1:
@@ -192,6 +193,7 @@ def recover(module: nn.Module) -> None:
     state: Any = root._get_fsdp_state()
     if state._is_root is None:  # no pass has come as far as the module yet
         return
+
     for unit in module.modules():
         group: Any = (
             unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
@@ -201,6 +203,7 @@ def recover(module: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
     state._root_post_backward_final_callback()
     # which the end of the forward pass would have cleared
     state._state_ctx.iter_forward_root = None

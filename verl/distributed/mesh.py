@@ -14,9 +14,12 @@ from verl.utils.errors import ConfigError
 from verl.utils.rendezvous import env_store
 
 _MEET_S = 1800.0  # PyTorch's own limit for ranks to find each other
-REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
-DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
-ROLLOUT_DATA_AXIS, ROLLOUT_TENSOR_AXIS = "rollout_data", "rollout_tensor"
+REPLICATE_AXIS = "replicate"
+SHARD_AXIS = "shard"
+DATA_AXIS = "data"
+SEQUENCE_AXIS = "sequence"
+ROLLOUT_DATA_AXIS = "rollout_data"
+ROLLOUT_TENSOR_AXIS = "rollout_tensor"
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,12 @@ def close_process_group() -> None:
 def _build(device: torch.device, fsdp_size: int, sequence_parallel_size: int) -> Mesh:
     world = Axis(dist.get_world_size(), dist.get_rank())
     if 0 < fsdp_size < world.size:
-        shape, names = (world.size // fsdp_size, fsdp_size), (REPLICATE_AXIS, SHARD_AXIS)
+        shape = (world.size // fsdp_size, fsdp_size)
+        names = (REPLICATE_AXIS, SHARD_AXIS)
     else:
-        shape, names = (world.size,), (SHARD_AXIS,)
+        shape = (world.size,)
+        names = (SHARD_AXIS,)
+
     weights = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if sequence_parallel_size == 1:
         return Mesh(device, world, world, ALONE, weights)
@@ -163,6 +169,7 @@ def _start_process_group(device: torch.device, world_size: int) -> None:
         store = dist.PrefixStore("default_pg", env_store(_MEET_S))
         rank = int(os.environ["RANK"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
     # NCCL warns about leaked communicators when a process ends without this.
     atexit.register(close_process_group)
 
@@ -183,6 +190,7 @@ def _own_device(device: torch.device) -> torch.device:
                 f"visible. Launch --nproc_per_node={visible}."
             )
         device = torch.device("cuda", index)
+
     if device.index is not None:
         torch.cuda.set_device(device)
     return device

@@ -90,7 +90,8 @@ class Offload:
                 number, offset = divmod(position, CHUNK_BYTES)
                 count = min(num_bytes - start, CHUNK_BYTES - offset)
                 yield there[start : start + count], self._chunk(number)[offset : offset + count]
-                start, position = start + count, position + count
+                start = start + count
+                position = position + count
             position = -(-position // _ALIGNMENT) * _ALIGNMENT
 
     def _chunk(self, number: int) -> Tensor:

@@ -347,7 +347,8 @@ class TrainEngine:
         """
         named = self._named_parameters
         if self._is_adapted:
-            named, bucket_bytes = merged_parameters(self.hf_model), 0
+            named = merged_parameters(self.hf_model)
+            bucket_bytes = 0
         with self.on_device():
             for name, tensor in gathered(
                 named, bucket_bytes=bucket_bytes, dtype=dtype, log=log, place=place

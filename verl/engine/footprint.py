@@ -265,7 +265,8 @@ class EngineFootprint:
         residual, its fp32 copy and the result before the norm's weight; of the MLP silu(gate)
         besides gate, up and the product.
         """
-        shape, width = self.shape, self.setup.compute_itemsize
+        shape = self.shape
+        width = self.setup.compute_itemsize
         attention = 2 * shape.query + 2 * shape.key
         heads = (shape.query + shape.key) if shape.norms_heads else 0
         if self.setup.compiled:

@@ -170,6 +170,7 @@ def layer_facts(
         types = getattr(config, "layer_types", None)
         slides = types is not None and types[module.layer_idx] == "sliding_attention"  # pyright: ignore
         window = config.sliding_window if slides else None
+
     return Facts(
         scale=head_dim**-0.5 if scaling is None else scaling,
         window=window,
@@ -279,7 +280,8 @@ def _varlen_attention(
         # The kernel aligns the last query of a sequence with its last key, so keys may begin before
         # the queries.
         keys, key_offsets = layout.keys_within(window)
-        k, v = k.index_select(0, keys), v.index_select(0, keys)
+        k = k.index_select(0, keys)
+        v = v.index_select(0, keys)
     longest = (layout.longest,)
     return torch_attention(
         q, k, v, longest, layout.cu_seqlens, facts.scale, window=window, key_offsets=key_offsets

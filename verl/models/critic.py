@@ -67,11 +67,13 @@ class CriticModel(nn.Module):
             for name in critic.state_dict()
             if not name.startswith((_BODY_PREFIX, _HEAD_PREFIX))
         ]
+
         if strays:
             raise ModelError(
                 f"{cls.__name__} has weights outside of body and value_head, first {strays[:3]}, "
                 "which no checkpoint would keep. Make them parts of value_head."
             )
+
         if weights:
             critic.load_value_head(resolve_path(path))
         critic.use_own_attention()
@@ -136,6 +138,7 @@ class CriticModel(nn.Module):
             for name, value in state.items()
             if name.startswith(_HEAD_PREFIX)
         }
+
         self.body.save_pretrained(folder, state_dict=body)
         save_file(
             {name: value.contiguous() for name, value in head.items()},
@@ -152,6 +155,7 @@ class CriticModel(nn.Module):
         expected = {
             name: tuple(value.shape) for name, value in self.value_head.state_dict().items()
         }
+
         if present != expected:
             raise ModelError(
                 f"Expected a value head {expected} in {file}, found {present}. It was saved with "
@@ -159,6 +163,7 @@ class CriticModel(nn.Module):
                 "that head in place (critic.value_head = ...) and call load_value_head again; or "
                 "remove the file."
             )
+
         self.value_head.load_state_dict(saved)
         return True
 

@@ -85,7 +85,8 @@ def _chunk(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, settings: _Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logits of the policy and log-probs of both, (m, V) each, over the words of both."""
-    frozen, temperature = settings.frozen, settings.temperature
+    frozen = settings.frozen
+    temperature = settings.temperature
     words = min(weight.shape[0], frozen.weight.shape[0])
     own_bias = None if bias is None else bias[:words]
     other_bias = None if frozen.bias is None else frozen.bias[:words]
@@ -128,7 +129,8 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, states = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        head, temperature = settings.head, settings.temperature
+        head = settings.head
+        temperature = settings.temperature
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         precise = torch.promote_types(weight.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -61,11 +61,13 @@ def _reason(config: Any) -> str | None:
         return "the eager attention of transformers adds its ALiBi biases twice"
     if getattr(config, "index_topk", None):
         return "its layers choose the keys that they see by an indexer"
+
     if any(family == name or family.startswith((name, f"falcon_{name}")) for name in _RECURRENT):
         return (
             "some of its layers are recurrent (state-space or linear attention), whose state would "
             "leak"
         )
+
     if layers:
         return f"it has layers of type {', '.join(sorted(layers))}"
     if (
@@ -73,6 +75,7 @@ def _reason(config: Any) -> str | None:
         or getattr(config, "is_causal", True) is False
     ):
         return "its attention looks at later tokens"
+
     return None
 
 
@@ -109,6 +112,7 @@ def _rope_reason(config: Any, max_length: int | None) -> str | None:
                 f"{original} tokens, and {stated}; sequences of at most {original} tokens (prompt "
                 "and response) work"
             )
+
     return None
 
 

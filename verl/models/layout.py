@@ -82,8 +82,10 @@ class Layout:
     @cached_property
     def parts(self) -> SharedParts:
         """The kernel calls for shared prompts."""
-        first_prompt, first_response = self.prompts[0][0], self.prompts[-1][0] + 1
-        prompts, own = self.lengths[first_prompt:first_response], max(self.lengths)
+        first_prompt = self.prompts[0][0]
+        first_response = self.prompts[-1][0] + 1
+        prompts = self.lengths[first_prompt:first_response]
+        own = max(self.lengths)
         counts = [sum(self.lengths[i] for i in responses) for _, responses in self.prompts]
         pieces = -(-max(counts) // _PIECE)
         queries = [
@@ -91,6 +93,7 @@ class Layout:
             for count in counts
             for i in range(pieces)
         ]
+
         keys = [length for length in prompts for _ in range(pieces)]
         starts = [0, *accumulate(prompts)]
         copied = [torch.arange(start, stop).repeat(pieces) for start, stop in pairwise(starts)]
@@ -99,6 +102,7 @@ class Layout:
             pieces * start + torch.arange(pieces)[:, None] * length + torch.arange(length)
             for start, length in zip(starts, prompts)
         ]
+
         return SharedParts(
             own=Sequences(self.cu_seqlens, self.cu_seqlens, own, own, causal=True),
             across=Sequences(
@@ -136,6 +140,7 @@ class Layout:
             )
             counts = (len(context) + length for context, length in zip(contexts, self.lengths))
             self._keys[window] = self._send(keys), self._offsets(counts)
+
         return self._keys[window]
 
     def _offsets(self, counts: Iterable[int]) -> Tensor:
@@ -163,7 +168,8 @@ class Layout:
         """Padded blocks over segments of falling length; padding adds less than 40 % of work."""
         blocks = []
         for prompt, members in self._members:
-            rows, length = len(members), self.lengths[members[0]]
+            rows = len(members)
+            length = self.lengths[members[0]]
             start = torch.tensor([self.starts[member] for member in members])[:, None]
             last = torch.tensor([self.lengths[member] - 1 for member in members])[:, None]
             # Padding repeats the segment's own last token: finite values, and none of another
@@ -172,8 +178,10 @@ class Layout:
             keys = torch.cat(
                 [torch.arange(prompt.start, prompt.stop).expand(rows, -1), index], dim=1
             )
-            index, keys = self._send(index.flatten()), self._send(keys.flatten())
+            index = self._send(index.flatten())
+            keys = self._send(keys.flatten())
             blocks.append(Block(index, keys, rows, length, context=len(prompt)))
+
         return blocks
 
     @cached_property
@@ -183,7 +191,8 @@ class Layout:
         offset = 0
         for _, members in self._members:
             for member in members:
-                start, count = self.starts[member], self.lengths[member]
+                start = self.starts[member]
+                count = self.lengths[member]
                 restore[start : start + count] = torch.arange(offset, offset + count)
                 offset += self.lengths[members[0]]
         return self._send(restore)
@@ -206,7 +215,8 @@ def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         work = lengths[number] * (lengths[number] + context + _LINEAR_COST)
         if groups:
-            longest, count = lengths[groups[-1][0]], len(groups[-1]) + 1
+            longest = lengths[groups[-1][0]]
+            count = len(groups[-1]) + 1
             fits = count * longest * (longest + context) <= _MAX_BLOCK
             if fits and count * longest * (longest + context + _LINEAR_COST) < _MAX_WASTE * (
                 real + work
@@ -216,4 +226,5 @@ def group_by_length(lengths: Sequence[int], context: int = 0) -> list[list[int]]
                 continue
         groups.append([number])
         real = work
+
     return groups

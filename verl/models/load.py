@@ -253,7 +253,8 @@ def quiet_transformers() -> Iterator[None]:
 
     A critic's folder may have a language-model head. Missing tensors are an error elsewhere.
     """
-    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
+    bar = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:

@@ -226,11 +226,13 @@ def _in_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`row_statistics` of all tokens (M,), and the logits if they are to be kept."""
-    tokens, kept = hidden.shape[0], None
+    tokens = hidden.shape[0]
+    kept = None
     precise = torch.promote_types(weight.dtype, torch.float32)
     normalizers, chosen, entropies = (
         torch.empty(tokens, dtype=precise, device=hidden.device) for _ in range(3)
     )
+
     for start in range(0, tokens, settings.rows):
         rows = slice(start, start + settings.rows)
         y = head_logits(hidden[rows], weight, bias, settings.head, temperature=settings.temperature)
@@ -240,6 +242,7 @@ def _in_chunks(
             entropies[rows] = entropy
         kept = y if settings.keeps else None
         del y
+
     return normalizers, chosen, entropies if settings.entropy else None, kept
 
 
@@ -271,12 +274,14 @@ class _TokenLogProbs(torch.autograd.Function):
             normalizers, chosen, entropies, kept = _in_chunks(
                 hidden, weight, bias, targets, settings
             )
+
         log_probs = chosen - normalizers
         if entropies is None:
             entropies = log_probs.new_empty(0)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies, kept)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
+
         return log_probs, entropies
 
     @staticmethod
@@ -292,9 +297,11 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=precise) if needs_bias else None
+
         for start in range(0, hidden.shape[0], settings.rows):
             rows = slice(start, start + settings.rows)
-            part, y = hidden[rows], kept
+            part = hidden[rows]
+            y = kept
             if y is None:
                 y = head_logits(part, weight, bias, head, temperature=settings.temperature)
             grad = _row_operations(y).grad_linear(
@@ -315,6 +322,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
                 add_product(grad_weight, grad.t(), part)
+
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -172,7 +172,8 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 
 def merged_shape(layer: nn.Module, a: Tensor, b: Tensor) -> tuple[int, int]:
     """Return the shape of the weight of `layer` for factors A (rank, in) and B (out, rank)."""
-    inputs, outputs = a.shape[1], b.shape[0]
+    inputs = a.shape[1]
+    outputs = b.shape[0]
     return (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
 
 

@@ -16,7 +16,8 @@ from verl.utils.errors import ModelError
 # precision every token. A float64 model is compared with transformers' eager attention, which
 # computes its softmax in float32: an error of some 1e-7 a layer is its own.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-_SHORT, _LONG = 5, 11
+_SHORT = 5
+_LONG = 11
 _LONGEST_WINDOW = 64  # a window up to this is exceeded by the probe
 
 
@@ -105,9 +106,11 @@ def _check_layers(model: PreTrainedModel, windows: list[int | None]) -> None:
             f"{layers} layers use transformers' attention interface. Choose a family whose layers "
             "all do."
         )
+
     types = getattr(config, "layer_types", None)
     sliding = (types or []).count("sliding_attention")
     with_window = sum(window is not None for window in windows)
+
     if types is not None and sliding and with_window != sliding * len(windows) // layers:
         raise ModelError(
             f"The model family '{config.model_type}' cannot be run packed: its configuration has "
@@ -122,7 +125,8 @@ def _compare(model: PreTrainedModel, fault: str, ours: Tensor, theirs: Tensor) -
     Single numbers are compared on the scale of their common deviation.
     """
     tolerance = _TOLERANCE.get(model.dtype, 1e-3)
-    ours, theirs = ours.double(), theirs.double()
+    ours = ours.double()
+    theirs = theirs.double()
     scale = theirs.norm(dim=-1) if theirs.shape[-1] > 1 else theirs.square().mean().sqrt()
     errors = (ours - theirs).norm(dim=-1) / scale.clamp(min=1e-6)
     error = errors.mean() if tolerance > 1e-2 else errors.max()

@@ -104,21 +104,26 @@ class RewardModel(nn.Module):
                 f"got {tuple(input_ids.shape)} and {mask}. Give a text alone as a batch of one: "
                 "input_ids[None]."
             )
+
         real = self._without_padding(input_ids) if attention_mask is None else attention_mask.bool()
         lengths = real.sum(1).tolist()
         if 0 in lengths:
             raise RewardError(
                 f"Response {lengths.index(0)} has no token, so there is nothing to score."
             )
+
         embeddings: Any = self.packed.model.get_input_embeddings()
         vocabulary: int = embeddings.num_embeddings
         ids = input_ids[real]
-        lowest, highest = int(ids.min()), int(ids.max())
+        lowest = int(ids.min())
+        highest = int(ids.max())
+
         if lowest < 0 or highest >= vocabulary:
             raise RewardError(
                 f"input_ids must be ids of the reward model's tokenizer, below {vocabulary}; they "
                 f"reach from {lowest} to {highest}."
             )
+
         return RewardOutput(self._score(ids, (real.cumsum(1) - 1)[real], lengths))
 
     @torch.no_grad()
@@ -128,7 +133,8 @@ class RewardModel(nn.Module):
         scores: list[Tensor] = []
         start = 0
         while start < len(sequences):
-            stop, tokens = start + 1, len(sequences[start])
+            stop = start + 1
+            tokens = len(sequences[start])
             while stop < len(sequences) and tokens + len(sequences[stop]) <= max_tokens:
                 tokens += len(sequences[stop])
                 stop += 1
@@ -140,6 +146,7 @@ class RewardModel(nn.Module):
                 self._score(ids, positions, [len(ids) for ids in some], first_row=start).cpu()
             )
             start = stop
+
         return torch.cat(scores)
 
     def _score(
@@ -185,6 +192,7 @@ def load_reward_config(
             "(AutoModelForSequenceClassification, num_labels=1), or let the language model judge "
             "over HTTP (reward_model.judge.url)."
         )
+
     if config.num_labels != 1:
         raise ModelError(
             f"'{path}' tells {config.num_labels} labels apart, and a reward model has one score. "
@@ -192,6 +200,7 @@ def load_reward_config(
             "model.score.weight.data = model.score.weight.data[i : i + 1], model.config.num_labels "
             "= 1, and save it."
         )
+
     return config
 
 

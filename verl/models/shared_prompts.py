@@ -47,13 +47,16 @@ class _SharedPromptAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: SharedParts, scale: float
     ) -> Tensor:
-        prompts, responses = parts.prompts, parts.responses
+        prompts = parts.prompts
+        responses = parts.responses
         out, lse = varlen.forward(q, k, v, parts.own, scale)
-        keys, values = k[prompts][parts.copied], v[prompts][parts.copied]
+        keys = k[prompts][parts.copied]
+        values = v[prompts][parts.copied]
         other, other_lse = varlen.forward(q[responses], keys, values, parts.across, scale)
         _merge_(out[responses], lse[:, responses], other, other_lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.parts = parts
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -61,7 +64,8 @@ class _SharedPromptAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         parts: SharedParts = ctx.parts
-        prompts, responses = parts.prompts, parts.responses
+        prompts = parts.prompts
+        responses = parts.responses
         grad_q, grad_k, grad_v = varlen.backward(grad_out, q, k, v, out, lse, parts.own, ctx.scale)
         more_q, more_k, more_v = varlen.backward(
             grad_out[responses],
@@ -73,10 +77,12 @@ class _SharedPromptAttention(torch.autograd.Function):
             parts.across,
             ctx.scale,
         )
+
         grad_q[responses] += more_q
         for grad, more in ((grad_k, more_k), (grad_v, more_v)):
             own = grad[prompts]
             own += more[parts.copies].view(-1, *own.shape).sum(0)
+
         return grad_q, grad_k, grad_v, None, None
 
 

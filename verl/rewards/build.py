@@ -26,6 +26,7 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
         "max_resp_len": config.data.max_response_length,
         "overlong_buffer_cfg": section.overlong_buffer,
     }
+
     accepted = _accepted(manager)
     for name in section.reward_kwargs:
         if accepted is not None and name not in accepted:
@@ -33,6 +34,7 @@ def build_reward(config: TrainConfig, tokenizer: Any, *, num_examine: int) -> An
                 f"reward_model.reward_kwargs.{name}: the manager '{section.reward_manager}' takes "
                 f"{', '.join(sorted(accepted))}."
             )
+
     # A user's manager takes of our settings what its signature names.
     taken = {name: value for name, value in ours.items() if accepted is None or name in accepted}
     return manager(
@@ -62,7 +64,8 @@ def _accepted(manager: Callable[..., Any]) -> set[str] | None:
 def build_reward_function(config: TrainConfig) -> Callable[..., Any]:
     """The user's function, else the judge, else the rules with their options and where code
     runs."""
-    section, own = config.reward_model, config.custom_reward_function
+    section = config.reward_model
+    own = config.custom_reward_function
     for_batches = section.reward_manager == "batch"
     custom = load_custom_reward(own.path, own.name, own.reward_kwargs, for_batches=for_batches)
     if custom is not None:

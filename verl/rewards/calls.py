@@ -143,6 +143,7 @@ class Caller:
             f"{len(self._hanging)} calls of the reward function still hang, more than the "
             f"{MAX_HANGING} tolerated"
         )
+
         try:
             self.function = ProcessFunction(
                 self.function, timeout_s=self.timeout_s, num_processes=NUM_PROCESSES
@@ -152,7 +153,9 @@ class Caller:
                 f"{fact}. Give it a time limit of its own, such as timeout= of an HTTP request. It "
                 f"cannot be called in processes, which could be killed: {error}"
             ) from error
-        self.is_async, self._hanging = False, []
+
+        self.is_async = False
+        self._hanging = []
         # The process kills a late call itself; no thread is left behind.
         self.timeout_s = math.inf
         logger.warning(
@@ -211,6 +214,7 @@ class _Threads:
         self.abandoned: list[threading.Thread] = []
         self._calls: list[tuple[int, Arguments]] = []  # with their rows
         self._waiting: deque[int] = deque()  # places in _calls
+
         self._chunk = 1
         self._is_whole = False
         self._failed_row = math.inf
@@ -220,6 +224,7 @@ class _Threads:
         self._watch = LockWatch(timeout_s if runs_here(function) else math.inf)
         self._start_fault: Exception | None = None
         self._context = contextvars.copy_context()
+
         # The current device belongs to a thread; a function that calls a model must find the one of
         # its rank.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -248,7 +253,8 @@ class _Threads:
     def drop(self) -> None:
         """Begin no further call, whatever is still added."""
         with self._changed:
-            self._is_whole, self._failed_row = True, -math.inf
+            self._is_whole = True
+            self._failed_row = -math.inf
             self._changed.notify_all()
         self._watch.stop()
 
@@ -400,6 +406,7 @@ class _Threads:
             interrupt(thread)
             for index in indexes:
                 self._record(index, Outcome(timed_out=True))
+
         waiting = len(self._waiting)
         room = max(MAX_THREADS, self.at_once) - len(self._running)
         # Twice as many as were late: when every call hangs, the batch ends after a few time-outs,

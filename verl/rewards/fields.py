@@ -30,6 +30,7 @@ def fault_of(value: Any) -> str | None:
             return None
         way_out = "Return a text of it, hex(n) say, or its logarithm."
         return f"is a whole number of {value.bit_length()} bits, too large for a float. {way_out}"
+
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return None
     try:
@@ -37,11 +38,13 @@ def fault_of(value: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - whatever a user's class holds or does
         fact = f"is of type {type(value).__name__} and cannot be sent to another process"
         return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
+
     try:
         str(value)
     except Exception as error:  # noqa: BLE001 - integers of more than 4,300 digits, and a user's __str__
         fact = f"is of type {type(value).__name__} and cannot be written as text"
         return f"{fact} ({describe_error(error)}). {_WAY_OUT}"
+
     return None
 
 

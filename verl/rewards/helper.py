@@ -77,6 +77,7 @@ class Helper:
                 f"No process could be started for {name}: {error}. Raise the limit on processes "
                 "and memory (ulimit -u, the container's pids limit), or end others."
             ) from error
+
         self._owner = os.getpid()
         self._unread = bytearray()
         try:

@@ -108,10 +108,12 @@ class RewardManager:
             raise ConfigError(
                 f"reward_model.on_error must be stop, zero, drop or retry, got {on_error!r}."
             )
+
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(
                 f"reward_model.timeout_s must be positive, or null for no limit, got {timeout_s}."
             )
+
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
@@ -120,11 +122,13 @@ class RewardManager:
         self.on_error = on_error
         self.max_retries = max_retries if on_error == "retry" else 0
         self.by_rule = scores_by_rule(self.compute_score)
+
         self._process: ProcessFunction | None = None
         if isinstance(self.compute_score, ProcessFunction):
             self._use_process(self.compute_score.limited(self.timeout_s))
         else:
             self._caller = Caller(self.compute_score, self.timeout_s)
+
         self._begun: _Begun | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
@@ -142,7 +146,8 @@ class RewardManager:
                 text and traceback.
         """
         if "rm_scores" in data.batch.keys():
-            reward_tensor, result = self._given_scores(data), Scores()
+            reward_tensor = self._given_scores(data)
+            result = Scores()
         else:
             samples = self.read(data)
             result = self.score(samples, data)
@@ -153,6 +158,7 @@ class RewardManager:
                     result.scores, dtype=torch.float32
                 )
             self.print_examples(samples, result.scores, data)
+
         if not return_dict:
             return reward_tensor
         return {
@@ -171,6 +177,7 @@ class RewardManager:
                 f"The response of row {lengths.index(0)} has no token, so there is nothing to "
                 "score."
             )
+
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         return [
             Sample(
@@ -185,7 +192,8 @@ class RewardManager:
 
     def columns_of(self, data: DataProto) -> list[dict[str, Any]]:
         """What the function gets of each row beside its text."""
-        columns, nothing = data.non_tensor_batch, [None] * len(data)
+        columns = data.non_tensor_batch
+        nothing = [None] * len(data)
         names = (self.reward_fn_key, "reward_model", "extra_info")
         return [
             {"data_source": source, "ground_truth": ground_truth_of(truth), "extra_info": extra}
@@ -220,6 +228,7 @@ class RewardManager:
             # luck.
             for source in dict.fromkeys(sample.data_source for sample in samples):
                 find_rule(source)
+
         outcomes = list(self.call(samples, stop_at_failure=self.on_error == "stop"))
         result = Scores()
         for _ in range(self.max_retries):
@@ -233,6 +242,7 @@ class RewardManager:
                 failed, self.call([samples[i] for i in failed]) if failed else ()
             ):
                 outcomes[i] = outcome
+
         first_failure = ""
         for sample, outcome in zip(samples, outcomes):
             # not called any more: the failure that stopped the batch stands in another row
@@ -259,6 +269,7 @@ class RewardManager:
                 }
             result.scores.append(score)
             result.extra.append(extra)
+
         if first_failure:
             logger.warning(
                 (
@@ -272,6 +283,7 @@ class RewardManager:
                 self.on_error,
                 first_failure,
             )
+
         return result
 
     def call(
@@ -283,7 +295,8 @@ class RewardManager:
     ) -> Sequence[Outcome | None]:
         """One outcome a sample; with `stop_at_failure`, None for those after one. `timeout_s`: a
         shorter deadline."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None and (outcomes := begun.outcomes(samples)) is not None:
             return outcomes
         return self.call_function(
@@ -336,7 +349,8 @@ class RewardManager:
                 )
 
     def _given_scores(self, data: DataProto) -> torch.Tensor:
-        given, responses = data.batch["rm_scores"], data.batch["responses"]
+        given = data.batch["rm_scores"]
+        responses = data.batch["responses"]
         if given.shape != responses.shape or not bool(torch.isfinite(given).all()):
             raise RewardError(
                 f"The column rm_scores must hold finite numbers of shape {tuple(responses.shape)}, "
@@ -379,9 +393,11 @@ class _Begun:
     def __init__(
         self, manager: RewardManager, prompts: DataProto, samples_each: int, first_sample: int
     ) -> None:
-        self.caller, self.tokenizer = manager._caller, manager.tokenizer
+        self.caller = manager._caller
+        self.tokenizer = manager.tokenizer
         self.columns = manager.columns_of(prompts)
-        self.samples_each, self.first_sample = samples_each, first_sample
+        self.samples_each = samples_each
+        self.first_sample = first_sample
         self.samples: dict[int, tuple[int, Sample]] = {}  # by row, with the place of the outcome
         sources = {columns["data_source"] for columns in self.columns}
         self.calls = self.caller.begin(
@@ -458,9 +474,11 @@ def check_result(result: Any, responses: torch.Tensor) -> None:
             "The reward must be {'reward_tensor': ..., 'reward_extra_info': ...}, with one score "
             f"for each token of the responses, of shape {tuple(responses.shape)}, got {found}."
         )
+
     if not bool(torch.isfinite(tensor).all()):
         row = int((~torch.isfinite(tensor)).any(-1).nonzero()[0, 0])
         raise RewardError(f"The reward of row {row} is not finite: {tensor[row].tolist()[:8]}.")
+
     for name, values in result.get("reward_extra_info", {}).items():
         if len(values) != len(responses):
             raise RewardError(
@@ -482,7 +500,9 @@ def check_outcome(outcome: Outcome, timeout_s: float) -> tuple[float, dict[str, 
         score, extra, fault = _read_value(outcome.value)
     except Exception as error:  # noqa: BLE001  (a user's class: __float__, __le__, keys, ...)
         kind = type(outcome.value).__name__
-        score, extra, fault = 0.0, {}, f"{kind}, which raised {describe_error(error)}"
+        score = 0.0
+        extra = {}
+        fault = f"{kind}, which raised {describe_error(error)}"
     return (score, extra, None) if fault is None else (0.0, {}, f"it returned {fault}")
 
 

@@ -61,6 +61,7 @@ class BatchRewardManager(RewardManager):
         assert outcome is not None, "one call, which is made"
         if outcome.failed:
             return [outcome] * len(samples)
+
         if not hasattr(outcome.value, "__len__") or len(outcome.value) != len(samples):
             has_length = hasattr(outcome.value, "__len__")
             found = f"{len(outcome.value)} entries" if has_length else shown(outcome.value)
@@ -68,6 +69,7 @@ class BatchRewardManager(RewardManager):
                 "The reward function of the batch manager must return one score for each of the "
                 f"{len(samples)} responses it was given, in their order, got {found}."
             )
+
         return [Outcome(value=value) for value in outcome.value]
 
 

@@ -84,6 +84,7 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
     for _, row in rows if manager.by_rule else ():
         find_rule(row.get(manager.reward_fn_key))
         check_options(row.get(manager.reward_fn_key), config.reward_model.rule_kwargs)
+
     if not config.reward_model.preflight:
         return
     report = inspect_reward(rows, manager)
@@ -94,6 +95,7 @@ def preflight(config: TrainConfig, dataset: MapDataset, manager: Any) -> None:
             + "\nMend the reward or the data (reward_model.preflight=False "
             "skips this check)."
         )
+
     if report.suspicions:
         logger.warning("Reward preflight: %s", " ".join(report.suspicions))
 
@@ -151,6 +153,7 @@ def _probes(rows: Sequence[tuple[int, Mapping[str, Any]]], source_key: str) -> l
             ("wrong", text) for text in (*others[-1:], NONSENSE)
         ]
         probes += [Probe(number, kind, _sample(row, text, source_key)) for kind, text in texts]
+
     if probes:
         probes.append(Probe(probes[0].row, "again", probes[0].sample))
     return probes
@@ -174,9 +177,11 @@ def gold_answers(row: Mapping[str, Any]) -> list[str]:
     truth: Any = ground_truth_of(row.get("reward_model"))
     extra: Any = row.get("extra_info")
     texts = []
+
     for name in _SOLUTIONS if isinstance(extra, Mapping) else ():
         if isinstance(extra.get(name), str) and extra[name].strip():
             texts += [extra[name], f"<answer>{extra[name]}</answer>"]
+
     if isinstance(truth, Mapping):
         truth = truth.get("target") if "numbers" not in truth and "nums" not in truth else None
     if hasattr(truth, "__len__") and not isinstance(truth, (str, Mapping)):
@@ -186,6 +191,7 @@ def gold_answers(row: Mapping[str, Any]) -> list[str]:
             str(truth),
             f"The answer is {truth}\n<answer>{truth}</answer>\n\\boxed{{{truth}}}\n#### {truth}",
         ]
+
     return list(dict.fromkeys(texts))
 
 
@@ -203,10 +209,12 @@ def _failures(report: Report, manager: RewardManager) -> None:
         f"the reward function failed on {len(failed)} of {len(report.probes)} answers tried. "
         f"{first}: {first.failure}"
     )
+
     is_certain = bool(values) or len(failed) == len(report.probes)
     if manager.on_error != "stop" or not is_certain:
         report.suspicions.append(text)
         return
+
     assert first.outcome is not None, "it was tried"
     if first.outcome.error is not None:
         text += "\n" + format_traceback(first.outcome.error)
@@ -219,11 +227,13 @@ def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
     sound = [probe for probe in report.probes if probe.failure is None]
     scores = {probe.score for probe in sound}
     has_gold = any(probe.kind == "gold" for probe in sound)
+
     if has_gold and len(scores) == 1:
         report.suspicions.append(
             f"all {len(sound)} answers tried, gold and wrong, score {scores.pop():g}."
         )
         return
+
     unsure = []
     for row in dict.fromkeys(probe.row for probe in sound):
         of_row = [probe for probe in sound if probe.row == row]
@@ -242,6 +252,7 @@ def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
                 f"{gold} scores {gold.score:g}, the wrong {wrong.sample.solution_str[:40]!r} "
                 f"{wrong.score:g}"
             )
+
     if unsure:
         report.suspicions.append(
             f"on {len(unsure)} of {len({probe.row for probe in sound})} rows no gold answer scores "
@@ -252,7 +263,8 @@ def _gold_above_wrong(report: Report, manager: RewardManager) -> None:
 def _same_again(report: Report, manager: RewardManager) -> None:
     if not report.probes:
         return
-    first, again = report.probes[0], report.probes[-1]
+    first = report.probes[0]
+    again = report.probes[-1]
     if first.failure is None and again.failure is None and first.score != again.score:
         report.suspicions.append(
             f"two calls for one answer differ, {first.score:g} and {again.score:g}: {first}."

@@ -124,6 +124,7 @@ class ProcessFunction:
         numbers = [next(self._numbers) for _ in calls]
         message = [numbers, stop_at_failure, list(calls)]
         outcomes: list[Outcome] = []
+
         try:
             for _, kind, answer in self._pool.ask_each(message, self.timeout_s, numbers):
                 if kind != "skipped":
@@ -136,6 +137,7 @@ class ProcessFunction:
                 "(negative: a signal; -9 may be the kernel's, for want of memory)"
             )
             outcomes.append(Outcome(error=reason))
+
         return outcomes
 
 

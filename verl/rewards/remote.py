@@ -37,7 +37,9 @@ class SandboxService:
     ) -> None:
         """`timeout_s`: the longest run of one program."""
         assert config.url is not None
-        self.config, self.timeout_s, self.requests = config, timeout_s, requests
+        self.config = config
+        self.timeout_s = timeout_s
+        self.requests = requests
         self.max_concurrent = config.max_concurrent
         self.client = JsonClient(
             # users write the address with and without the path
@@ -66,16 +68,20 @@ class SandboxService:
                 "fetch_files": [],
             },
         )
+
         result = answer.get("run_result")
         if answer.get("status") == "SandboxError" or not isinstance(result, dict):
             raise RewardError(f"The sandbox service could not run a program: {str(answer)[:300]}")
-        output, error = str(result.get("stdout") or ""), str(result.get("stderr") or "")
+        output = str(result.get("stdout") or "")
+        error = str(result.get("stderr") or "")
         seconds = float(result.get("execution_time") or 0.0)
+
         if result.get("status") == "TimeLimitExceeded":
             status = "timeout"
         else:
             ended = stdin is not None or f"{token} end" in output
             status = "finished" if result.get("return_code") == 0 and ended else "failed"
+
         passed = [
             verdict == "passed"
             for verdict in re.findall(rf"^{token} (passed|failed)$", output, re.MULTILINE)
@@ -114,12 +120,14 @@ class Judge:
 
     def __init__(self, config: JudgeConfig, requests: RequestsConfig) -> None:
         assert config.url is not None
-        self.config, self.requests = config, requests
+        self.config = config
+        self.requests = requests
         self.max_concurrent = config.max_concurrent
         self._pattern = _compile(config.score_pattern)
         self._template = config.prompt or DEFAULT_PROMPT
         _check_template(self._template)
         headers = {}
+
         if config.api_key_env is not None:
             if config.api_key_env not in os.environ:
                 raise ConfigError(
@@ -127,6 +135,7 @@ class Judge:
                     "variable. Export the key, or unset api_key_env for a service without one."
                 )
             headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
+
         self.client = JsonClient(
             config.url.rstrip("/").removesuffix("/chat/completions"),
             key="reward_model.judge.url",
@@ -154,17 +163,20 @@ class Judge:
                 "max_tokens": self.config.max_tokens,
             },
         )
+
         try:
             text = str(answer["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError):
             raise RewardError(
                 f"The judge's answer has no choices[0].message.content: {str(answer)[:300]}"
             ) from None
+
         found = self._pattern.findall(text)
         if not found:
             raise RewardError(
                 f"The judge gave no score (reward_model.judge.score_pattern) in: {text[-300:]!r}"
             )
+
         return {"score": self._score(found[-1]), "judge_answer": text}
 
     def _score(self, number: str) -> float:

@@ -121,4 +121,5 @@ def find_rule(data_source: Any) -> Rule:
             "custom_reward_function.path, or register a rule with "
             "verl.rewards.registry.reward_rules."
         )
+
     return reward_rules.get(data_source)

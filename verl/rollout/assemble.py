@@ -38,7 +38,8 @@ def assemble(
     for row, prompt in enumerate(prompts):
         completion = by_sample[row]
         _check(completion, prompt, prompt_length, response_length)
-        start, count = prompt_length - len(prompt), len(completion.token_ids)
+        start = prompt_length - len(prompt)
+        count = len(completion.token_ids)
         prompt_ids[row, start:] = torch.tensor(prompt, dtype=torch.int64)
         prompt_mask[row, start:] = 1
         responses[row, :count] = torch.tensor(completion.token_ids, dtype=torch.int64)
@@ -84,7 +85,8 @@ def _by_sample(completions: Iterable[Completion], rows: int) -> dict[int, Comple
 def _check(
     completion: Completion, prompt: Sequence[int], prompt_length: int, response_length: int
 ) -> None:
-    name, count = f"sample {completion.sample_id}", len(completion.token_ids)
+    name = f"sample {completion.sample_id}"
+    count = len(completion.token_ids)
     if count == 0:
         raise RolloutError(
             f"The engine returned an empty response for {name}; one token at least is due."

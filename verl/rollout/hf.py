@@ -139,6 +139,7 @@ class HFEngine(LocalEngine):
             batch.rows = staying
             if not staying:
                 self._batches.remove(batch)
+
         return aborted
 
     def _note_statistics(self) -> None:
@@ -170,9 +171,11 @@ class HFEngine(LocalEngine):
         longest = max(len(row.prompt) for row in rows)
         input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros_like(input_ids)
+
         for number, row in enumerate(rows):
             input_ids[number, longest - len(row.prompt) :] = torch.tensor(row.prompt)
             mask[number, longest - len(row.prompt) :] = 1
+
         recorder = _Recorder(params, rule, rows)
         with torch.inference_mode():
             generate: Any = self.twin.module.generate
@@ -187,6 +190,7 @@ class HFEngine(LocalEngine):
                 logits_processor=LogitsProcessorList([_Draw(recorder)]),
                 stopping_criteria=StoppingCriteriaList([_Ended(recorder)]),
             )
+
         return recorder
 
 

@@ -47,7 +47,8 @@ def noise_integers(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     # Two finaliser rounds over column hash ^ key; the second half of the key enters between them,
     # so that rows whose first halves collide still differ. A shift spreads over an exclusive or, so
     # the first one of the (b, V) integers is done for each column and each row.
-    first, second = keys[:, :1].clone(), keys[:, 1:]
+    first = keys[:, :1].clone()
+    second = keys[:, 1:]
     bits = column_hashes(vocabulary, keys.device) ^ _xor_shift_(first, 16, torch.empty_like(first))
     torch.add(second, bits, alpha=_MULTIPLY_1, out=bits)
     shifted = torch.empty_like(bits)
@@ -125,6 +126,7 @@ def _sample_chunk(
         # negative ratio wins; weight 0 never does.
         noise = negative_exponential_noise(keys, logits.shape[1])
         tokens = _argmin(torch.div(kept, noise, out=noise))
+
     return tokens, weights.gather(1, tokens[:, None])[:, 0].log_()
 
 

@@ -78,6 +78,7 @@ class ModelTwin:
             name: self._cut(name, _like(parameter)).shape
             for name, parameter in self._parameters.items()
         }
+
         self._places = _places(model, self._parameters)
         self._aliased: set[str] = set()
         self._held: dict[str, nn.Parameter] = {}
@@ -85,10 +86,12 @@ class ModelTwin:
         self.module = _meta_copy(model, attention)
         self._memory: ReservedMemory | None = None
         self._offsets: dict[str, int] = {}
+
         if device.type == "cuda":
             self._offsets, num_bytes = self._lay_out()
             self._memory = ReservedMemory(num_bytes, device)
             self._memory.grow(num_bytes)
+
         # False while some weight is missing: after `release`, or a hand-over that failed
         self.ready = True
         for name, parameter in self._parameters.items():
@@ -97,6 +100,7 @@ class ModelTwin:
             else:
                 self._place(name, self._new_copy(name))
                 self._fill_at_start(name, parameter)
+
         _share_other_tensors(model, self.module, device)
         self.module.eval()
 
@@ -162,6 +166,7 @@ class ModelTwin:
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         parts: list[Part] = []
+
         for name, parameter in self._parameters.items():
             placed = self._placed(name)
             taken = [(..., Part())]
@@ -172,6 +177,7 @@ class ModelTwin:
                 names.append(name)
                 tensors.append(placed[place])
                 parts.append(part)
+
         sums = Counter[str]()
         for name, value in zip(names, fingerprints(tensors, parts).tolist()):
             sums[name] += value
@@ -200,7 +206,8 @@ class ModelTwin:
         return self._joined(weights), self._joined(biases) if biases else None
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        first, rows = parts[0], 0
+        first = parts[0]
+        rows = 0
         for part in parts:
             assert part.data_ptr() == first.data_ptr() + rows * first.stride(0) * first.itemsize, (
                 "not stacked"
@@ -263,7 +270,8 @@ class ModelTwin:
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
     def _new_copy(self, name: str) -> torch.Tensor:
-        shape, dtype = self._shapes[name], self._dtype_of(self._parameters[name])
+        shape = self._shapes[name]
+        dtype = self._dtype_of(self._parameters[name])
         if self._memory is not None:
             return self._memory.tensor(self._offsets[name], shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)

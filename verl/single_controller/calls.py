@@ -201,7 +201,8 @@ class GroupFuture:
     def _wait_for_the_others(self) -> dict[int, Raised | Lost | None]:
         """Give the other ranks GRACE_S to end: most raise as well, or are done."""
         ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
-        waiting, ended = dict(self._replies), {}
+        waiting = dict(self._replies)
+        ended = {}
         while waiting:
             ended |= self._wait_until(ends_at, waiting)
             waiting = {rank: reply for rank, reply in waiting.items() if rank not in ended}

@@ -94,6 +94,7 @@ def in_windows(lengths: Sequence[int], num_shares: int, unit_rows: int = 1) -> R
         for start in range(0, len(lengths), unit_rows)
     ]
     sizes = [sum(lengths[row] for row in unit) for unit in units]
+
     for start in range(0, len(units), num_shares):
         window = sorted(
             range(start, min(start + num_shares, len(units))), key=lambda unit: (-sizes[unit], unit)
@@ -102,6 +103,7 @@ def in_windows(lengths: Sequence[int], num_shares: int, unit_rows: int = 1) -> R
         for unit, share in zip(window, emptiest):
             shares[share] += units[unit]
             tokens[share] += sizes[unit]
+
     return shares
 
 

@@ -123,11 +123,13 @@ def read_token(folder: Path) -> str:
             f"Expected the driver's token in {file}, which cannot be read ({error.strerror}). Give "
             "all ranks of a machine the same user and the same TMPDIR."
         ) from error
+
     if owner != os.getuid() or folder.stat().st_uid != os.getuid():
         raise WorkerLostError(
             f"The driver's folder {folder} must belong to user {os.getuid()}, who runs this rank, "
             f"and belongs to user {owner}. Start all ranks of a launch as the same user."
         )
+
     return token
 
 

@@ -75,6 +75,7 @@ def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdP
     seats = start_role(pool.ranks, "seat", Seat, (), {}, DEADLINE_S)
     addresses = seats.address()
     worlds: list[dict[str, str]] = [{} for _ in range(pool.world_size)]
+
     for part in parts:
         host, port = addresses[part[0]]
         for number, rank in enumerate(part):
@@ -85,5 +86,6 @@ def split_launch(pool: "SpmdPool", parts: Sequence[Sequence[int]]) -> list[SpmdP
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # which is that of all ranks
             }
+
     seats.join(worlds)
     return [SpmdPart(pool, part) for part in parts]

@@ -44,18 +44,23 @@ def merged_runtime_env(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
             f"{where} must hold a mapping, got {content!r} ({type(content).__name__}). "
             "Write {env_vars: {NAME: text}}, say."
         )
+
     rest = dict(content or {})
-    excludes, variables = rest.pop("excludes", None) or [], rest.pop("env_vars", None) or {}
+    excludes = rest.pop("excludes", None) or []
+    variables = rest.pop("env_vars", None) or {}
+
     if isinstance(excludes, str) or not isinstance(excludes, Sequence):
         raise ConfigError(
             f"{where}: excludes must be a list of patterns, [data/] say, got {excludes!r}."
         )
+
     if not isinstance(variables, Mapping) or not all(
         isinstance(value, str) for value in variables.values()
     ):
         raise ConfigError(
             f"{where}: env_vars must map names to texts, {{NAME: '7'}} say, got {variables!r}."
         )
+
     return {
         **rest,
         "excludes": [*RUNTIME_ENV["excludes"], *excludes],
@@ -99,6 +104,7 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     if ray.is_initialized():
         logger.info("Ray is initialised already and used as it is.")
         return
+
     _check_address(ray_init.get("address"))
     # In a job that was submitted with a runtime_env of its own, Ray would refuse whatever both of
     # them set.
@@ -107,6 +113,7 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
     own = starts_its_own(ray_init.get("address"))
     if own:
         ray_init = {"include_dashboard": False, **ray_init, "address": "local"}
+
     try:
         with sigterm_kept(), on_loopback() if own else nullcontext():
             ray.init(runtime_env=runtime_env, **ray_init)
@@ -127,10 +134,8 @@ def connect(*, runtime_env: Mapping[str, Any] | str | None = None, **ray_init: A
         if refused is not None:
             raise refused from error
         if isinstance(error, (ValueError, TypeError, ConnectionError)):
-            address, told = (
-                ray_init.get("address") or os.environ.get("RAY_ADDRESS"),
-                " ".join(str(error).split()),
-            )
+            address = ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+            told = " ".join(str(error).split())
             raise ConfigError(
                 f"Ray cannot be started or joined, with ray_init.address={address}: "
                 f"{told.removesuffix('.')}. An address is HOST:6379, ray://HOST:10001, auto (a "
@@ -171,8 +176,11 @@ class RayResourcePool:
                 f"least 1, got {process_on_nodes} and {max_colocate_count}. For two nodes of eight "
                 "GPUs give [8, 8]."
             )
+
         self.world_size = sum(self.process_on_nodes)
-        self.use_gpu, self.max_colocate_count, self.detached = use_gpu, max_colocate_count, detached
+        self.use_gpu = use_gpu
+        self.max_colocate_count = max_colocate_count
+        self.detached = detached
         self.name_prefix = name_prefix or ""
         self._groups: list[PlacementGroup] = []
         self._shared: RayRanks | None = None
@@ -231,6 +239,7 @@ class RayResourcePool:
         if is_own():
             self._check_own_ray(bundle)
             timeout_s = min(timeout_s, _OWN_ROOM_S)
+
         groups = [
             placement_group(
                 [dict(bundle) for _ in range(count)],
@@ -240,6 +249,7 @@ class RayResourcePool:
             )
             for number, count in enumerate(self.process_on_nodes)
         ]
+
         if not all(group.wait(timeout_s) for group in groups):
             for group in groups:
                 remove_placement_group(group)
@@ -254,6 +264,7 @@ class RayResourcePool:
                 f"{ray.available_resources()} is free. Lower trainer.n_gpus_per_node or "
                 "trainer.nnodes, or start more nodes (`ray start --address=...`)."
             )
+
         return groups
 
     def shutdown(self) -> None:
@@ -263,7 +274,9 @@ class RayResourcePool:
             ranks.end()
         for group in self._groups:
             remove_placement_group(group)
-        self._groups, self._all_ranks, self._shared = [], [], None
+        self._groups = []
+        self._all_ranks = []
+        self._shared = None
 
 
 class RayClassWithInitArgs:
@@ -314,15 +327,18 @@ class RayWorkerGroup(WorkerGroup):
         device_name: str | None = None,
         ray_wait_register_center_timeout: int = 300,
     ) -> None:
-        ranks, given = resource_pool.new_processes(), ray_cls_with_init
+        ranks = resource_pool.new_processes()
+        given = ray_cls_with_init
         colocated = isinstance(given, ColocatedClasses)
         classes = given.class_dict if colocated else {name_prefix or given.cls.__name__: given}
         self._groups = {
             role: start_role(ranks, role, entry.cls, entry.args, entry.kwargs, deadline_s)
             for role, entry in classes.items()
         }
+
         if colocated:
-            self._ranks, self.world_size = ranks, ranks.size
+            self._ranks = ranks
+            self.world_size = ranks.size
         else:
             ((role, group),) = self._groups.items()
             self._bind(group.worker_class, ranks, role, group._data_ranks, group._members)
@@ -361,6 +377,7 @@ class RayWorkerGroup(WorkerGroup):
                     "methods. Give the role to create_colocated_worker_cls_fused."
                 )
             groups[role] = SimpleNamespace(world_size=self.world_size, **methods)
+
         return groups
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> GroupFuture:

@@ -55,7 +55,8 @@ def on_loopback() -> Iterator[None]:
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     name = "ENABLE_RAY_CLUSTER"
-    before, variable = getattr(constants, name), os.environ.get(_RAY_CLUSTERS)
+    before = getattr(constants, name)
+    variable = os.environ.get(_RAY_CLUSTERS)
     os.environ[_RAY_CLUSTERS] = "0"  # read by the processes that Ray starts
     setattr(constants, name, False)  # read already by this one
     try:

@@ -67,6 +67,7 @@ def measure_links(num_bytes: int, rounds: int, deadline_s: float, **ray_init: An
         ]
         for _, actor in ends:
             ray.kill(actor)
+
         return links
     finally:
         if not was_initialised:

@@ -53,6 +53,7 @@ def _walk(folder: Path, ignored: list[tuple[Path, Any]]) -> Iterator[Path]:
         (folder, PathSpec.from_lines("gitwildmatch", file.read_text().splitlines()))
         for file in files
     ]
+
     for path in folder.iterdir():
         if any(patterns.match_file(str(path.relative_to(root))) for root, patterns in ignored):
             continue

@@ -64,9 +64,11 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
         # Whoever reaches the store can read it. Ranks of this machine read a file instead.
         store.set("port", str(door.port))
         store.set("token", door.token)
+
     store.set("folder", door.folder)
     peers: dict[int, Peer] = {}
     ends_at = time.monotonic() + timeout_s
+
     while len(peers) < world_size - 1:
         peers |= door.admit()
         if time.monotonic() > ends_at:
@@ -75,6 +77,7 @@ def connect_all(world_size: int, timeout_s: float) -> tuple[dict[int, Peer], Pat
             raise WorkerLostError(
                 f"Ranks {missing} of {world_size} did not come within {timeout_s:g} s."
             )
+
     door.close()
     return peers, Path(door.folder)
 
@@ -95,6 +98,7 @@ def serve(rank: int, world_size: int, connect_timeout_s: float, silence_s: float
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the driver decides
     handle_sigterm(_leave_later)
     calls: queue.SimpleQueue = queue.SimpleQueue()
+
     threading.Thread(
         target=_watch, args=(link, calls, folder, rank, pulse), name="verl-watch", daemon=True
     ).start()
@@ -115,7 +119,8 @@ def _find_entrance(world_size: int, timeout_s: float) -> Entrance:
     folder = store.get("folder").decode()
     if _on_one_machine(world_size):
         return Entrance(folder, "", 0, read_token(Path(folder)))
-    port, token = int(store.get("port")), store.get("token").decode()
+    port = int(store.get("port"))
+    token = store.get("token").decode()
     return Entrance(folder, os.environ["MASTER_ADDR"], port, token)
 
 
@@ -128,15 +133,19 @@ def _watch(link: Link, calls: queue.SimpleQueue, folder: Path, rank: int, pulse:
         except (OSError, EOFError):
             exit_after_driver(rank)  # the main thread may be in a collective that no rank joins
             return
+
         if message.kind is Kind.ABORT:
             sys.stdout.flush()
             os._exit(1)
+
         if message.kind is Kind.ALIVE:
             pulse.alive.set()
             continue
+
         if message.kind is Kind.ASK_STACKS:
             link.send(Kind.STACKS, message.number, (format_stacks(), read_breadcrumbs(folder)))
             continue
+
         if message.kind is Kind.END:
             pulse.leaving.set()
         calls.put(message)

@@ -31,7 +31,9 @@ from verl.utils.timeline import Recorded
 
 # Default of a call. Generous: a rollout of long responses may take an hour.
 DEADLINE_S = 7200.0
-_DEADLINE, _BLOCKING, _ON_TOLD = "deadline_s", "blocking", "on_told"
+_DEADLINE = "deadline_s"
+_BLOCKING = "blocking"
+_ON_TOLD = "on_told"
 
 
 class Background:

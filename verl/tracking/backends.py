@@ -179,6 +179,7 @@ class WandbBackend(TrackerBackend):
                 "out"
             )
             raise ConfigError(f"trainer.logger=wandb cannot be used: {error} {way_out}.") from error
+
         self._id_file.write_text(run.id)
         return run
 

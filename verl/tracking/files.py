@@ -40,6 +40,7 @@ def drop_lines_after(path: Path, step: int) -> None:
             logger.warning("Line %d of %s is no line of metrics and is dropped.", number, path)
         elif line.endswith(b"\n") and line_step <= step:
             kept.append(line)
+
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.write_bytes(b"".join(kept))
     os.replace(temporary, path)

@@ -60,6 +60,7 @@ def load_module(path_or_name: str) -> ModuleType:
                 f"'{path_or_name}' is a folder without code of its own. Give a .py file in it."
             )
         return module
+
     if not path.is_file():
         raise ConfigError(f"Expected a Python file at '{path_or_name}', found none.")
     # The name depends on the path, so that two users' `reward.py` never shadow each other.
@@ -100,6 +101,7 @@ def load_module(path_or_name: str) -> ModuleType:
                     "VERL_TRACEBACK=1 shows the way there."
                 ) from error
             raise
+
     return sys.modules[name]
 
 

@@ -14,7 +14,8 @@ logger = logging.getLogger("verl")
 
 def _hide_secrets(record: logging.LogRecord) -> bool:
     """Put the text without secrets into a record, whoever prints it."""
-    record.msg, record.args = masked(record.getMessage()), ()
+    record.msg = masked(record.getMessage())
+    record.args = ()
     return True
 
 

@@ -23,6 +23,7 @@ def create_random_mask(
     slack = 1e-9 * width  # 0.29 * 100 is less than 29
     fewest = max(math.ceil(min_ratio_of_valid_token * width - slack), 1)
     most = math.floor(max_ratio_of_valid_token * width + slack)
+
     if not (
         min_ratio_of_valid_token >= 0
         and fewest <= most <= width
@@ -33,8 +34,10 @@ def create_random_mask(
             f"tokens from {min_ratio_of_valid_token} to {max_ratio_of_valid_token} and left "
             f"padding up to {max_ratio_of_left_padding} of {width} columns."
         )
+
     tokens = torch.randint(fewest, most + 1, (rows, 1))
     widest = (width - tokens).clamp(max=math.floor(max_ratio_of_left_padding * width + slack))
     left = (torch.rand(rows, 1, dtype=torch.float64) * (widest + 1)).long()
     column = torch.arange(width)
+
     return ((column >= left) & (column < left + tokens)).to(input_ids)

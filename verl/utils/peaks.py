@@ -57,7 +57,8 @@ class PhasePeaks:
     def take(self, device: torch.device) -> tuple[int, int]:
         """Peaks of allocated and reserved bytes since the last call."""
         self.restart(device)
-        told, self._untold = self._untold, (0, 0)
+        told = self._untold
+        self._untold = (0, 0)
         return told
 
 

@@ -46,6 +46,7 @@ class ReservedMemory:
             if device.index is not None
             else torch.device("cuda", torch.cuda.current_device())
         )
+
         self._driver = require(
             "cuda.bindings.driver", "Memory at reserved addresses", "pip install cuda-bindings"
         )
@@ -53,6 +54,7 @@ class ReservedMemory:
         self._call("cuInit", 0)
         self._driver_device = self._call("cuDeviceGet", self.device.index)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._driver_device)
+
         with self._primary_context():
             # The recommended size is a multiple of the smallest one, which every size and address
             # has to be.
@@ -152,7 +154,8 @@ class ReservedMemory:
     def _describe_memory(self) -> tuple[Any, Any]:
         """Memory on our device, which our device reads and writes, as the driver wants it said."""
         driver = self._driver
-        properties, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+        properties = driver.CUmemAllocationProp()
+        access = driver.CUmemAccessDesc()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         for described in (properties, access):
             described.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

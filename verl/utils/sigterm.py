@@ -30,6 +30,7 @@ def sigterm_as_exit() -> Iterator[None]:
     if not is_free or threading.current_thread() is not threading.main_thread():
         yield
         return
+
     interrupt = _Interrupt()
     handle_sigterm(interrupt)
     try:

@@ -75,6 +75,7 @@ def write_trace(path: Path, processes: Sequence[tuple[str, Recorded]]) -> None:
     _, reference = processes[0]
     events: list[dict[str, Any]] = []
     numbers = itertools.count()
+
     for pid, (name, recorded) in enumerate(processes):
         same_clock = recorded.machine == reference.machine
         shift_ns = 0 if same_clock else recorded.wall_offset_ns - reference.wall_offset_ns
@@ -84,13 +85,15 @@ def write_trace(path: Path, processes: Sequence[tuple[str, Recorded]]) -> None:
         events += [_metadata("thread_name", pid, tid, name=row) for tid, row in enumerate(rows)]
         for span in recorded.spans:
             common = {"name": span.name, "cat": span.row, "pid": pid, "tid": rows.index(span.row)}
-            start_us, end_us = (span.start_ns + shift_ns) / 1000, (span.end_ns + shift_ns) / 1000
+            start_us = (span.start_ns + shift_ns) / 1000
+            end_us = (span.end_ns + shift_ns) / 1000
             if span.overlaps:
                 number = next(numbers)
                 events.append({**common, "ph": "b", "id": number, "ts": start_us})
                 events.append({**common, "ph": "e", "id": number, "ts": end_us})
             else:
                 events.append({**common, "ph": "X", "ts": start_us, "dur": end_us - start_us})
+
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 

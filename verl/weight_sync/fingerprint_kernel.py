@@ -10,7 +10,8 @@ from torch import Tensor
 
 from verl.weight_sync.fingerprint import Part
 
-_BLOCK, _STEPS = 2048, 32
+_BLOCK = 2048
+_STEPS = 32
 _SIZE = _BLOCK * _STEPS  # elements of a program
 _MULTIPLIER = tl.constexpr(-1640531535)
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -99,6 +100,7 @@ def _sum_of_bits(
     if FULL:
         source = tl.multiple_of(source, 16)
     size = tl.load(row + 1)
+
     start = tl.load(row + 2)
     run = tl.load(row + 3)
     stride = tl.load(row + 4)
@@ -107,6 +109,7 @@ def _sum_of_bits(
     # In 32 bits, since instructions limit the kernel, not memory. Higher bits do not matter.
     base = (start + first).to(tl.int32) * _MULTIPLIER
     source += first
+
     for step in range(STEPS):
         offsets = step * BLOCK + within
         if FULL:
@@ -120,4 +123,5 @@ def _sum_of_bits(
             mixed = base + offsets * _MULTIPLIER
         mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)) | 1
         products += mixed.to(tl.int64) * bits.to(tl.int64)
+
     tl.atomic_add(SUMS + tensor, tl.sum(products, 0))

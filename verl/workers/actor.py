@@ -108,15 +108,18 @@ class ActorWorker(TrainedWorker):
             entropy=True,
             sum_pi_squared=sum_pi_squared,
         )
+
         columns = {"old_log_probs": answer["log_probs"], "entropys": answer["entropy"]}
         if sum_pi_squared:
             columns["sum_pi_squared"] = answer["sum_pi_squared"]
         metrics: dict[str, float] = {}
+
         if "rollout_log_probs" in batch.batch.keys():
             mask = batch.batch["response_mask"]
             metrics = mismatch_of_all(
                 batch.batch["rollout_log_probs"], answer["log_probs"], mask, self.engine.mesh.data
             )
+
         return DataProto.from_dict(tensors=columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -233,6 +236,7 @@ class ActorWorker(TrainedWorker):
             for route in routes
             if route.sender == rank
         ]
+
         return [offer.meeting for offer in self._offers]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -128,12 +128,15 @@ class PolicyObjective(Objective):
             self.selection = selections.get(config.policy_loss.loss_mode)
         self.settings = {**loss_settings(config), "loss_agg_mode": config.loss_agg_mode}
         self.entropy_coeff = config.entropy_coeff
+
         self.distillation: DistillationTerm | None = None
         self.reinforce: RolloutReinforce | None = None
         self.extra_terms: list[tuple[NamedPart, float]] = []
+
         for term in config.loss_extra:
             part = NamedPart("extra loss term", term.name, extra_losses.get(term.name))
             self.extra_terms.append((part, term.coef))
+
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._is_looking_for_offenders = False
 
@@ -145,15 +148,18 @@ class PolicyObjective(Objective):
             "rollout_is_weights",
             "selected",
         ]
+
         if self.config.needs_exact_kl:
             wanted.append("ref_states")
         elif self.config.use_kl_loss:
             wanted.append("ref_log_prob")
+
         if self.distillation is not None:
             wanted.append("teacher_states" if self.distillation.is_exact else "teacher_log_prob")
         if self.extra_terms:  # a user's term may read anything
             unpacked = {"input_ids", "attention_mask", "position_ids", "prompts"}
             wanted += sorted(available - unpacked.union(wanted))
+
         return [name for name in wanted if name in available]
 
     def __call__(self, outputs: Columns, columns: Columns, sequence: torch.Tensor) -> LossOutput:

@@ -50,7 +50,8 @@ def torch_attention(
     """PyTorch's variable-length attention; a query sees `window` keys (None: all), itself among
     them. With offsets of their own keys may begin before the queries: the last ones of a sequence
     are aligned."""
-    longest, left = max(lengths), -1 if window is None else window - 1
+    longest = max(lengths)
+    left = -1 if window is None else window - 1
     grouped: dict[str, Any] = VARLEN_GQA if q.shape[1] != k.shape[1] else {}
     ends = offsets if key_offsets is None else key_offsets
     out = varlen_attn(
@@ -81,6 +82,7 @@ def flash4_attention(
         softmax_scale=scale,
         causal=True,
     )
+
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -124,6 +126,7 @@ def cudnn_attention(
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         outputs.append(out.transpose(1, 2)[:, :length].flatten(0, 1))
+
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -133,7 +136,8 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     starts = [0, *accumulate(lengths)]
     first = 0
     while first < len(lengths):
-        length, stop = lengths[first], first + 1
+        length = lengths[first]
+        stop = first + 1
         if length < CUDNN_SHORTEST:
             while stop < len(lengths) and lengths[stop] < CUDNN_SHORTEST:
                 stop += 1
@@ -176,6 +180,7 @@ def choose_kernel(
             )
         logger.info("attention: %s for %s, as asked", asked, shape)
         return _FUNCTIONS[asked]
+
     for name in _candidates(device) if asked == "auto" else ():
         try:
             difference = _difference(_FUNCTIONS[name], device, dtype, heads, key_heads, head_dim)
@@ -190,6 +195,7 @@ def choose_kernel(
         logger.warning(
             "attention: %s differs from PyTorch's own by %.1e for %s", name, difference, shape
         )
+
     logger.info("attention: PyTorch's own variable-length kernel for %s", shape)
     return torch_attention
 
@@ -231,10 +237,8 @@ def _difference(
 
     def compute() -> None:
         q, k, v = (draw(count).requires_grad_() for count in (heads, key_heads, key_heads))
-        grad, offsets = (
-            draw(heads),
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
-        )
+        grad = draw(heads)
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         for function in (torch_attention, kernel):
             out = function(q, k, v, lengths, offsets, head_dim**-0.5)
             results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad)])

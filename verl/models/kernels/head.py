@@ -15,8 +15,11 @@ from verl.models.logprobs import FUSED_WORDS
 
 # Tokens of a tile (its words are FUSED_WORDS), and the part of the hidden size that is multiplied
 # at once. Neighbouring tiles share words, for as many tiles of tokens as stay in the L2 cache.
-_TOKENS, _DEPTH, _GROUP = 128, 64, 16
-_COMBINED_TOKENS, _COMBINED_TILES = 64, 32
+_TOKENS = 128
+_DEPTH = 64
+_GROUP = 16
+_COMBINED_TOKENS = 64
+_COMBINED_TILES = 32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -53,6 +56,7 @@ def head_statistics(
     # Of each tile: its largest y, the sum of exp(y - largest) and that of exp(y - largest) * (y -
     # largest).
     parts = hidden.new_empty(3 if entropy else 2, tiles, tokens, dtype=torch.float32)
+
     # Interpreted on a CPU, one does all.
     programs = (
         torch.cuda.get_device_properties(hidden.device).multi_processor_count
@@ -79,6 +83,7 @@ def head_statistics(
         num_warps=8,
         num_stages=3,
     )
+
     _combine[(-(-tokens // _COMBINED_TOKENS),)](
         parts,
         normalizers,
@@ -90,6 +95,7 @@ def head_statistics(
         TILES=_COMBINED_TILES,
         num_warps=4,
     )
+
     return normalizers, chosen, entropies if entropy else None
 
 
@@ -121,15 +127,18 @@ def _tiles(
         within, height = tile % (GROUP * word_tiles), min(row_tiles - first, GROUP)
         row, word = first + within % height, within // height
         y = tl.zeros((TOKENS, WORDS), tl.float32)
+
         for step in range(steps):
             hidden = HIDDEN.load([row * TOKENS, step * DEPTH])
             weight = WEIGHT.load([word * WORDS, step * DEPTH])
             y = tl.dot(hidden, weight.T, y)
+
         y *= slope
         if bound is not None:
             # tanh by an exponential that cannot overflow.
             small = tl.exp2(-2 * _LOG2_E * tl.abs(y) / bound)
             y = tl.where(y < 0, -bound, bound) * ((1 - small) / (1 + small))
+
         rows = row * TOKENS + tl.arange(0, TOKENS)
         words = word * WORDS + tl.arange(0, WORDS)
         inside = rows < tokens
@@ -142,6 +151,7 @@ def _tiles(
         )
         if word == word_tiles - 1:
             y = tl.where(words[None, :] < vocabulary, y, float("-inf"))
+
         largest = tl.max(y, 1)
         distance = y - largest[:, None]
         weights = tl.exp2(distance * _LOG2_E)
@@ -149,6 +159,7 @@ def _tiles(
         stride = word_tiles.to(tl.int64) * tokens
         tl.store(place, largest, mask=inside)
         tl.store(place + stride, tl.sum(weights, 1), mask=inside)
+
         if ENTROPY:
             tl.store(
                 place + 2 * stride,
@@ -174,6 +185,7 @@ def _combine(
     m = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     weighted = tl.zeros([TOKENS], tl.float32)
+
     for first in range(0, tiles, TILES):
         numbers = first + tl.arange(0, TILES)
         place = PARTS + numbers.to(tl.int64)[:, None] * tokens + rows[None, :]
@@ -191,6 +203,7 @@ def _combine(
             weighted = before + tl.sum(tl.where(sums > 0, beta * (own + moved * sums), 0.0), 0)
         total = total * alpha + tl.sum(beta * sums, 0)
         m = new_m
+
     log_total = tl.log2(total) / _LOG2_E
     tl.store(NORMALIZERS + rows, m + log_total, mask=rows < tokens)
     if ENTROPY:

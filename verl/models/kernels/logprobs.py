@@ -31,6 +31,7 @@ def row_statistics(
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
+
     return normalizers, chosen, entropies if entropy else None
 
 
@@ -65,6 +66,7 @@ def grad_linear(
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
+
     return grad
 
 
@@ -79,6 +81,7 @@ def _row_statistics(
     m = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     weighted = tl.zeros([], tl.float32)
+
     for first in range(0, vocabulary, BLOCK):
         inside = first + columns < vocabulary
         y = tl.load(source + first + columns, mask=inside, other=0.0)
@@ -93,6 +96,7 @@ def _row_statistics(
         )
         total = total * alpha + tl.sum(weight, 0)
         m = new_m
+
     log_total = tl.log2(total) / _LOG2_E
     tl.store(NORMALIZERS + row, m + log_total)
     tl.store(CHOSEN + row, tl.load(source + tl.load(TARGETS + row)))
@@ -121,6 +125,7 @@ def _grad_linear(
     grad_log_prob = 0.0
     if GRAD_LOG_PROBS is not None:
         grad_log_prob = tl.load(GRAD_LOG_PROBS + row)
+
     for first in range(0, vocabulary, BLOCK):
         inside = first + columns < vocabulary
         y = tl.load(source + first + columns, mask=inside, other=0.0)

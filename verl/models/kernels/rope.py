@@ -23,6 +23,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tenso
     assert cos.stride() == sin.stride(), "cos and sin must have the same strides"
     assert cos.stride(2) == 1, "cos and sin must be contiguous"
     out = x.new_empty(1, tokens, heads, dim)
+
     if tokens:
         _rotate[(tokens,)](
             x,
@@ -39,6 +40,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tenso
             BLOCK=triton.next_power_of_2(dim // 2),
             num_warps=2,
         )
+
     return out.transpose(1, 2)
 
 
@@ -88,11 +90,13 @@ def _rotate(
     high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     cos, sin = COS + token * cos_token + dim, SIN + token * cos_token + dim
     cos_low, cos_high = tl.load(cos, mask=dim < HALF), tl.load(cos + HALF, mask=dim < HALF)
+
     sin_low, sin_high = tl.load(sin, mask=dim < HALF), tl.load(sin + HALF, mask=dim < HALF)
     if TRANSPOSED:
         new_low, new_high = low * cos_low + high * sin_high, high * cos_high - low * sin_low
     else:
         new_low, new_high = low * cos_low - high * sin_low, high * cos_high + low * sin_high
+
     target = OUT + token * heads * 2 * HALF + head * 2 * HALF + dim
     tl.store(target, new_low.to(OUT.dtype.element_ty), mask=mask)
     tl.store(target + HALF, new_high.to(OUT.dtype.element_ty), mask=mask)

@@ -58,6 +58,7 @@ def _merge(
     other_lse = tl.load(other_lse_place, mask=head < heads, other=0.0)
     share = 1 / (1 + tl.exp(other_lse - lse))
     place = head[:, None] * dim + column[None, :]
+
     mask = (head[:, None] < heads) & (column[None, :] < dim)
     out = tl.load(OUT + token * out_token + place, mask=mask).to(tl.float32)
     other = tl.load(OTHER + token * other_token + place, mask=mask).to(tl.float32)

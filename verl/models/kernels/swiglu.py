@@ -118,11 +118,13 @@ def _is_proved(device: torch.device, hidden: int, intermediate: int) -> bool:
     except Exception as error:  # noqa: BLE001 - a kernel that compiles itself fails in ways of its own
         logger.warning("MLP: quack-kernels do not run here (%s); PyTorch's products instead", error)
         return False
+
     if not difference <= _TOLERANCE:
         logger.warning(
             "MLP: quack-kernels differ from PyTorch by %.1e; PyTorch's products instead", difference
         )
         return False
+
     logger.info(
         "MLP: SwiGLU within its products (quack-kernels); within %.0e of float32", difference
     )
@@ -136,6 +138,7 @@ def _difference(device: torch.device, hidden: int, intermediate: int) -> float:
     x, gate, up = (
         torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes
     )
-    gate, up = gate / hidden**0.5, up / hidden**0.5
+    gate = gate / hidden**0.5
+    up = up / hidden**0.5
     exact = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t())
     return ((swiglu(x, gate, up) - exact).norm() / exact.norm()).item()

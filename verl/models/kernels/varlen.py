@@ -43,6 +43,7 @@ def forward(
         scale=scale,
     )
     assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}"
+
     return out, lse
 
 

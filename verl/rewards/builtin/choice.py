@@ -48,9 +48,11 @@ def extract_choice(text: str, method: Method = "strict") -> str | None:
         raise ConfigError(
             f"The multiple-choice rule's method is 'strict' or 'flexible', got {method!r}."
         )
+
     for pattern in _MARKED:
         if found := pattern.findall(text):
             return found[-1]
+
     if whole := _WHOLE.fullmatch(text):
         return whole.group(1)
     if method == "flexible":
@@ -60,6 +62,7 @@ def extract_choice(text: str, method: Method = "strict") -> str | None:
             if len(match.group()) > 1 or match.group() not in "AI"
         ]
         return alone[-1].group(1) if alone else None
+
     return None
 
 

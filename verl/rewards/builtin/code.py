@@ -103,6 +103,7 @@ def score(
                 "{'test_list'} or {'inputs', "
                 f"'outputs'}}, got {str(ground_truth)[:200]!r}."
             )
+
     passed = sum(verdicts) / len(verdicts) if verdicts else 0.0
     return {
         "score": passed if partial_credit else float(passed == 1.0),
@@ -154,7 +155,8 @@ def _by_output(
     *,
     stop_early: bool,
 ) -> tuple[list[bool], bool]:
-    verdicts, late = [], False
+    verdicts = []
+    late = False
     for given, expected in zip(inputs, outputs):
         run = runner.run(code, [], stdin=str(given))
         verdicts.append(run.status == "finished" and _same_output(run.output, str(expected)))

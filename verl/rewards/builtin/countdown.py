@@ -49,7 +49,8 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, numbers)
         case ast.BinOp(left=left, op=op, right=right):
-            a, b = _value(left, numbers), _value(right, numbers)
+            a = _value(left, numbers)
+            b = _value(right, numbers)
             match op:
                 case ast.Add():
                     return a + b

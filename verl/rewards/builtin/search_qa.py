@@ -24,7 +24,8 @@ _SOURCES = (
     "musique",
     "bamboogle",
 )
-_OPENING, _CLOSING = "<answer>", "</answer>"
+_OPENING = "<answer>"
+_CLOSING = "</answer>"
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

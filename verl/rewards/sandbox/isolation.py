@@ -14,10 +14,19 @@ from pathlib import Path
 # linux/sched.h, sys/mount.h, linux/mount.h, sys/prctl.h, linux/capability.h
 # user ns net pid ipc uts
 _NEW_NAMESPACES = 0x10000000 | 0x20000 | 0x40000000 | 0x20000000 | 0x8000000 | 0x4000000
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_ATTR_RDONLY, _ATTR_NOSUID = 1, 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _SIGKILL = 1, 4, 9
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_BIND = 4096
+_MS_REC = 16384
+_MS_PRIVATE = 1 << 18
+_MNT_DETACH = 2
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_ATTR_RDONLY = 1
+_ATTR_NOSUID = 2
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_SIGKILL = 9
 _CAPABILITY_VERSION_3 = 0x20080522
 _MOUNT_SETATTR = 442  # the same number on all machines
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -33,7 +42,8 @@ _SYSTEM_FILES = (
     "/dev/random",
     "/dev/urandom",
 )
-_SCRATCH, _OTHER_SCRATCH = "/tmp", "/scratch"
+_SCRATCH = "/tmp"
+_OTHER_SCRATCH = "/scratch"
 SCRATCH_BYTES = 16 * 2**20
 SCRATCH_FILES = 256
 
@@ -51,7 +61,8 @@ def enter() -> str:
         OSError: the kernel, or the container that we are in, does not allow it. The process is then
             of no further use.
     """
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")

@@ -12,14 +12,20 @@ import struct
 from verl.rewards.sandbox import seccomp
 
 # linux/landlock.h; the same numbers on all machines
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_GET_VERSION, _RULE_PATH_BENEATH = 1, 1
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
+_GET_VERSION = 1
+_RULE_PATH_BENEATH = 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
 # Accesses to files and to the network that each version of the interface can deny, and its scopes:
 # abstract sockets, signals.
 _FILE_ACCESSES = {1: 13, 2: 14, 3: 15, 5: 16}
-_NETWORK_SINCE, _BIND_AND_CONNECT = 4, 3
-_SCOPES_SINCE, _SOCKETS_AND_SIGNALS = 6, 3
+_NETWORK_SINCE = 4
+_BIND_AND_CONNECT = 3
+_SCOPES_SINCE = 6
+_SOCKETS_AND_SIGNALS = 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

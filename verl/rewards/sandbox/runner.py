@@ -87,6 +87,7 @@ class LocalRunner:
         with self._probing:
             if self._isolation is None:
                 self._isolation = choose_isolation(self.settings)
+
         request = {
             "code": code,
             "tests": tests,
@@ -95,11 +96,13 @@ class LocalRunner:
             "token": secrets.token_hex(8),  # without it a run cannot claim that a test has passed
         }
         reason: Exception | None = None
+
         for _ in range(2):
             try:
                 return Run(**self._pool.ask(request, self.settings.timeout_s + GRACE_S))
             except (HelperTimeout, HelperDied) as error:
                 reason = error
+
         raise RewardError(
             f"The sandbox's helper process failed twice on one program: {reason}."
         ) from reason
@@ -148,6 +151,7 @@ def choose_isolation(settings: SandboxConfig) -> str:
             "limited, nothing else."
         )
         return "none"
+
     wanted = ("namespaces", "seccomp") if settings.isolation == "auto" else (settings.isolation,)
     problems = []
     for isolation in wanted:
@@ -156,6 +160,7 @@ def choose_isolation(settings: SandboxConfig) -> str:
             _report(isolation, problems, gaps)
             return isolation
         problems.append(f"{isolation} not available: {problem}")
+
     raise ConfigError(
         f"Code of the model cannot be isolated on this machine: {'; '.join(problems)}. Allow "
         "unprivileged user namespaces or seccomp, name a sandbox service in "
@@ -213,6 +218,7 @@ def _try(settings: SandboxConfig, isolation: str) -> tuple[str | None, list[str]
         return str(error), []
     finally:
         server.close()
+
     if run.status != "finished":
         return run.error or run.status, []
     open_doors = [name for name, held in zip(_BREAK_OUTS, run.passed) if not held]

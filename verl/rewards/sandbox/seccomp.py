@@ -17,12 +17,24 @@ from typing import NamedTuple
 from verl.rewards.sandbox import syscalls
 
 # Arguments of prctl(2) and seccomp(2), constants of linux/{seccomp,filter,audit}.h
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+_MODE_FILTER = 2
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
-_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
-_ALLOW, _ERRNO, _NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
-_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_SET_MODE_FILTER = 1
+_NEW_LISTENER = 8
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_NOTIFY = 0x7FC00000
+_LOAD = 0x20
+_AND = 0x54
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+# offsets in struct seccomp_data
+_NR = 0
+_ARCH = 4
+_ARGUMENTS = 16
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Newer calls than this do not exist for a program, which then falls back on older ones.
 _LAST_KNOWN = 450
@@ -33,10 +45,15 @@ _CLONE_THREAD = 0x10000
 # How pthread_create of glibc and of musl calls clone, and nothing else: no process, no namespace.
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _MAP_HUGETLB = 0x40000
-_AF_UNIX, _SOCK_STREAM, _SOCK_FLAGS = 1, 1, os.O_CLOEXEC | os.O_NONBLOCK
+_AF_UNIX = 1
+_SOCK_STREAM = 1
+_SOCK_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
 _O_ASYNC = 0x2000
-_F_DUPFD_CLOEXEC, _F_GETPIPE_SZ = 1030, 1032
-_F_OFD_GETLK, _F_OFD_SETLK, _F_OFD_SETLKW = 36, 37, 38
+_F_DUPFD_CLOEXEC = 1030
+_F_GETPIPE_SZ = 1032
+_F_OFD_GETLK = 36
+_F_OFD_SETLK = 37
+_F_OFD_SETLKW = 38
 _FCNTL_HARMLESS = (
     fcntl.F_DUPFD,
     fcntl.F_GETFD,

@@ -44,18 +44,22 @@ def main() -> None:
     or the error for which we cannot serve."""
     settings = json.loads(sys.argv[1])
     sys.path = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-    requests, answers = os.dup(0), os.dup(1)
+    requests = os.dup(0)
+    answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+
     try:
         confinement = _prepare(settings["isolation"])
     except OSError as error:
         _send(answers, {"error": str(error)})
         return
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # a fork copies pages that are written to, and the collector writes
     _send(answers, {"ready": True, "gaps": _gaps(confinement)})
+
     with os.fdopen(requests, encoding="utf-8") as lines:
         for line in lines:
             _send(answers, _serve(json.loads(line), settings, confinement, requests))
@@ -103,7 +107,9 @@ def _serve(
     """Fork, run, wait, clean up: return the outcome of one run."""
     if confinement.scratch is not None:
         isolation.mount_scratch(confinement.scratch)
-    output, errors, report = os.memfd_create("output"), os.memfd_create("errors"), os.pipe()
+    output = os.memfd_create("output")
+    errors = os.memfd_create("errors")
+    report = os.pipe()
     began = time.monotonic()
     server = os.getpid()
     child = os.fork()
@@ -148,7 +154,8 @@ def _wait(
     if listener is not None:
         poll.register(listener, select.POLLIN)
     must_watch = threads is not None and listener is None
-    told, is_open = b"", True
+    told = b""
+    is_open = True
 
     while True:
         left = deadline - time.monotonic()
@@ -219,6 +226,7 @@ def _become_the_run(
             os.dup2(report, _REPORT)
         if confinement.isolation != "none":
             _lock(confinement, server)
+
         os.closerange(_REPORT + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         _limit(settings)
         if confinement.isolation != "none":
@@ -262,13 +270,18 @@ def _limit(settings: dict[str, Any]) -> None:
 def _run(request: dict[str, Any]) -> None:
     """The program, then its tests one by one, each reported as it ends; whatever it did to Python's
     own modules."""
-    write, leave, token = os.write, os._exit, request["token"].encode()
-    run, compiled = exec, compile  # a program may replace the builtins
+    write = os.write
+    leave = os._exit
+    token = request["token"].encode()
+    # a program may replace the builtins
+    run = exec
+    compiled = compile
     tests: list[str] = request["tests"]
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, encoding="utf-8", errors="replace", closefd=False)
         for number, mode in enumerate("rww")
     )
+
     flush = (sys.stdout.flush, sys.stderr.flush)
     # A module of its own: dataclasses and pickle look it up by name.
     module = types.ModuleType("__main__" if request["is_script"] else "solution")
@@ -277,11 +290,13 @@ def _run(request: dict[str, Any]) -> None:
     sys.modules[module.__name__] = module
     sys.argv = ["program.py"]
     complain = traceback.print_exc
+
     try:
         run(compiled(request["code"], "program.py", "exec"), module.__dict__)
     except SystemExit as error:
         if error.code not in (None, 0) or not request["is_script"]:
             raise
+
     for test in tests:
         try:
             run(compiled(test, "test.py", "exec"), module.__dict__)
@@ -289,6 +304,7 @@ def _run(request: dict[str, Any]) -> None:
         except BaseException:  # noqa: BLE001  (a test may raise anything)
             write(_REPORT, token + b"failed\n")
             complain()
+
     for stream in flush:
         stream()
     write(_REPORT, token + b"end\n")

@@ -14,7 +14,8 @@ from verl.rewards.sandbox import seccomp
 
 MAX_THREADS = 128
 # ioctl numbers and structures of linux/seccomp.h
-_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_RECEIVE = 0xC0502100
+_SEND = 0xC0182101
 _NOTIFICATION_BYTES = 80
 _CONTINUE = 1
 
@@ -67,6 +68,7 @@ class ThreadLimit:
             handle = os.pidfd_open(child)
         except ProcessLookupError:
             return 0
+
         try:
             # The number that the child has in this /proc, which may differ from the one we know.
             with open(f"self/fdinfo/{handle}", opener=self._open) as lines:

@@ -82,7 +82,8 @@ class PrefillStep:
 
     def store(self, pages: LayerPages, k: Tensor, v: Tensor) -> None:
         """Write k (Hk, N, D) and v (Hk, N, Dv) to their pages."""
-        heads, page_size = k.shape[0], pages.keys.shape[2]
+        heads = k.shape[0]
+        page_size = pages.keys.shape[2]
         if heads not in self._write_index:
             self._write_index[heads] = _token_index(self.pages, self.offsets, heads, page_size)
         _store(pages, k, v, self._write_index[heads])
@@ -177,11 +178,13 @@ def plan_chunks(table: Tensor, widths: Sequence[int], page_size: int) -> tuple[R
         return (RowChunk(slice(0, len(widths)), table[:, : max(widths)]),)
 
     chunks = []
-    start, widest = 0, 0
+    start = 0
+    widest = 0
     for row, width in enumerate(widths):
         if row > start and (row - start + 1) * max(widest, width) * page_size > GATHER_TOKENS:
             chunks.append(RowChunk(slice(start, row), table[start:row, :widest]))
-            start, widest = row, 0
+            start = row
+            widest = 0
         widest = max(widest, width)
     chunks.append(RowChunk(slice(start, len(widths)), table[start:, :widest]))
     return tuple(chunks)
@@ -195,12 +198,14 @@ class Paging:
         self.invariant = invariant  # whether a row's bits must not depend on other rows
         self.has_key_bias = any(has_key_bias(module) for module in model.modules())
         self.latent_layers: dict[nn.Module, LatentLayer] = {}
+
         for module in model.modules():
             setattr(module, _PAGING, self)
             if is_latent(module):
                 self.latent_layers[module] = LatentLayer(module, self._is_prefill)
             if isinstance(module, PreTrainedModel):
                 set_attention(module, IMPLEMENTATION)
+
         self.layers: dict[nn.Module, LayerPages] = {}
         # a dict while the model's layers are being counted
         self.seen: dict[nn.Module, LayerShape] | None = None
@@ -331,15 +336,18 @@ def _attend(
     q: Tensor, pages: LayerPages, paging: Paging, step: DecodeStep, number: int, facts: Facts
 ) -> Tensor:
     """Let each row's new token attend to its pages: (rows, Hq, D) -> (rows, Hq, Dv)."""
-    rows, heads = q.shape[0], pages.keys.shape[1]
+    rows = q.shape[0]
+    heads = pages.keys.shape[1]
     index = step.gather_index(number, heads)
     gathered = []
+
     for name, cache in pages._asdict().items():
         flat = cache.view(-1, cache.shape[2] * cache.shape[3])
         out = paging.workspace(name, flat, (index.shape[0], flat.shape[1]))
         gathered.append(
             torch.index_select(flat, 0, index, out=out).view(rows * heads, -1, cache.shape[3])
         )
+
     k, v = gathered
     return attend_keys(
         q,
@@ -376,7 +384,8 @@ def attend_keys(
     The mask comes in the form that is needed: `visible` (b, L) bool, or `offset` (b * Hk, 1 or G,
     L), which is 0 or a bias or -inf, in the given dtype.
     """
-    rows, heads = q.shape[0], k.shape[0] // q.shape[0]
+    rows = q.shape[0]
+    heads = k.shape[0] // q.shape[0]
     # query heads that share a key head are its "sequence"
     grouped = q.reshape(rows * heads, -1, q.shape[-1])
     if facts.is_plain and q.dtype in (torch.bfloat16, torch.float16):

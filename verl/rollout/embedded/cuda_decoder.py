@@ -17,7 +17,10 @@ from verl.rollout.twin import ModelTwin
 
 # A product is cut along K where its output has fewer tiles (of _TILE rows and columns) than a device
 # has processors. The parts have at least _SHORTEST numbers.
-_TILE, _TILES, _MOST_SPLITS, _SHORTEST = 128, 132, 4, 1024
+_TILE = 128
+_TILES = 132
+_MOST_SPLITS = 4
+_SHORTEST = 1024
 
 
 class Slots(NamedTuple):
@@ -86,6 +89,7 @@ class DeviceStep(NamedTuple):
             workspace=self.workspace,
             fresh=fresh,
         )
+
         return out
 
 
@@ -122,6 +126,7 @@ class TritonDecoder(FusedDecoder):
             )
             for layer in self.layers
         }
+
         self._inner_norms = {layer.post_norm for layer in self.layers}
 
     def add_norm(self, parts: Parts, norm: Any) -> tuple[Tensor, Parts]:
@@ -149,13 +154,15 @@ class TritonDecoder(FusedDecoder):
         """See `FusedDecoder.attend`."""
         pages = self.paging.layers[layer.attention]
         qkv = F.linear(normed, *self._projections[id(layer)][0])
-        query_norm, key_norm = layer.query_norm, layer.key_norm
+        query_norm = layer.query_norm
+        key_norm = layer.key_norm
         norms: dict[str, Any] = {
             "query_norm": None if query_norm is None else query_norm.weight,
             "key_norm": None if key_norm is None else key_norm.weight,
             "eps": 0.0 if query_norm is None else query_norm.variance_epsilon,
         }
-        num_keys, dim = pages.keys.shape[1], pages.keys.shape[3]
+        num_keys = pages.keys.shape[1]
+        dim = pages.keys.shape[3]
         q, k, v = qkv.unflatten(1, (-1, dim)).tensor_split((-2 * num_keys, -num_keys), dim=1)
 
         fresh = None

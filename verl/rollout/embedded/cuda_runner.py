@@ -148,10 +148,12 @@ class CudaRunner(ModelRunner):
                 f"{total / GIB:.1f} GiB. Lower actor_rollout_ref.rollout.num_pages, or leave it "
                 "unset."
             )
+
         if self._memory is None:
             self._memory = ReservedMemory(total, self.device)
         self._memory.grow((num_pages + 1) * page)
         offset = 0
+
         for module, shape in self.layer_shapes().items():
             views = []
             for dim in (shape.key_dim, shape.value_dim):
@@ -160,6 +162,7 @@ class CudaRunner(ModelRunner):
                 views.append(self._memory.tensor(offset, size, self.dtype, strides))
                 offset += shape.heads * self.page_size * dim * self.dtype.itemsize
             self.paging.layers[module] = LayerPages(*views)
+
         self.state.table[-1] = num_pages
         self.state.positions[-1] = 0
         self.num_pages = num_pages
@@ -237,10 +240,8 @@ class CudaRunner(ModelRunner):
             positions=self.to_device(positions.astype(np.int32)),
             table=self.to_device(table.astype(np.int32)),
         )
-        pages, offsets = (
-            self.to_device(table[rows, positions // size]),
-            self.to_device(positions % size),
-        )
+        pages = self.to_device(table[rows, positions // size])
+        offsets = self.to_device(positions % size)
         step = self._device_step(self.to_device(rows.astype(np.int32)), pages, offsets)
         return step._replace(state=own, takes_fresh=False)
 
@@ -315,6 +316,7 @@ class CudaRunner(ModelRunner):
         )
         if self.parallel is not None:
             self.parallel.agree(drawn.tokens)
+
         advance(drawn.slots, drawn.tokens, state.tokens, state.positions, state.drawn, by=moves)
 
     def _device_step(self, slots: Tensor, pages: Tensor, offsets: Tensor) -> DeviceStep:
@@ -357,6 +359,7 @@ class CudaRunner(ModelRunner):
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
+
         with torch.cuda.stream(stream):
             self._step(rows)
             torch.cuda.synchronize(self.device)
@@ -384,6 +387,7 @@ class CudaRunner(ModelRunner):
                         f"graph: {error}. Set actor_rollout_ref.rollout.enforce_eager=true."
                     ) from error
                 graph.capture_end()
+
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self._slots.copy_(shown)
         return graph

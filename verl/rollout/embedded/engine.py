@@ -79,6 +79,7 @@ class EmbeddedEngine(LocalEngine):
             attention=IMPLEMENTATION,
             cuts=self.parallel.cuts if self.parallel else None,
         )
+
         self.runner = self._make_runner()
         self._run: _Run | None = None
         self._has_slept = False
@@ -138,6 +139,7 @@ class EmbeddedEngine(LocalEngine):
         except BaseException as error:
             self._abandon(error)
             raise
+
         if not run.scheduler.has_work:
             self._end_run()
         return completions
@@ -220,6 +222,7 @@ class EmbeddedEngine(LocalEngine):
         }
         if self.device.type == "cpu":
             return HostRunner(self.twin, **settings)
+
         require("triton", "Generation on a GPU", "pip install triton")
         # triton is installed with CUDA only
         cuda = importlib.import_module("verl.rollout.embedded.cuda_runner")
@@ -236,6 +239,7 @@ class EmbeddedEngine(LocalEngine):
         ids = [sample_id for request in requests for sample_id in request.sample_ids]
         keys = iter(sample_keys(seed, step, np.array(ids, np.int64)))
         groups = []
+
         for request in requests:
             group = Group(prompt=tuple(request.prompt_ids), unstarted=len(request.sample_ids))
             limits = response_limits(request, params, self.max_model_len)
@@ -245,6 +249,7 @@ class EmbeddedEngine(LocalEngine):
                     for sample_id, limit in zip(request.sample_ids, limits)
                 ]
             )
+
         # Longest first: otherwise the last to start could run longest, alone, on an idle device.
         groups.sort(key=lambda samples: -max((sample.limit for sample in samples), default=0))
         return [sample for samples in groups for sample in samples]
@@ -258,12 +263,14 @@ class EmbeddedEngine(LocalEngine):
         prompts = len({id(sample.group) for sample in samples})
         useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + prompts
         wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
+
         if wanted < max(most, default=0):
             raise RolloutError(
                 f"One sample alone may need {max(most)} pages of {size} tokens, the cache has room "
                 f"for {wanted} ({wanted * self.runner.page_bytes / GIB:.2f} GiB). "
                 f"{self._way_to_pages()}, or lower data.max_response_length."
             )
+
         if wanted > self.runner.num_pages:
             self.runner.allocate(wanted)
 
@@ -424,7 +431,8 @@ class EmbeddedEngine(LocalEngine):
             if not numbers:
                 continue
             prefills = [admission.prefills[n] for n in numbers]
-            sequences, pages = [p.token_ids for p in prefills], [p.pages for p in prefills]
+            sequences = [p.token_ids for p in prefills]
+            pages = [p.pages for p in prefills]
             if cached:
                 hidden = self.runner.extend(sequences, pages, [p.cached for p in prefills])
             else:
@@ -451,7 +459,9 @@ class EmbeddedEngine(LocalEngine):
         # A sample that ended at the previous draw has left its slot, but the device has drawn once
         # more for it.
         current = scheduler.epoch[draws.slots] == draws.epochs
-        slots, tokens, log_probs = draws.slots[current], tokens[current], log_probs[current]
+        slots = draws.slots[current]
+        tokens = tokens[current]
+        log_probs = log_probs[current]
         run.counts["generated_tokens"] += len(slots)
         if not np.isfinite(log_probs).all():
             first = int(slots[np.flatnonzero(~np.isfinite(log_probs))[0]])

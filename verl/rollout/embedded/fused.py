@@ -49,6 +49,7 @@ def can_fuse(module: PreTrainedModel) -> bool:
         return False
     body: Any = module.base_model
     parts = [module, body, body.norm, body.rotary_emb]
+
     for layer in body.layers:
         parts += [
             layer,
@@ -57,6 +58,7 @@ def can_fuse(module: PreTrainedModel) -> bool:
             layer.input_layernorm,
             layer.post_attention_layernorm,
         ]
+
     home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
     return all(type(part).__module__ == home for part in parts)
 
@@ -97,11 +99,13 @@ class FusedDecoder(ABC):
             )
             for layer in body.layers
         ]
+
         weight = self.embeddings.weight
         positions = torch.arange(max_positions, device=weight.device)
         cos, sin = body.rotary_emb(weight.new_empty(1, 1), positions[None])
         self.cos: Tensor = cos[0].contiguous()
         self.sin: Tensor = sin[0].contiguous()
+
         if parallel is not None:
             # Before the methods themselves, so that one rank alone has nothing more to do.
             vars(self).update(
@@ -165,21 +169,26 @@ class TorchDecoder(FusedDecoder):
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: Step) -> Tensor:
         """See `FusedDecoder.attend`."""
-        attention, size = layer.attention, (normed.shape[0], -1, self.cos.shape[1])
+        attention = layer.attention
+        size = (normed.shape[0], -1, self.cos.shape[1])
         q, k, v = (
             F.linear(normed, linear.weight, linear.bias).view(size)
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if layer.query_norm is not None:
-            q, k = self._norm(q, layer.query_norm), self._norm(k, layer.key_norm)
-        q, k = _rotate(q, *places), _rotate(k, *places)
+            q = self._norm(q, layer.query_norm)
+            k = self._norm(k, layer.key_norm)
+        q = _rotate(q, *places)
+        k = _rotate(k, *places)
         pages = self.paging.layers[attention]
         out = step.attend(self.paging, pages, q, k.transpose(0, 1), v.transpose(0, 1), layer.facts)
         return F.linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
         """See `FusedDecoder.feed_forward`."""
-        gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+        gate = layer.mlp.gate_proj
+        up = layer.mlp.up_proj
+        down = layer.mlp.down_proj
         active = F.silu(F.linear(normed, gate.weight, gate.bias), inplace=True)
         return F.linear(active.mul_(F.linear(normed, up.weight, up.bias)), down.weight, down.bias)
 
@@ -212,7 +221,9 @@ class StackedDecoder(FusedDecoder):
     @torch.inference_mode()
     def refresh(self) -> None:
         """Copy the current weights."""
-        self.stacks, self._layer_stacks = None, {}  # whose memory the new ones may take
+        # whose memory the new ones may take
+        self.stacks = None
+        self._layer_stacks = {}
         self.stacks = _stacked([Stacks.of(layer) for layer in self.layers])
         self._layer_stacks = {
             id(layer): _part(self.stacks, number) for number, layer in enumerate(self.layers)
@@ -231,15 +242,20 @@ class StackedDecoder(FusedDecoder):
 
     def attend(self, layer: Layer, normed: Tensor, places: Any, step: PrefillStep | Step) -> Tensor:
         """See `FusedDecoder.attend`."""
-        stacks, dim = self._layer_stacks[id(layer)], self.cos.shape[1]
+        stacks = self._layer_stacks[id(layer)]
+        dim = self.cos.shape[1]
         heads = _product(normed, stacks.qkv).view(normed.shape[0], -1, dim)
         rotated, v = heads.tensor_split((-stacks.num_key_heads,), dim=1)
         if stacks.head_norm is not None:
             rotated = _unit_rows(rotated, layer.query_norm.variance_epsilon).mul_(stacks.head_norm)
         rotated.view(places.dtype).mul_(places)
         q, k = rotated.tensor_split((-stacks.num_key_heads,), dim=1)
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-        pages, facts = self.paging.layers[layer.attention], layer.facts
+
+        k = k.transpose(0, 1)
+        v = v.transpose(0, 1)
+        pages = self.paging.layers[layer.attention]
+        facts = layer.facts
+
         if isinstance(step, PrefillStep):
             step.store(pages, k, v)
             heads = (q.transpose(0, 1)[None], k[None], v[None])
@@ -249,6 +265,7 @@ class StackedDecoder(FusedDecoder):
             out = out[0][0]
         else:
             out = step.attend(self.paging, pages, q, k, v, facts)
+
         return _product(out.flatten(1), stacks.output)
 
     def feed_forward(self, layer: Layer, normed: Tensor) -> Tensor:
@@ -275,26 +292,31 @@ class Stacks(NamedTuple):
 
     @classmethod
     def of(cls, layer: Layer) -> "Stacks":
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
+        mlp = layer.mlp
         dim = attention.head_dim
         num_query_heads, num_key_heads = (
             part.weight.shape[0] // dim for part in (attention.q_proj, attention.k_proj)
         )
         qkv = _stack([attention.q_proj, attention.k_proj, attention.v_proj], layer.input_norm)
         rotated = slice((num_query_heads + num_key_heads) * dim)
+
         for tensor in qkv:
             if tensor is not None:
                 tensor[..., rotated] = _paired(
                     tensor[..., rotated].unflatten(-1, (-1, dim))
                 ).flatten(-2)
+
         head_norm = None
         if layer.query_norm is not None:
-            query, key = layer.query_norm.weight, layer.key_norm.weight
+            query = layer.query_norm.weight
+            key = layer.key_norm.weight
             factors = (
                 torch.cat([query.expand(num_query_heads, dim), key.expand(num_key_heads, dim)])
                 * dim**0.5
             )
             head_norm = _paired(factors)
+
         return cls(
             qkv=qkv,
             output=_stack([attention.o_proj]),
@@ -375,7 +397,8 @@ def _constant(value: float) -> Tensor:
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads (b, h, D); cos and sin (b, 1, D) hold each angle twice, half of D apart."""
     half = heads.shape[-1] // 2
-    low, high = heads[..., :half], heads[..., half:]
+    low = heads[..., :half]
+    high = heads[..., half:]
     out = heads * cos
     out[..., :half].sub_(high * sin[..., :half])
     out[..., half:].add_(low * sin[..., half:])

@@ -71,12 +71,14 @@ def load_kernels() -> ModuleType | None:
     if not is_installed("numba"):
         logger.info("rollout: with numba this model would decode faster on CPU: pip install numba")
         return None
+
     if sgemm_address() is None:
         logger.info(
             "rollout: numba's kernels call MKL's products, which this torch does not have; torch "
             "decodes alone"
         )
         return None
+
     try:
         return importlib.import_module("verl.rollout.embedded.kernels.host")
     except ImportError as error:  # numba's own, of a numpy that is too new for it
@@ -124,8 +126,12 @@ class Lanes:
 
     def weights(self) -> Any:
         """`kernels.host.Weights`: the model's own memory and the decoder's."""
-        decoder, stacks = self.decoder, self.decoder.stacks
-        layers, norm, heads_norm = decoder.layers, decoder.norm, decoder.layers[0].query_norm
+        decoder = self.decoder
+        stacks = self.decoder.stacks
+        layers = decoder.layers
+        norm = decoder.norm
+        heads_norm = decoder.layers[0].query_norm
+
         return self.kernels.Weights(
             embeddings=decoder.embeddings.weight.detach().numpy(),
             **_arrays(
@@ -197,8 +203,10 @@ class Lane:
     def __init__(self, owner: Lanes, weights: Any, number: int, rows: slice) -> None:
         self.owner = owner
         self.rows = rows
-        count, dim = rows.stop - rows.start, owner.decoder.cos.shape[1]
-        hidden, intermediate = weights.down.shape[2], weights.down.shape[1]
+        count = rows.stop - rows.start
+        dim = owner.decoder.cos.shape[1]
+        hidden = weights.down.shape[2]
+        intermediate = weights.down.shape[1]
         shapes = {
             "stream": (count, hidden),
             "added": (count, hidden),
@@ -210,6 +218,7 @@ class Lane:
             "scores": (count, weights.output.shape[1] // dim, 0),
             "scratch": weights.head.shape[:1],
         }
+
         # By torch, which has them begin where vectors do.
         arrays = {name: torch.empty(shape).numpy() for name, shape in shapes.items()}
         self.logits = owner.memory_of_logits(number, count, weights.head.shape[0])
@@ -225,10 +234,8 @@ class Lane:
     ) -> list[Answer]:
         """Feed `ids` (b,) of these rows and draw as many tokens as `noise` (s, b, 2) has keys for,
         each from the one before; without any keys (s, 0, 2) the likeliest."""
-        tokens, log_probs = (
-            np.empty((len(noise), len(ids)), np.int64),
-            np.empty((len(noise), len(ids)), np.float32),
-        )
+        tokens = np.empty((len(noise), len(ids)), np.int64)
+        log_probs = np.empty((len(noise), len(ids)), np.float32)
         columns = column_hashes(len(weights.head), torch.device("cpu"))[0].numpy().view(np.uint32)
         self._have_scores(arrays)
         self.owner.kernels.generate(
@@ -246,6 +253,7 @@ class Lane:
             tokens,
             log_probs,
         )
+
         return list(zip(tokens, log_probs))
 
     def hidden(

@@ -121,7 +121,8 @@ class KeyRows:
 
     def lay_out(self) -> None:
         """Prepare the tensors that `attend` reads in this step."""
-        rows, last = len(self._slots), self._end
+        rows = len(self._slots)
+        last = self._end
         first = min(self._first, last + 1 - FEWEST_COLUMNS)
         for stack in self._stacks:
             caches = (stack.keys[:, :rows], stack.values[:, :rows])
@@ -143,8 +144,11 @@ class KeyRows:
         new_keys, new_values, keys, values = self._layers[id(pages)]
         new_keys.copy_(k.transpose(0, 1))
         new_values.copy_(v.transpose(0, 1))
+
         if facts.window is not None and facts.window < keys.shape[1]:
-            keys, values = keys[:, -facts.window :], values[:, -facts.window :]
+            keys = keys[:, -facts.window :]
+            values = values[:, -facts.window :]
+
         seen = slice(self._end + 1 - keys.shape[1], self._end + 1)
         return attend_keys(
             q,
@@ -196,20 +200,27 @@ class KeyRows:
         longest = max(self._end - self._starts[kept].min(initial=self._end), lengths.max(initial=0))
         self._reserve(scheduler, max(len(slots), 1 + kept.max(initial=-1)), int(longest), steps)
         # Rows are the first b: the last ones move to where others have left.
-        stays, moves = kept[kept < len(slots)], kept[kept >= len(slots)]
+        stays = kept[kept < len(slots)]
+        moves = kept[kept >= len(slots)]
+
         free = np.setdiff1d(np.arange(len(slots)), stays)
-        targets, rest = free[: len(moves)], free[len(moves) :]
+        targets = free[: len(moves)]
+        rest = free[len(moves) :]
         if moves.size:
             self._move(moves, targets)
         if new.size:
             self._fill(rest, scheduler.table[new], lengths, scheduler.page_size)
         order, starts = np.empty((2, len(slots)), np.int64)
+
         for array, old, fresh in (
             (order, self._slots, new),
             (starts, self._starts, self._end - lengths),
         ):
             array[stays], array[targets], array[rest] = old[stays], old[moves], fresh
-        self._slots, self._starts, self._epochs = order, starts, scheduler.epoch[order]
+
+        self._slots = order
+        self._starts = starts
+        self._epochs = scheduler.epoch[order]
         self._first = int(starts.min())
         self._masks.clear()
 
@@ -225,12 +236,16 @@ class KeyRows:
         self._num_rows = len(scheduler.epoch) if scheduler.waiting else rows
         longest = scheduler.table.shape[1] * scheduler.page_size
         self._num_columns = max(length + steps, min(length + _spare_columns(length), longest))
+
         kept = slice(self._end - min(length, self._end), self._end)
-        old, self._stacks = self._stacks, self._empty_stacks()
+        old = self._stacks
+        self._stacks = self._empty_stacks()
+
         for fresh, stale in zip(self._stacks, old):
             for target, source in zip(fresh[:2], stale[:2]):
                 held = source[:, :rows, :, kept]
                 target[:, : held.shape[1], :, length - held.shape[3] : length] = held
+
         self._starts = self._starts + (length - self._end)
         # The longest row may be one that leaves: then its first columns were not kept.
         self._first = max(0, self._first + length - self._end)
@@ -276,7 +291,9 @@ class KeyRows:
         # Before a sequence its first token is repeated: these columns are masked, but have to be
         # finite.
         tokens = (np.arange(-longest, 0) + lengths[:, None]).clip(min=0)
-        numbers, offsets = np.take_along_axis(table, tokens // size, axis=1), tokens % size
+        numbers = np.take_along_axis(table, tokens // size, axis=1)
+        offsets = tokens % size
+
         for pages, mine in self._caches():
             heads = pages.shape[1]
             # (n, Hk, L)

@@ -115,7 +115,8 @@ class HostRunner(ModelRunner):
     def decode(self, scheduler: Scheduler, slots: NDArray[np.int64], steps: int) -> list[Draws]:
         """See `ModelRunner.decode`."""
         assert self._body is not None
-        keeps_rows, lanes = self._keeps_rows(scheduler), self._count_lanes(scheduler)
+        keeps_rows = self._keeps_rows(scheduler)
+        lanes = self._count_lanes(scheduler)
         if keeps_rows:
             slots = self._key_rows.arrange(scheduler, slots, steps, by_column=lanes > 0)
         last = scheduler.token_ids[slots, scheduler.drawn[slots] - 1]
@@ -143,14 +144,16 @@ class HostRunner(ModelRunner):
         steps: int,
     ) -> list[Draws]:
         assert self._lanes is not None
-        arrays, weights = self._key_rows.arrays(), self._lanes.weights()
+        arrays = self._key_rows.arrays()
+        weights = self._lanes.weights()
         noise_keys = np.stack([self._noise_keys(scheduler, slots, step) for step in range(steps)])
         fill_pages = self._key_rows.advance(scheduler, steps)
 
         def run(lane: Lane) -> list[Answer]:
             mine = lane.rows
             if self.params.is_filtered or self.head != Head():
-                answers, last = [], ids[mine]
+                answers = []
+                last = ids[mine]
                 for step in range(steps):
                     hidden = lane.hidden(last, weights, arrays, arrays.column + step)
                     answers.append(self._draw(hidden, noise_keys[step, mine], lane.logits))
@@ -160,6 +163,7 @@ class HostRunner(ModelRunner):
                 answers = lane.generate(
                     ids[mine], noise, weights, arrays, self.params.temperature or 1.0
                 )
+
             fill_pages(mine)
             return answers
 
@@ -175,7 +179,8 @@ class HostRunner(ModelRunner):
         """Return the number of lanes of the next steps."""
         if self._lanes is None or not self._keeps_rows(scheduler):
             return 0
-        rows, threads = len(scheduler.unfinished), torch.get_num_threads()
+        rows = len(scheduler.unfinished)
+        threads = torch.get_num_threads()
         return host_lanes.count_lanes(rows, threads, self._weight_bytes)
 
     def _noise_keys(

@@ -35,13 +35,16 @@ SETTING = "actor_rollout_ref.rollout.deterministic=true"
 # Rows of one product on CPU. Padding costs at one row, blocks at a thousand: of a large weight, 32
 # rows take 5 times a single one and 1,024 rows 1.7 times one product; small products are all
 # overhead, so they get more rows.
-BLOCK_ROWS, BLOCK_ROWS_SMALL, SMALL_WEIGHT = 32, 64, 1 << 16
+BLOCK_ROWS = 32
+BLOCK_ROWS_SMALL = 64
+SMALL_WEIGHT = 1 << 16
 BLOCK_PRODUCTS = 32  # of one batched product on CPU: the BLAS spreads threads by their number
 BLOCK_KEYS = 64  # whose scores are summed together; the sums are added up in the order of the keys
 # Elements of one call of an element-wise function on CPU: fewer than torch divides among threads
 # (2**15), because a thread's share may end within a vector. _VECTOR is a multiple of what any CPU
 # computes at once.
-PIECE, _VECTOR = 1 << 14, 64
+PIECE = 1 << 14
+_VECTOR = 64
 _ALIGNMENT = 64  # bytes; a BLAS may treat the ends of unaligned rows in another way
 _INNER = (
     # a product over a multiple of so many numbers has no unaligned rows (with 37, AVX2 code sums by
@@ -95,8 +98,10 @@ def linear(
 
 def _blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if odd := -x.shape[1] % _INNER:
-        x, weight = F.pad(x, (0, odd)), F.pad(weight, (0, odd))
-    rows, columns = x.shape[0], weight.shape[0]
+        x = F.pad(x, (0, odd))
+        weight = F.pad(weight, (0, odd))
+    rows = x.shape[0]
+    columns = weight.shape[0]
     size = BLOCK_ROWS_SMALL if weight.numel() <= SMALL_WEIGHT else BLOCK_ROWS
     out = x.new_empty(-(-rows // size) * size, columns)
     transposed = weight.t()
@@ -168,7 +173,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
     """
     if varlen_can(q, v, facts):
         return _varlen_attention(q, k, v, layout, facts)
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for length in layout.lengths:
         mine = slice(start, start + length)
         outputs.append(
@@ -199,6 +205,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, facts: Fa
         **grouped,
         **_ONE_SPLIT,
     )
+
     assert isinstance(out, Tensor)
     return out
 
@@ -218,11 +225,15 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
     adds zeros. All arithmetic is at least fp32.
     """
     precise = torch.promote_types(q.dtype, torch.float32)
-    rows, heads, length, groups = k.shape[0], k.shape[1], k.shape[2], q.shape[1] // k.shape[1]
+    rows = k.shape[0]
+    heads = k.shape[1]
+    length = k.shape[2]
+    groups = q.shape[1] // k.shape[1]
     blocks = -(-length // BLOCK_KEYS)
     shape = (rows, heads, blocks)
     if extra := -length % BLOCK_KEYS:
-        k, v = F.pad(k, (0, 0, 0, extra)), F.pad(v, (0, 0, 0, extra))
+        k = F.pad(k, (0, 0, 0, extra))
+        v = F.pad(v, (0, 0, 0, extra))
     k, v = (tensor.to(precise).reshape(-1, BLOCK_KEYS, tensor.shape[-1]) for tensor in (k, v))
     query = q.to(precise).view(rows, heads, 1, groups, -1).expand(*shape, groups, q.shape[-1])
     scores = _products(query.reshape(-1, groups, q.shape[-1]), k, transpose=True).mul_(facts.scale)
@@ -250,7 +261,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, facts: 
 
 def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
     """Return a (n, G, K) times b (n, K, N), or b (n, N, K) transposed: (n, G, N)."""
-    count, columns = a.shape[0], b.shape[1] if transpose else b.shape[2]
+    count = a.shape[0]
+    columns = b.shape[1] if transpose else b.shape[2]
     out = a.new_empty(-(-count // BLOCK_PRODUCTS) * BLOCK_PRODUCTS, a.shape[1], columns)
     blocks = zip(
         *(_blocks_of(factor, BLOCK_PRODUCTS) for factor in (a, b)), out.split(BLOCK_PRODUCTS)
@@ -283,6 +295,7 @@ def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
             f"{SETTING} computes in bfloat16, float16 or float32 on CUDA, the engine's weights are "
             "float64. Set actor_rollout_ref.rollout.dtype to one of these."
         )
+
     under_mode: set[nn.Module] = set()
     for name, module in model.named_modules():
         if _is_linear(module):
@@ -298,10 +311,12 @@ def make_invariant(model: PreTrainedModel, device: torch.device) -> None:
             elif device.type == "cuda" and dims:
                 # a norm: CUDA's sums over a row depend on the number of rows
                 under_mode.add(module)
+
     if any(name.endswith("experts") for name, _ in model.named_modules()):
         # experts that are a list of plain layers have one implementation
         with suppress(ValueError):
             model.set_experts_implementation("eager")
+
     for module in under_mode:
         module.forward = functools.partial(_forward_under_mode, module.forward)
 
@@ -494,11 +509,13 @@ def _is_row_wise(func: Any, args: Any, kwargs: Any) -> bool:
         return tensors[0].shape[-1] == 1  # rotary angles: a product of two numbers has no order
     if tensors[0].is_cuda:
         return torch.Tag.pointwise in func.tags
+
     name = name.removesuffix("_")
     if tensors[0].dtype in (torch.bfloat16, torch.float16) and (
         name == "rsqrt" or kwargs.get("alpha", 1) != 1
     ):
         return False
+
     if name in _SUMS:
         return len(args) > 1 and _is_last(args[1], tensors[0])
     return name in _SAME_AT_THE_END or (

@@ -36,7 +36,9 @@ class PageAllocator:
         free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
         references = np.append(self.references, np.zeros(num_pages - self.num_pages, np.int32))
         # no interrupt comes in between
-        self._free, self.references, self.num_pages = free, references, num_pages
+        self._free = free
+        self.references = references
+        self.num_pages = num_pages
 
     @property
     def num_free(self) -> int:

@@ -72,6 +72,7 @@ class ModelRunner:
             make_invariant(module, device)
         if parallel is not None:
             parallel.sum_outputs(module)
+
         self.paging = Paging(module, invariant=deterministic)
         self.head = head_of(module)
         self.num_pages = 0

@@ -100,6 +100,7 @@ class Scheduler:
         self.prefix_caching = prefix_caching
         self.redraw = redraw
         self.max_num_seqs = max_num_seqs
+
         slots = min(max_num_seqs, max(len(self.waiting), least_slots))
         longest = max((sample.limit for sample in self.waiting), default=1)
         longest_sequence = max(
@@ -109,6 +110,7 @@ class Scheduler:
         self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
         # tokens whose keys are in the pages, or will be by what is launched
         self.cached = np.zeros(slots, np.int64)
+
         self.launched = np.zeros(slots, np.int64)
         self.drawn = np.zeros(slots, np.int64)
         self.epoch = np.zeros(slots, np.int64)
@@ -118,6 +120,7 @@ class Scheduler:
         self.log_probs = np.zeros((slots, longest), np.float32)
         # slots whose row of `table` is not what `take_changed` last gave
         self._changed: set[int] = set()
+
         self._samples: list[Sample | None] = [None] * slots
         self._held: list[list[int]] = [[] for _ in range(slots)]
         self._free_slots = list(range(slots))
@@ -208,6 +211,7 @@ class Scheduler:
             return None
         admission = Admission([], [], {})
         budget = self.max_num_batched_tokens
+
         while self.waiting and self._free_slots:
             sample = self.waiting[0]
             group = sample.group
@@ -238,9 +242,11 @@ class Scheduler:
             elif not self.pages.can_allocate(spare):
                 break
             self._start(self.waiting.popleft(), admission)
+
         if self.prefix_caching:
             for prefill in admission.prefills:
                 self.pages.register(prefill.token_ids, prefill.pages, self.page_size)
+
         return admission if admission.slots else None
 
     @property
@@ -297,6 +303,7 @@ class Scheduler:
                 self.table[slot, index] = page
                 self._changed.add(slot)
                 break
+
         return copies, True
 
     def take_changed(self) -> NDArray[np.int64]:
@@ -361,10 +368,12 @@ class Scheduler:
 
         Each is (slot, number of the page in its sequence). The page is missing or shared.
         """
-        rows, size = self.unfinished, self.page_size
+        rows = self.unfinished
+        size = self.page_size
         cached = self.cached[rows]
         shared = (cached % size > 0) & (self.pages.references[self.table[rows, cached // size]] > 1)
-        begin, end = -(-cached // size) - shared, -(-(cached + steps) // size)
+        begin = -(-cached // size) - shared
+        end = -(-(cached + steps) // size)
 
         lacking = np.flatnonzero(begin < end)
         bounds = zip(rows[lacking].tolist(), begin[lacking].tolist(), end[lacking].tolist())
@@ -446,7 +455,8 @@ class Scheduler:
             # Drawing again gives the same tokens and the same bits of their keys. A prefill would
             # give keys with other bits.
             self.discarded += len(sample.token_ids)
-            sample.token_ids, sample.log_probs = [], []
+            sample.token_ids = []
+            sample.log_probs = []
             sample.group.unstarted += 1
         self.waiting.appendleft(sample)
         self._release(slot)

@@ -31,7 +31,10 @@ Cut = Callable[[Tensor], Tensor]
 
 # How the plans of transformers cut a module or a parameter. `packed`: each half of the outputs for
 # itself.
-_COLWISE, _PACKED, _ROWWISE, _EXPERTS = "colwise", "packed_colwise", "rowwise", "moe_tp_experts"
+_COLWISE = "colwise"
+_PACKED = "packed_colwise"
+_ROWWISE = "rowwise"
+_EXPERTS = "moe_tp_experts"
 _WHOLE = "replicated_with_grad_allreduce"
 _STYLES = (_COLWISE, _PACKED, _ROWWISE, _EXPERTS, _WHOLE)
 _SUMMED = (_ROWWISE, _EXPERTS)  # modules whose outputs are a rank's share of a sum
@@ -50,7 +53,8 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
     The error names the family and the way out. Needs no weights.
     """
     text: Any = config.get_text_config()
-    family, plan = config.model_type, _plan(text)
+    family = config.model_type
+    plan = _plan(text)
     if getattr(text, "kv_lora_rank", None):
         raise ConfigError(
             f"{SETTING}={size}: the engine cannot cut multi-head latent attention (MLA), got the "
@@ -144,18 +148,21 @@ class TensorParallel:
         return None if inner == name else self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", inner))
 
     def _cuts(self, model: PreTrainedModel) -> Iterator[tuple[str, Cut]]:
-        size, family = self.axis.size, model.config.model_type
+        size = self.axis.size
+        family = model.config.model_type
         for name, parameter in plain_parameters(model):
             owner, _, kind = name.rpartition(".")
             style = self._style(name) or self._style(owner)
             is_bias = kind.endswith("bias")
             if style is None or style == _WHOLE:
                 continue
+
             if style == _ROWWISE and is_bias:
                 # Added up over the ranks, so it must be there once.
                 if self.axis.rank > 0:
                     yield name, torch.zeros_like
                 continue
+
             parts = 2 if style == _PACKED else 1
             dim = -1 if style == _ROWWISE or is_bias else -2
             if style == _EXPERTS or parameter.shape[dim] % (parts * size):
@@ -163,6 +170,7 @@ class TensorParallel:
                     f"{SETTING}={size}: '{name}' of the family '{family}', of shape "
                     f"{tuple(parameter.shape)}, cannot be cut for so many ranks. Set {SETTING}=1."
                 )
+
             yield name, partial(_part, self.axis, dim, parts)
 
 

@@ -96,11 +96,13 @@ def log1p(x: np.float32) -> np.float32:
     f = x if n == np.float32(0) else m - np.float32(1)
     # log((1 + s) / (1 - s)) = 2 (s + s^3 / 3 + s^5 / 5 + ...) with |s| < 0.172
     s = f / (np.float32(2) + f)
+
     square = s * s
     series = np.float32(1 / 9)
     for divisor in (7, 5, 3):
         series = series * square + np.float32(1 / divisor)
     log = np.float32(2) * s + np.float32(2) * s * square * series
+
     return max(n * np.float32(0.6931471805599453) + log, np.float32(-22))
 
 
@@ -199,7 +201,8 @@ def generate(
 ):
     """tokens (s, b) and log_probs (s, b) of s steps, the first of which is fed `ids` (b,); see
     `step` and `draw`. noise (s, b, 2), or (s, 0, 2) for the largest logits."""
-    last, most = ids, len(memory.logits)
+    last = ids
+    most = len(memory.logits)
     for number in range(len(tokens)):
         step(last, weights, keys, values, starts, first, column + number, memory)
         last = tokens[number]
@@ -224,11 +227,14 @@ def step(ids, weights, keys, values, starts, first, column, memory):
     and values go to `column` of those that keys and values (n, C, R, Hk, D) and starts (R,) have
     from row `first` on; see `attend`."""
     rows, hidden = memory.stream.shape
-    heads, mixed = memory.heads.reshape(rows, -1), memory.mixed.reshape(rows, -1)
+    heads = memory.heads.reshape(rows, -1)
+    mixed = memory.mixed.reshape(rows, -1)
+
     for row in range(rows):
         for i in range(hidden):
             memory.stream[row, i] = weights.embeddings[ids[row], i]
             memory.added[row, i] = np.float32(0)
+
     for layer in range(len(weights.qkv)):
         add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
         multiply(memory.normed, weights.qkv[layer], weights.qkv_bias[layer], heads, False)
@@ -250,10 +256,12 @@ def step(ids, weights, keys, values, starts, first, column, memory):
         multiply(mixed, weights.output[layer], weights.output_bias[layer], memory.added, False)
         add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
         for part in range(2):
-            matrix, bias = weights.gate_up[layer, part], weights.gate_up_bias[layer, part]
+            matrix = weights.gate_up[layer, part]
+            bias = weights.gate_up_bias[layer, part]
             multiply(memory.normed, matrix, bias, memory.gate_up[part], False)
         gate(memory.gate_up, memory.active)
         multiply(memory.active, weights.down[layer], weights.down_bias[layer], memory.added, False)
+
     add_unit_rows(memory.stream, memory.added, memory.normed, weights.epsilon)
     for row in range(rows):
         for i in range(hidden):
@@ -267,8 +275,10 @@ def multiply(x, matrix, bias, out, transposed):
     for row in range(len(out) if len(bias) else 0):
         for i in range(out.shape[1]):
             out[row, i] = bias[0, i]
+
     # Fortran's order: its matrices are the transposed ones, its numbers come by their addresses.
-    sizes, factors = np.empty(4, np.int64), np.empty(2, np.float32)
+    sizes = np.empty(4, np.int64)
+    factors = np.empty(2, np.float32)
     sizes[0], sizes[1], sizes[2], sizes[3] = out.shape[1], x.shape[0], x.shape[1], matrix.shape[1]
     factors[0], factors[1] = 1, len(bias)
     form = _FORMS[1:].ctypes if transposed else _FORMS.ctypes
@@ -307,7 +317,9 @@ def attend(
     num_query_heads = heads.shape[1] - 2 * num_key_heads
     groups = num_query_heads // num_key_heads
     rows = len(heads)
-    seen, begin = np.empty(rows, np.int64), column
+    seen = np.empty(rows, np.int64)
+    begin = column
+
     for row in range(rows):
         mine = heads[row]
         seen[row] = max(starts[first + row], column + 1 - window)
@@ -321,9 +333,11 @@ def attend(
                 values[column, first + row, head, i] = mine[
                     num_query_heads + num_key_heads + head, i
                 ]
+
     for at in range(begin, column + 1, 4):
         for row in range(rows):
-            start, stop = max(at, seen[row]), min(at + 4, column + 1)
+            start = max(at, seen[row])
+            stop = min(at + 4, column + 1)
             for query in range(num_query_heads if start < stop else 0):
                 row_scores = scores[row, query, start - begin :]
                 _score(
@@ -336,14 +350,17 @@ def attend(
                     scale,
                     row_scores,
                 )
+
     for row in range(rows):
         for query in range(num_query_heads):
             _softmax(scores[row, query, seen[row] - begin : column + 1 - begin])
             for i in range(out.shape[2]):
                 out[row, query, i] = np.float32(0)
+
     for at in range(begin, column + 1, 4):
         for row in range(rows):
-            start, stop = max(at, seen[row]), min(at + 4, column + 1)
+            start = max(at, seen[row])
+            stop = min(at + 4, column + 1)
             for query in range(num_query_heads if start < stop else 0):
                 row_scores = scores[row, query, start - begin :]
                 _mix(row_scores, values, start, stop, first + row, query // groups, out[row, query])
@@ -373,14 +390,18 @@ def _score(query, keys, start, stop, row, head, scale, scores):
     """scores (stop - start,) = query (D,) times these columns' keys (C, R, Hk, D) in a row and
     head. Four are taken at once, so that a number of the query is loaded once."""
     if stop - start == 4:
-        key_0, key_1 = keys[start, row, head], keys[start + 1, row, head]
-        key_2, key_3 = keys[start + 2, row, head], keys[start + 3, row, head]
+        key_0 = keys[start, row, head]
+        key_1 = keys[start + 1, row, head]
+        key_2 = keys[start + 2, row, head]
+        key_3 = keys[start + 3, row, head]
         score_0 = score_1 = score_2 = score_3 = np.float32(0)
+
         for i in range(len(query)):
             score_0 += query[i] * key_0[i]
             score_1 += query[i] * key_1[i]
             score_2 += query[i] * key_2[i]
             score_3 += query[i] * key_3[i]
+
         scores[0], scores[1], scores[2], scores[3] = (
             score_0 * scale,
             score_1 * scale,
@@ -413,9 +434,15 @@ def _mix(weights, values, start, stop, row, head, out):
     """out (D,) += weights (stop - start,) times these columns' values (C, R, Hk, D) in a row and
     head. Four are taken at once, so that a sum is loaded and stored once."""
     if stop - start == 4:
-        value_0, value_1 = values[start, row, head], values[start + 1, row, head]
-        value_2, value_3 = values[start + 2, row, head], values[start + 3, row, head]
-        weight_0, weight_1, weight_2, weight_3 = weights[0], weights[1], weights[2], weights[3]
+        value_0 = values[start, row, head]
+        value_1 = values[start + 1, row, head]
+        value_2 = values[start + 2, row, head]
+        value_3 = values[start + 3, row, head]
+        weight_0 = weights[0]
+        weight_1 = weights[1]
+        weight_2 = weights[2]
+        weight_3 = weights[3]
+
         for i in range(len(out)):
             out[i] += (
                 weight_0 * value_0[i]
@@ -425,7 +452,8 @@ def _mix(weights, values, start, stop, row, head, out):
             )
     else:
         for column in range(start, stop):
-            weight, value = weights[column - start], values[column, row, head]
+            weight = weights[column - start]
+            value = values[column, row, head]
             for i in range(len(out)):
                 out[i] += weight * value[i]
 
@@ -442,10 +470,12 @@ def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
         # would be lost.
         largest = largest_of(mine)
         total = np.float32(0)
+
         for i in range(len(mine)):
             weight = exp((mine[i] - largest) * factor)
             scratch[i] = weight
             total += weight
+
         if keys.shape[0] > 0:
             first = np.uint32(keys[row, 0] ^ (keys[row, 0] >> np.uint32(16)))
             second = keys[row, 1]
@@ -458,6 +488,7 @@ def draw(logits, temperature, keys, columns, scratch, tokens, log_probs):
                 bits = np.uint32(bits ^ (bits >> np.uint32(16)))
                 number = np.float32(np.int32(bits & np.uint32(0x7FFFFFFF)))
                 scratch[i] /= -log1p(np.float32(-(2.0**-32)) - number * np.float32(2.0**-31))
+
         token = _first(scratch, largest_of(scratch))
         tokens[row] = token
         log_probs[row] = (mine[token] - largest) * factor - np.float32(np.log(total))

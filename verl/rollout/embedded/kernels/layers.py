@@ -41,6 +41,7 @@ def add_rms_norm(
     second_splits, third_splits = (
         1 if part is None or part.ndim == 2 else len(part) for part in (second, third)
     )
+
     _add_rms_norm[(rows,)](
         first,
         second,
@@ -56,13 +57,15 @@ def add_rms_norm(
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )
+
     return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020, equation 6) of `gate_up` (b, 2 I), the gates in front: (b,
     I)."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     _swiglu[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
     return out
@@ -89,7 +92,8 @@ def rope_store(
     keys and values (num_pages, Hk, page_size, D). With `query_norm` and `key_norm` (D,), each head
     is RMS-normed first (Qwen3).
     """
-    heads_k, width = keys.shape[1], keys.shape[3]
+    heads_k = keys.shape[1]
+    width = keys.shape[3]
     heads_q = qkv.shape[1] // width - 2 * heads_k
     _rope_store[(qkv.shape[0],)](
         qkv,
@@ -144,9 +148,11 @@ def _add_rms_norm(
         wide += _part(SECOND, row * width + column, inside, width, SECOND_SPLITS, dtype)
     if THIRD is not None:
         wide += _part(THIRD, row * width + column, inside, width, THIRD_SPLITS, dtype)
+
     if WRITES_SUM:
         tl.store(FIRST + row * width + column, wide.to(dtype), mask=inside)
         wide = wide.to(dtype).to(tl.float32)
+
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     if ROUND_NORMED:
         normed = normed.to(dtype).to(tl.float32)
@@ -211,6 +217,7 @@ def _rope_store(
     sin = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     source = QKV + row * qkv_row
     head, column, mask = _tile(BLOCK_Q, HQ, HALF, D)
+
     at = source + head * D + column
     low, high = _rotate(at, mask, cos, sin, QUERY_NORM, eps, D)
     tl.store(at, low, mask=mask)
@@ -219,6 +226,7 @@ def _rope_store(
     at = source + (HQ + head) * D + column
     low, high = _rotate(at, mask, cos, sin, KEY_NORM, eps, D)
     tl.store(at, low, mask=mask)
+
     tl.store(at + D // 2, high, mask=mask)
     target = KEYS + page * key_page + head * key_head + offset * key_token + column
     tl.store(target, low, mask=mask)
@@ -244,6 +252,7 @@ def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
     high = tl.load(AT + D // 2, mask=mask, other=0.0)
     dtype = low.dtype
     low, high = low.to(tl.float32), high.to(tl.float32)
+
     if NORM is not None:
         mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / D
         scale = tl.rsqrt(mean + eps)[:, None]
@@ -254,4 +263,5 @@ def _rotate(AT, mask, cos, sin, NORM, eps, D: tl.constexpr):
         ]
         low = (low * scale * low_norm).to(dtype).to(tl.float32)
         high = (high * scale * high_norm).to(dtype).to(tl.float32)
+
     return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)

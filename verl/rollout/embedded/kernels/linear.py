@@ -77,11 +77,13 @@ def linear(
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
     assert x.dtype in DTYPES, x.dtype
     assert bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
-    rows, columns = x.shape[0], weight.shape[0]
+    rows = x.shape[0]
+    columns = weight.shape[0]
     if x.stride(1) != 1:
         x = x.contiguous()
     if out is None:
         out = x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
+
     assert out.shape == (rows, columns), (out.shape, rows, columns)
     assert out.stride(1) == 1, out.stride()
     if rows:
@@ -119,10 +121,13 @@ def _splits(columns: int, inner: int) -> tuple[int, int]:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: Plan) -> None:
     (rows, inner), columns, tile = x.shape, weight.shape[0], plan.tile
     tiles = triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n)
-    target, grid = out, (tiles, 1)
+    target = out
+    grid = (tiles, 1)
+
     if plan.in_grid:
         target = torch.empty(plan.splits, rows, columns, dtype=torch.float32, device=x.device)
         grid = (tiles, plan.splits)
+
     _linear_kernel[grid](
         x,
         weight,
@@ -147,6 +152,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, plan: P
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
     if plan.in_grid:
         _add_splits_kernel[(triton.cdiv(columns, 256), rows)](
             target,

@@ -163,23 +163,27 @@ def decode_attention(
     kv_heads, page_size, value_dim = values.shape[1:]
     fresh_programs = 0 if fresh is None else rows * kv_heads * num_splits
     config = config or decode_config(dim, value_dim, q.dtype, fresh_programs=fresh_programs)
+
     if split_tokens is not None:
         assert split_tokens % config.block_n == 0, (
             f"splits of {split_tokens} tokens in blocks of {config.block_n}"
         )
         num_splits = fixed_num_splits(table.shape[1], page_size, split_tokens, window)
+
     partials = (
         (None, None, None)
         if num_splits == 1
         else _room(workspace, rows, heads, kv_heads, num_splits, value_dim)
     )
     news = (None,) * len(Fresh._fields)
+
     if fresh is not None:
         assert fresh.keys.stride()[:2] == fresh.values.stride()[:2] == q.stride()[:2], (
             "one projection's q, k and v"
         )
         assert dim == value_dim, f"keys of {dim} numbers, values of {value_dim}"
         news = tuple(fresh)
+
     # Scores are in base 2, because exp2 is one instruction; with a cap, `scale` leads to multiples
     # of it.
     scale, cap = (
@@ -257,6 +261,7 @@ def _check(
     assert q.stride(2) == keys.stride(3) == values.stride(3) == table.stride(1) == 1, (
         "last dimensions must be contiguous"
     )
+
     assert out.shape == (rows, heads, value_dim), f"out must be (b, Hq, Dv), got {tuple(out.shape)}"
     assert out.is_contiguous(), "out must be contiguous"
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32), (
@@ -340,6 +345,7 @@ def _attend(
     first, stop, origin, size = _span(
         slot, POSITIONS, window, tl.num_programs(2), SPLIT_TOKENS, BLOCK_N
     )
+
     begin = tl.maximum(origin + split * size, first)
     end = tl.minimum(origin + (split + 1) * size, stop)
     if (split > 0) & (begin >= end):
@@ -349,6 +355,7 @@ def _attend(
         KEYS + kv_head * key_head,
         VALUES + kv_head * value_head,
     )
+
     offsets = tl.arange(0, BLOCK_N)
     start = begin // BLOCK_N * BLOCK_N
     page = tl.load(pages + (start + offsets) // PAGE_SIZE, mask=start + offsets < end, other=0)
@@ -357,6 +364,7 @@ def _attend(
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     query = Q + row * q_row + heads[:, None] * q_head
     q_mask = (group[:, None] < GROUP) & (dims < DIM)
+
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS is not None:
         # A sink is a key without a value; the row's first split counts it.
@@ -364,6 +372,7 @@ def _attend(
             tl.load(SINKS + heads, mask=(group < GROUP) & (split == 0), other=float("-inf"))
             * _LOG2_E
         )
+
     m, total, acc = sink, tl.zeros_like(sink), tl.zeros([BLOCK_M, BLOCK_VALUE], tl.float32)
     last = end
     if COS is None:
@@ -382,6 +391,7 @@ def _attend(
             tl.store(keys + own * key_page + place * key_token + dims, k, mask=dims < DIM)
             tl.store(values + own * value_page + place * value_token + dims, v, mask=dims < DIM)
             m, total, acc = _weigh_one(q, k, v, sink, scale, cap)
+
     for block in range(start, last, BLOCK_N):
         tokens = block + offsets
         seen = (tokens >= begin) & (tokens < last)
@@ -394,10 +404,12 @@ def _attend(
         v = _read(values, page, value_page, within, value_token, seen, VALUE_DIM, BLOCK_VALUE)
         m, total, acc = _weigh(q, k, v, seen, m, total, acc, scale, cap)
         page = next_page
+
     if SINKS is not None:
         total += tl.where(sink == float("-inf"), 0.0, tl.exp2(sink - m))
     real, at = group < GROUP, row * GROUP * tl.num_programs(1) + heads
     count = tl.cdiv(stop - origin, size)
+
     if PARTIAL_OUT is not None and count > 1:
         partial = at * tl.num_programs(2)
         tl.store(PARTIAL_LSE + partial + split, m + tl.log2(total), mask=real)
@@ -411,6 +423,7 @@ def _attend(
                 PARTIAL_OUT, PARTIAL_LSE, partial, real, count, VALUE_DIM, BLOCK_VALUE
             )
         real &= is_last
+
     _store(OUT, at, real, acc, total, VALUE_DIM)
 
 
@@ -426,11 +439,13 @@ def _turned(AT, dims, mask, COS, SIN, position, NORM, eps, DIM: tl.constexpr):
     )
     dtype = one.dtype
     one, other = one.to(tl.float32), other.to(tl.float32)
+
     if NORM is not None:
         scale = tl.rsqrt(tl.sum(one * one, 1) / DIM + eps)[:, None]
         one *= scale * tl.load(NORM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
         other *= scale * tl.load(NORM + partner, mask=dims < DIM, other=0.0).to(tl.float32)
         one, other = one.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+
     cos = tl.load(COS + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     sin = tl.load(SIN + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     return (one * cos + other * tl.where(dims < half, -sin, sin)).to(dtype)
@@ -505,6 +520,7 @@ def _merged(
     total = tl.zeros(partial.shape, tl.float32)
     acc = tl.zeros([partial.shape[0], BLOCK_VALUE], tl.float32)
     dims = tl.arange(0, BLOCK_VALUE)[None, :]
+
     for first in range(0, count, _MERGED):
         for number in tl.static_range(_MERGED):
             split = first + number
@@ -527,4 +543,5 @@ def _merged(
             total = total * alpha + weight
             acc = acc * alpha[:, None] + part * weight[:, None]
             m = new_m
+
     return total, acc

@@ -108,7 +108,9 @@ def draw(
     assert state.slots.shape == state.tokens.shape == state.log_probs.shape == (rows,)
     assert state.tokens.dtype == state.keys.dtype == torch.int64
     assert state.drawn.dtype == state.slots.dtype == torch.int32
-    work, tuning = workspace, workspace.tuning
+    work = workspace
+
+    tuning = workspace.tuning
     source = (logits, logits.stride(0), state.settings)
     parts = (work.largest, work.totals, work.scores, work.columns)
     noise = (work.hashes, state.slots, state.keys, state.drawn)
@@ -117,6 +119,7 @@ def draw(
     grid = (rows, work.num_chunks)
     if greedy or filtered:
         _kernels.scan[grid](*source, *parts, GREEDY=greedy, **cut)
+
     if filtered and not greedy:
         _kernels.find_threshold[(rows,)](
             *source,
@@ -129,6 +132,7 @@ def draw(
             DROPPED_BITS=_dropped_bits(logits.dtype),
             num_warps=tuning.search_warps,
         )
+
     if not greedy:
         _kernels.scan_and_draw[grid](*source, *noise, work.rows, *parts, FILTERED=filtered, **cut)
     _kernels.merge[(rows,)](

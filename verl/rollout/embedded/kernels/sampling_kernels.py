@@ -66,6 +66,7 @@ def scan(
     largest, totals, column = float("-inf"), tl.zeros([BLOCK], tl.float32), start
     offset, end = start, tl.minimum(start + CHUNK, VOCABULARY)
     upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
+
     while offset < end:
         columns = offset + tl.arange(0, BLOCK)
         x = upcoming
@@ -75,9 +76,11 @@ def scan(
         if GREEDY and largest > before:
             column = tl.min(tl.where(x == largest, columns, VOCABULARY - 1), axis=0)
         offset += BLOCK
+
     here = row * tl.num_programs(1) + chunk
     tl.store(largest_ptr + here, largest)
     tl.store(totals_ptr + here, tl.sum(totals, axis=0))
+
     if GREEDY:
         tl.store(scores_ptr + here, largest)
         tl.store(columns_ptr + here, column)
@@ -192,10 +195,12 @@ def scan_and_draw(
         float("-inf"),
         start,
     )
+
     if FILTERED:
         min_p = tl.load(settings + 2)
         largest = tl.load(rows_ptr + row * 3)
         threshold = tl.load(rows_ptr + row * 3 + 2)
+
     offset, end = start, tl.minimum(start + CHUNK, VOCABULARY)
     upcoming = _load_logits(row_ptr, start + tl.arange(0, BLOCK), VOCABULARY)
     while offset < end:
@@ -228,9 +233,11 @@ def scan_and_draw(
                     )
                     weights = tl.where(hopeful, weights, 0.0)
         offset += BLOCK
+
     here = row * tl.num_programs(1) + chunk
     tl.store(scores_ptr + here, best)
     tl.store(columns_ptr + here, column)
+
     if not FILTERED:
         tl.store(largest_ptr + here, largest)
         tl.store(totals_ptr + here, tl.sum(totals, axis=0))
@@ -277,6 +284,7 @@ def merge(
         largest, total = _merge_sums(
             largest_ptr, totals_ptr, row, inverse * _LOG2_E, NUM_CHUNKS, CHUNKS
         )
+
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < NUM_CHUNKS
     scores = tl.load(scores_ptr + row * NUM_CHUNKS + chunks, mask=inside, other=float("-inf"))
@@ -392,6 +400,7 @@ def _search(
             high, at_high = first, one
         if WEIGHTED:
             lightest = tl.exp2((_of_order_key(low, DROPPED_BITS) - base) * scale)
+
     return low
 
 
@@ -419,6 +428,7 @@ def find_threshold(
     base = _finite(largest)
     low = _order_key(base - _REACH * temperature, DROPPED_BITS)
     high = _order_key(largest, DROPPED_BITS) + 1
+
     held = total
     if (top_k > 0) & (top_k < VOCABULARY):
         low = _search(
@@ -439,10 +449,12 @@ def find_threshold(
         # for rounding.
         bound = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / VOCABULARY)
         low = tl.maximum(low, tl.minimum(_order_key(bound, DROPPED_BITS), high - 1))
+
     if top_p < 1:
         low = _search(
             row_ptr, low, high, top_p * held, base, scale, VOCABULARY, BLOCK, DROPPED_BITS, True
         )
+
     tl.store(rows_ptr + row * 3, largest)
     tl.store(rows_ptr + row * 3 + 1, total)
     tl.store(rows_ptr + row * 3 + 2, _of_order_key(low, DROPPED_BITS))
