@@ -287,7 +287,7 @@ def test_the_running_trainer_has_its_measurements_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("verl.diagnostics.profile._running", [])
-    with pytest.raises(ConfigError, match="there is none"):
+    with pytest.raises(ConfigError, match="and none is running"):
         profile_memory()
     config = make_config(tmp_path, QWEN_7B)
     watch(config)

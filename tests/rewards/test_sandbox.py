@@ -2,6 +2,7 @@
 they run."""
 
 import json
+import logging
 import subprocess
 import sys
 import textwrap
@@ -357,6 +358,7 @@ def test_what_holds_is_said_once(caplog):
 
 
 def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     attempt = runner_module._try
 
     def no_namespaces(settings, isolation):
@@ -373,6 +375,7 @@ def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
 
 def test_a_kernel_without_landlock_and_listeners(monkeypatch, caplog):
     """Both gaps are logged, and a watcher limits threads instead."""
+    monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
     start = textwrap.dedent(
         f"""
         import errno, sys

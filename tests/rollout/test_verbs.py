@@ -163,3 +163,17 @@ def test_engines_that_generate_whole_calls_have_the_verbs_too(kind):
     rest = finish(engine)
     found = by_id(first + aborted + rest)
     assert found.keys() == ({0, 1, 2, 3} if kind == "hf" else {0, 1})
+
+
+def test_an_iterator_whose_step_has_failed_aborts_nothing_later(monkeypatch):
+    """Its deletion may come while the engine runs other samples under the same ids."""
+    engine = small_engine()
+    failed = engine.generate(requests(3), PARAMS, seed=0, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "decode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(failed)
+    engine.submit(requests(3), PARAMS, seed=0, step=1)
+    engine.step()
+    failed.close()
+    assert by_id(finish(engine)).keys() == set(range(6))

@@ -145,8 +145,11 @@ def nccl_variables(world: World) -> Iterator[Finding]:
     kept = {name: value for name, value in given.items() if name not in idle}
     advised, reason = _for_several_nodes(world.network)
     line = " ".join(f"{name}={kept.get(name, value)}" for name, value in advised.items())
-    evidence = "set where the driver runs (Ray's workers get them), under torchrun on every node"
-    yield Finding("several nodes", "ok", f"{evidence}; {reason}", f"export {line}")
+    evidence = (
+        "set where the driver runs (Ray's workers get them), under torchrun on every node; "
+        f"{reason}"
+    )
+    yield Finding("several nodes", "ok", evidence, f"export {line}")
 
 
 def _for_several_nodes(network: Network) -> tuple[dict[str, str], str]:
@@ -158,8 +161,10 @@ def _for_several_nodes(network: Network) -> tuple[dict[str, str], str]:
 
     advised["NCCL_IB_DISABLE"] = "0"
     if not network.has_peermem:
-        reason = "NCCL_NET_GDR_LEVEL has no effect without the module nvidia-peermem"
-        return advised, f"{reason} (sudo modprobe nvidia-peermem)"
+        return advised, (
+            "NCCL_NET_GDR_LEVEL has no effect without the module nvidia-peermem (sudo modprobe "
+            "nvidia-peermem)"
+        )
 
     advised["NCCL_NET_GDR_LEVEL"] = "PHB"
     return advised, f"RDMA through {', '.join(network.rdma_devices)}"

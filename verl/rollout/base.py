@@ -186,13 +186,18 @@ class Completions(Iterator[Completion]):
         self._finished: deque[Completion] = deque()
 
     def __next__(self) -> Completion:
-        while not self._finished:
-            if not self._engine.has_work:
-                self._unfinished.clear()
-                raise StopIteration
-            completions = self._engine.step()
-            self._finished.extend(completions)
-            self._unfinished.difference_update(each.sample_id for each in completions)
+        try:
+            while not self._finished:
+                if not self._engine.has_work:
+                    self._unfinished.clear()
+                    raise StopIteration
+                completions = self._engine.step()
+                self._finished.extend(completions)
+                self._unfinished.difference_update(each.sample_id for each in completions)
+        except BaseException:
+            # Here and not at its deletion, which may come while the engine runs other samples.
+            self.close()
+            raise
         return self._finished.popleft()
 
     def close(self) -> None:
