@@ -1,8 +1,10 @@
 """A call of the engine that something ends half-way leaves nothing behind that the next one could
 stumble over."""
 
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,14 @@ def interrupted(number: int, call: Callable[[], Any]) -> bool:
 
 @pytest.mark.parametrize("first", [1, 12])
 def test_an_interrupt_in_the_bookkeeping_loses_no_page(first: int):
+    """In a process of its own: an interrupt may also come while other tests' objects are freed."""
+    program = f"from tests.rollout.test_interrupts import interrupt_all; interrupt_all({first})"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200, cwd=root)
+
+
+def interrupt_all(first: int) -> None:
+    """Interrupt every 61st line of the bookkeeping, from `first` on."""
     engine = make_engine(talkative_model("qwen2"), num_pages=3, max_num_seqs=4)
 
     def call() -> list[list[int]]:
