@@ -359,6 +359,8 @@ def test_what_holds_is_said_once(caplog):
 
 def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "disabled", False)
+    caplog.set_level(logging.INFO, logger="verl")
     attempt = runner_module._try
 
     def no_namespaces(settings, isolation):
@@ -376,6 +378,8 @@ def test_a_fall_back_from_namespaces_is_a_warning(monkeypatch, caplog):
 def test_a_kernel_without_landlock_and_listeners(monkeypatch, caplog):
     """Both gaps are logged, and a watcher limits threads instead."""
     monkeypatch.setattr(logging.getLogger("verl"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("verl"), "disabled", False)
+    caplog.set_level(logging.INFO, logger="verl")
     start = textwrap.dedent(
         f"""
         import errno, sys
