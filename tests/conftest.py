@@ -22,9 +22,12 @@ def _own_log() -> Iterator[None]:
     `caplog`."""
     say_once.cache_clear()
     yield
+    left_disabled = logger.disabled
+    logger.disabled = False
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.NOTSET)
+    assert not left_disabled, "this test left the log disabled, which would hide the next one's"
 
 
 # Files that start ranks or compute for long: first, since a long one at the end would leave the

@@ -514,9 +514,18 @@ def test_ctrl_c_and_sigterm_end_a_start_in_one_line(tmp_path, capfd, monkeypatch
 def test_ctrl_c_and_sigterm_end_a_run_in_one_line(tmp_path, capfd, monkeypatch, name):
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    # Its process is a child of the run's.
+    # Its process is a child of the run's. One call alone sends the signal: that of a later one would
+    # reach the tests after the run has ended.
+    first = tmp_path / "first"
     reward = reward_file(
-        tmp_path, f"import os, signal; os.kill(os.getppid(), signal.{name}); time.sleep(5)"
+        tmp_path,
+        f"import os, pathlib, signal\n"
+        f"    try:\n"
+        f"        pathlib.Path({str(first)!r}).touch(exist_ok=False)\n"
+        f"    except FileExistsError:\n"
+        f"        return time.sleep(5)\n"
+        f"    os.kill(os.getppid(), signal.{name})\n"
+        f"    time.sleep(5)",
     )
     assert run(tmp_path, "trainer.save_freq=1", "trainer.max_steps=1") == 0
     again = ["trainer.save_freq=1", "reward_model.preflight=False", *reward]
