@@ -1,0 +1,1 @@
+"""Agents: loops of several turns on one engine."""
