@@ -1,0 +1,159 @@
+"""Episodes that a user's unmodified agent plays against the gateway."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from verl.agents.engine_client import EngineClient
+from verl.agents.gateway.agents import Agent, load_agent, read_reward
+from verl.agents.gateway.errors import ApiError
+from verl.agents.gateway.recorder import SessionRecorder
+from verl.agents.gateway.server import GatewayServer
+from verl.agents.gateway.sessions import SessionBackend
+from verl.agents.gateway.wording import Wording
+from verl.config.gateway import GatewayConfig
+from verl.rollout.trajectory import Trajectory
+from verl.utils.logging import logger
+
+_LEAST_WAIT_S = 0.01
+
+
+class Played(Protocol):
+    """The part of an episode that the gateway reads."""
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def fields(self) -> Mapping[str, Any]: ...
+
+
+class GatewayLoop:
+    """An agent loop whose episodes are sessions of a running gateway.
+
+    Args:
+        agent: of the user.
+        server: listens already.
+        recorder: of its sessions.
+        timeout_s: longest time of an episode.
+    """
+
+    def __init__(
+        self, agent: Agent, server: GatewayServer, recorder: SessionRecorder, *, timeout_s: float
+    ) -> None:
+        self.agent = agent
+        self.server = server
+        self.recorder = recorder
+        self.timeout_s = timeout_s
+        self._failures: Counter[str] = Counter()
+
+    async def play(self, episode: Played) -> list[Trajectory]:
+        """Play an episode. Return its trajectories; none where it failed, which is counted."""
+        session = episode.name
+        key = self.recorder.open(session, row=episode.row)
+        row = {"messages": [dict(message) for message in episode.messages], **episode.fields}
+        playing = asyncio.ensure_future(
+            self.agent.play(self.server.session_url(session), key, row)
+        )
+        try:
+            why = await self._wait(session, playing)
+            if why is not None:
+                return self._drop(session, why, None)
+            reward, extra = read_reward(playing.result())
+        except asyncio.CancelledError:
+            self._drop(session, "cancelled", None)
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's code; its episode is dropped
+            return self._drop(session, "error", error)
+        finally:
+            playing.cancel()
+
+        trajectories = self.recorder.finish(session, reward)
+        for trajectory in trajectories:
+            trajectory.extra.update(extra)
+        return trajectories
+
+    def counts(self) -> dict[str, int]:
+        """Return how sessions ended, and how many failed by which cause."""
+        counts = self.recorder.counts()
+        for cause in ("error", "timeout", "cancelled"):
+            counts[f"failed/{cause}"] = self._failures[cause]
+        return counts
+
+    async def _wait(self, session: str, playing: "asyncio.Future[Any]") -> str | None:
+        """Wait for an agent. Return why it is given up; None: it has ended."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.timeout_s
+        interval_s = max(self.recorder.idle_s / 4, _LEAST_WAIT_S)
+        while True:
+            left_s = deadline - loop.time()
+            await asyncio.wait({playing}, timeout=max(0.0, min(left_s, interval_s)))
+            if playing.done():
+                return None if self.recorder.is_open(session) else "abandoned"
+            if not self.recorder.is_open(session):
+                return "abandoned"
+            if left_s <= 0:
+                return "timeout"
+
+    def _drop(self, session: str, cause: str, error: Exception | None) -> list[Trajectory]:
+        """End a session of which nothing is learned."""
+        if self.recorder.is_open(session):
+            self.recorder.fail(session)
+            self._failures[cause] += 1
+        if error is not None and self._failures["error"] <= 1:
+            logger.warning(
+                "An agent failed, and its session '%s' is dropped: %s: %s. Later failures of this "
+                "batch are counted only.",
+                session,
+                type(error).__name__,
+                error,
+                exc_info=None if isinstance(error, ApiError) else error,
+            )
+        return []
+
+
+@asynccontextmanager
+async def gateway_loop(
+    config: GatewayConfig,
+    client: EngineClient,
+    wording: Wording,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> AsyncIterator[GatewayLoop]:
+    """Start a gateway for the episodes of a batch, and stop it at the end.
+
+    Runs in the event loop that steps the engine.
+
+    Args:
+        config: the section `rollout.agent.gateway`.
+        client: draws the turns.
+        wording: between messages and tokens.
+        max_prompt_tokens: width of the prompt column.
+        max_response_tokens: most tokens after the prompt.
+    """
+    agent = load_agent(config.path, config.name, config.command)
+    recorder = SessionRecorder(
+        wording,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        idle_s=config.idle_s,
+    )
+    backend = SessionBackend(client, recorder, on_mismatch=config.on_mismatch)
+    server = GatewayServer(
+        backend,
+        host=config.host,
+        port=config.port,
+        max_request_mib=config.max_request_mib,
+        timeout_s=config.request_timeout_s,
+    )
+    async with server:
+        yield GatewayLoop(agent, server, recorder, timeout_s=config.timeout_s)
