@@ -139,11 +139,11 @@ class Training:
     recorder: SessionRecorder
     client: EngineClient
 
-    def agent(self, session: str, row: int = 0) -> AsyncOpenAI:
+    def agent(self, session: str, row: int = 0, **options: Any) -> AsyncOpenAI:
         """Open a session and return an unmodified client of it."""
         key = self.recorder.open(session, row=row)
         return AsyncOpenAI(
-            base_url=self.server.session_url(session), api_key=key, max_retries=0
+            base_url=self.server.session_url(session), api_key=key, max_retries=0, **options
         )
 
 

@@ -149,6 +149,7 @@ class ProgramAgent:
             # A program that has ended may have left children.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if process.returncode != 0:
             last_words = errors.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
             raise AgentError(

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from verl.agents.engine_client import EngineClient
 from verl.agents.gateway.agents import Agent, load_agent, read_reward
-from verl.agents.gateway.errors import ApiError
 from verl.agents.gateway.recorder import SessionRecorder
 from verl.agents.gateway.server import GatewayServer
 from verl.agents.gateway.sessions import SessionBackend
 from verl.agents.gateway.wording import Wording
 from verl.config.gateway import GatewayConfig
 from verl.rollout.trajectory import Trajectory
+from verl.utils.errors import VerlError
 from verl.utils.logging import logger
 
 _LEAST_WAIT_S = 0.01
@@ -110,12 +110,12 @@ class GatewayLoop:
             self._failures[cause] += 1
         if error is not None and self._failures["error"] <= 1:
             logger.warning(
-                "An agent failed, and its session '%s' is dropped: %s: %s. Later failures of this "
-                "batch are counted only.",
+                "An agent failed, and its session '%s' is dropped (later ones of this batch "
+                "are only counted): %s: %s",
                 session,
                 type(error).__name__,
                 error,
-                exc_info=None if isinstance(error, ApiError) else error,
+                exc_info=None if isinstance(error, VerlError) else error,
             )
         return []
 
