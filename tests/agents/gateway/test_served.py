@@ -51,7 +51,11 @@ def test_a_greedy_chat_is_what_transformers_draws(model):
     async def ask():
         async with served(model) as (_, client):
             return await client.chat.completions.create(
-                model="tiny", messages=HELLO, temperature=0, max_tokens=12, logprobs=True,
+                model="tiny",
+                messages=HELLO,
+                temperature=0,
+                max_tokens=12,
+                logprobs=True,
                 extra_body={"return_token_ids": True},
             )
 
@@ -78,7 +82,12 @@ def test_a_greedy_chat_is_what_transformers_draws(model):
 
 def test_a_stream_has_the_pieces_of_the_whole_answer(model):
     asked: Any = {
-        "model": "tiny", "messages": HELLO, "max_tokens": 40, "seed": 5, "n": 2, "logprobs": True
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 40,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
     }
 
     async def ask():
@@ -109,6 +118,7 @@ def test_a_stream_has_the_pieces_of_the_whole_answer(model):
 def test_a_seed_draws_the_same_whatever_else_runs(model):
     async def ask():
         async with served(model) as (_, client):
+
             def draw(seed):
                 return client.completions.create(
                     model="tiny", prompt="abc", max_tokens=16, seed=seed
@@ -180,7 +190,10 @@ def test_a_stop_string_ends_the_text_before_it(caller, streams: bool):
     async def ask():
         async with served(caller) as (_, client):
             asked: Any = {
-                "model": "tiny", "messages": DIALOGUE[:1], "temperature": 0, "stop": ["look", "zz"]
+                "model": "tiny",
+                "messages": DIALOGUE[:1],
+                "temperature": 0,
+                "stop": ["look", "zz"],
             }
             if not streams:
                 return (await client.chat.completions.create(**asked)).choices[0].message.content
@@ -251,7 +264,10 @@ def test_requests_that_are_not_for_this_server(model):
 
     async def ask():
         answers = {}
-        async with served(model, max_request_mib=0.01) as (server, _), aiohttp.ClientSession() as http:
+        async with (
+            served(model, max_request_mib=0.01) as (server, _),
+            aiohttp.ClientSession() as http,
+        ):
 
             async def post(name, path=url, **options):
                 async with http.post(f"{server.url}{path}", **options) as answer:
@@ -269,7 +285,9 @@ def test_requests_that_are_not_for_this_server(model):
             await post("large", data=b" " * 20_000, headers=key)
             await post("no route", "/v1/embeddings", json=body, headers=key)
             await post("session", "/sessions/a/v1/chat/completions", json=body, headers=key)
-            async with http.options(f"{server.url}{url}", headers={"Origin": "https://e.com"}) as own:
+            async with http.options(
+                f"{server.url}{url}", headers={"Origin": "https://e.com"}
+            ) as own:
                 answers["preflight"] = (own.status, await own.json(), own.headers)
             async with http.get(f"{server.url}{url}", headers=key) as own:
                 answers["GET"] = (own.status, await own.json(), own.headers)

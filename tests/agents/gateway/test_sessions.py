@@ -205,9 +205,7 @@ def test_two_answers_to_one_reply_are_two_trajectories(model):
 def test_each_of_several_choices_can_be_continued(model):
     async def agent(run):
         client = run.agent("a")
-        answer = await client.chat.completions.create(
-            model="x", messages=HELLO, max_tokens=12, n=3
-        )
+        answer = await client.chat.completions.create(model="x", messages=HELLO, max_tokens=12, n=3)
         texts = [choice.message.content for choice in answer.choices]
         await say(client, [*HELLO, {"role": "assistant", "content": texts[1]}, MORE])
         return texts, run.recorder.finish("a")
@@ -215,7 +213,9 @@ def test_each_of_several_choices_can_be_continued(model):
     texts, trajectories = play(model, agent)
     assert len(set(texts)) == 3
     assert [sources(each) for each in trajectories] == [
-        ["model"], ["model", "user", "model"], ["model"]
+        ["model"],
+        ["model", "user", "model"],
+        ["model"],
     ]
     for trajectory in trajectories:
         check_log_probs(model, trajectory)
@@ -278,6 +278,8 @@ def test_a_stream_is_recorded_too(model):
         ({"extra_body": {"top_k": 5}}, "top_k=5 differs from the rollout's -1"),
         ({"stop": "\n"}, "differs from the rollout's ()"),
         ({"seed": 3}, "seed=3 differs from the rollout's"),
+        ({"tools": WEATHER, "tool_choice": "required"}, "the draw is not constrained"),
+        ({"parallel_tool_calls": False}, "would change the answer"),
     ],
 )
 def test_other_sampling_parameters_than_the_rollouts(model, asked, says: str):

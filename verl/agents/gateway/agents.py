@@ -53,6 +53,7 @@ def load_agent(path: str | None, name: str = "run", command: str | None = None) 
     if (path is None) == (command is None):
         given = "neither" if path is None else "both"
         raise ConfigError(f"Set one of {_KEY}.path and {_KEY}.command, got {given}.")
+
     if command is not None:
         return ProgramAgent(shlex.split(command))
     assert path is not None
@@ -116,6 +117,7 @@ class ProgramAgent:
                 f"takes {MAX_ROW_BYTES}. Leave long columns out of the data, or use "
                 f"{_KEY}.path."
             )
+
         with tempfile.TemporaryDirectory(prefix="verl-agent-") as folder:
             result = Path(folder) / "result.json"
             environment = {
@@ -143,6 +145,7 @@ class ProgramAgent:
                 f"Cannot start the agent {self.command[0]!r}: {error.strerror}. Give the path of a "
                 f"program in {_KEY}.command."
             ) from error
+
         try:
             _, errors = await process.communicate()
         finally:
@@ -150,6 +153,7 @@ class ProgramAgent:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+
         if process.returncode != 0:
             last_words = errors.decode(errors="replace").strip()[-_ERROR_CHARACTERS:]
             raise AgentError(
@@ -169,6 +173,7 @@ def read_reward(value: Any) -> tuple[float | None, dict[str, Any]]:
         value = value.get("reward")
     if value is None:
         return None, extra
+
     try:
         reward = float(value)
     except (TypeError, ValueError):

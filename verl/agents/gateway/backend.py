@@ -18,6 +18,7 @@ class Backend(Protocol):
 
     wording: Wording
     model: str  # the name that clients get
+    is_lenient: bool  # whether it ignores fields that it cannot honor, instead of refusing them
 
     def admit(self, key: str, session: str | None) -> str | None:
         """Return the session of a request, from its API key and the session in its path.

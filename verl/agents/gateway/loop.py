@@ -60,9 +60,7 @@ class GatewayLoop:
         session = episode.name
         key = self.recorder.open(session, row=episode.row)
         row = {"messages": [dict(message) for message in episode.messages], **episode.fields}
-        playing = asyncio.ensure_future(
-            self.agent.play(self.server.session_url(session), key, row)
-        )
+        playing = asyncio.ensure_future(self.agent.play(self.server.session_url(session), key, row))
         try:
             why = await self._wait(session, playing)
             if why is not None:
@@ -75,6 +73,7 @@ class GatewayLoop:
             return self._drop(session, "error", error)
         finally:
             playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
 
         trajectories = self.recorder.finish(session, reward)
         for trajectory in trajectories:
@@ -108,6 +107,7 @@ class GatewayLoop:
         if self.recorder.is_open(session):
             self.recorder.fail(session)
             self._failures[cause] += 1
+
         if error is not None and self._failures["error"] <= 1:
             logger.warning(
                 "An agent failed, and its session '%s' is dropped (later ones of this batch "
@@ -147,6 +147,7 @@ async def gateway_loop(
         max_response_tokens=max_response_tokens,
         idle_s=config.idle_s,
     )
+
     backend = SessionBackend(client, recorder, on_mismatch=config.on_mismatch)
     server = GatewayServer(
         backend,
@@ -155,5 +156,6 @@ async def gateway_loop(
         max_request_mib=config.max_request_mib,
         timeout_s=config.request_timeout_s,
     )
+
     async with server:
         yield GatewayLoop(agent, server, recorder, timeout_s=config.timeout_s)

@@ -12,10 +12,12 @@ from typing import Any
 from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.requests import canonical, template_message
 from verl.agents.gateway.wording import Reply, Wording
+from verl.data.chat import Message
 from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.utils.errors import VerlError
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Message]
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(eq=False)
@@ -24,7 +26,7 @@ class _Path:
 
     prompt_ids: Sequence[int]
     segments: list[Segment]
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
 
     @property
     def num_response_tokens(self) -> int:
@@ -38,7 +40,7 @@ class _Recorded:
     path: _Path
     num_segments: int  # of the path, up to and with this reply
     history: Messages
-    message: Mapping[str, Any]  # the reply, in the shape of chat templates
+    message: Message  # the reply, in the shape of chat templates
     is_extended: bool = False  # whether a later reply of the same path follows, or is being drawn
 
     @property
@@ -67,7 +69,7 @@ class _Asked:
     """The parts of a request that its turn needs later."""
 
     messages: Messages
-    tools: Messages
+    tools: Tools
     choices: int
 
 
@@ -95,12 +97,14 @@ class Turn:
         for segment in path.segments:
             self.prompt_ids += segment.token_ids
         self.room = recorder.max_response_tokens - path.num_response_tokens
+
         self._recorder = recorder
         self._session = session
         self._parent = parent  # the reply that this turn claims to extend
         self._path = path
         self._num_context = len(path.segments)
         self._asked = asked
+
         session.turns += asked.choices
         session.num_open += 1
         if parent is not None:
@@ -113,6 +117,7 @@ class Turn:
         """
         self._end()
         self._recorder.check_open(self._session)
+
         for number, reply, version in zip(self.numbers, replies, versions):
             path = self._path_of(number)
             drawn = Segment(
@@ -189,6 +194,7 @@ class SessionRecorder:
         self.max_response_tokens = max_response_tokens
         self.idle_s = idle_s
         self.clock = clock
+
         self._sessions: dict[str, _Session] = {}
         self._over: dict[str, str] = {}  # session -> how it ended
         self._counts: Counter[str] = Counter()
@@ -284,7 +290,7 @@ class SessionRecorder:
             raise self._ended(session.name)
 
     def begin_chat(
-        self, session: str, messages: Messages, tools: Messages = (), choices: int = 1
+        self, session: str, messages: Messages, tools: Tools = (), choices: int = 1
     ) -> Turn:
         """Begin a turn of a conversation, with so many replies.
 
@@ -314,6 +320,7 @@ class SessionRecorder:
             if length < len(known) < len(ids) and ids[: len(known)] == known:
                 longest = recorded
                 length = len(known)
+
         asked = _Asked((), (), choices)
         if longest is not None:
             return self._continue(running, longest, ids[length:], "user", asked)
@@ -327,9 +334,7 @@ class SessionRecorder:
         self._counts["requests"] += 1
         return running
 
-    def _last_reply(
-        self, session: _Session, messages: Messages, tools: Messages
-    ) -> _Recorded | None:
+    def _last_reply(self, session: _Session, messages: Messages, tools: Tools) -> _Recorded | None:
         """Return the latest recorded reply that the messages continue, if possible a free one."""
         names = list(_names(messages, tools))
         for end in range(len(messages) - 1, 0, -1):
@@ -341,7 +346,7 @@ class SessionRecorder:
                 return free[0] if free else found[-1]
         return None
 
-    def _extension(self, found: _Recorded, new: Messages, tools: Messages) -> list[int] | None:
+    def _extension(self, found: _Recorded, new: Messages, tools: Tools) -> list[int] | None:
         """Return the ids of new messages after a reply; None where no ids extend it exactly."""
         drawn = found.path.segments[found.num_segments - 1].token_ids
         try:
@@ -366,6 +371,7 @@ class SessionRecorder:
             parent = None
             context = context_of(context)
             self._counts["branched"] += 1
+
         new = Segment(source=source, token_ids=list(added), turn=session.turns)
         path = _Path(found.path.prompt_ids, [*context, new])
         self._check_room(path)
@@ -414,7 +420,7 @@ def context_of(segments: Sequence[Segment]) -> list[Segment]:
     return context
 
 
-def conversation_name(messages: Messages, tools: Messages) -> str:
+def conversation_name(messages: Messages, tools: Tools) -> str:
     """Return a digest of a conversation: equal for messages that mean the same."""
     return list(_names(messages, tools))[-1]
 
@@ -429,7 +435,7 @@ def wrong_key() -> ApiError:
     )
 
 
-def _names(messages: Messages, tools: Messages) -> Iterator[str]:
+def _names(messages: Messages, tools: Tools) -> Iterator[str]:
     """Yield a digest of the first message, of the first two, and so on."""
     digest = hashlib.blake2b(_text(list(tools)), digest_size=16)
     for message in messages:

@@ -1,4 +1,7 @@
-"""Read requests of OpenAI's API. A field that would change the answer is honored or refused."""
+"""Read requests of OpenAI's API.
+
+A field that would change the answer is honored or refused. A lenient reader ignores it instead.
+"""
 
 import math
 from collections.abc import Mapping
@@ -82,13 +85,14 @@ class ChatRequest:
     output: OutputSettings
 
     @classmethod
-    def read(cls, body: bytes) -> "ChatRequest":
+    def read(cls, body: bytes, *, lenient: bool = False) -> "ChatRequest":
         """Raise ApiError for a request that is malformed or asks for more than the server has."""
-        fields = Fields(body)
+        fields = Fields(body, lenient=lenient)
         messages = _messages(fields.get("messages"))
         tools = _tools(fields)
         limit = fields.whole("max_completion_tokens", at_least=1)
         older_limit = fields.whole("max_tokens", at_least=1)
+
         request = cls(
             model=fields.text("model"),
             messages=messages,
@@ -110,9 +114,9 @@ class CompletionRequest:
     output: OutputSettings
 
     @classmethod
-    def read(cls, body: bytes) -> "CompletionRequest":
+    def read(cls, body: bytes, *, lenient: bool = False) -> "CompletionRequest":
         """Raise ApiError for a request that is malformed or asks for more than the server has."""
-        fields = Fields(body)
+        fields = Fields(body, lenient=lenient)
         prompts = _prompts(fields.get("prompt"))
         log_probs = fields.get("logprobs")
         is_flag = log_probs is None or isinstance(log_probs, bool)
@@ -122,6 +126,7 @@ class CompletionRequest:
                 "chosen one are not kept.",
                 field="logprobs",
             )
+
         request = cls(
             model=fields.text("model"),
             prompts=prompts,
@@ -133,9 +138,15 @@ class CompletionRequest:
 
 
 class Fields:
-    """The fields of a request. Every one must be read, or be without an effect."""
+    """The fields of a request. Every one must be read, or be without an effect.
 
-    def __init__(self, body: bytes) -> None:
+    Args:
+        body: of the request.
+        lenient: whether to ignore fields with an effect that the server does not have.
+    """
+
+    def __init__(self, body: bytes, *, lenient: bool = False) -> None:
+        self.lenient = lenient
         try:
             values = parse_json(body)
         except ValueError as error:
@@ -189,13 +200,14 @@ class Fields:
     def refuse_others(self) -> None:
         """Raise ApiError for a field that was not read, or that asks for an effect it lacks."""
         for name, value in self._values.items():
-            if value is None:
+            if value is None or self.lenient:
                 continue
             if name not in self._known:
                 raise ApiError(
                     f"The field '{name}' is not supported by this server. Leave it out.",
                     field=name,
                 )
+
             neutral = _NEUTRAL.get(name)
             if neutral is not None and value not in neutral:
                 accepted = f"only {neutral[0]!r} is accepted" if neutral else "it is not supported"
@@ -269,7 +281,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     choice = fields.get("tool_choice")
     if choice == "none":
         return []
-    if choice not in (None, "auto"):
+    if choice not in (None, "auto") and not fields.lenient:
         raise ApiError(
             f"tool_choice must be 'auto' or 'none', got {choice!r}: the draw is not constrained. "
             "Ask for the tool in a message.",
@@ -339,6 +351,7 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
     for call in message.get("tool_calls") or ():
         function = call["function"]
         calls.append([function["name"], function.get("arguments")])
+
     same: dict[str, Any] = {"role": "assistant", "content": str(message["content"]).strip()}
     if calls:
         same["tool_calls"] = calls
@@ -350,4 +363,3 @@ def _wrong(name: str, expected: str, value: Any) -> ApiError:
     if len(shown) > 80:
         shown = f"{shown[:80]}..."
     return ApiError(f"{name} must be {expected}, got {shown}.", field=name)
-

@@ -105,12 +105,14 @@ class ServedEngine:
             listen=listen,
             answer=asyncio.get_running_loop().create_future(),
         )
+
         self._waiting.append(order)
         self._arrived.set()
         try:
             completions = await order.answer
         finally:
             self._forget(order)
+
         drawn = []
         for each in completions:
             drawn.append(
@@ -128,6 +130,7 @@ class ServedEngine:
             while True:
                 for _ in range(_ROUNDS):
                     await asyncio.sleep(0)
+
                 self._arrived.clear()
                 self._abort_abandoned()
                 self._admit()
@@ -248,6 +251,7 @@ class ServedBackend:
         max_model_len: most tokens of a prompt and its reply together.
         api_key: that every request needs.
         model: the name that clients get.
+        is_lenient: whether to ignore fields that the engine cannot honor.
     """
 
     def __init__(
@@ -259,6 +263,7 @@ class ServedBackend:
         max_model_len: int,
         api_key: str,
         model: str,
+        is_lenient: bool = False,
     ) -> None:
         self.engine = engine
         self.wording = wording
@@ -266,6 +271,7 @@ class ServedBackend:
         self.max_model_len = max_model_len
         self.api_key = api_key
         self.model = model
+        self.is_lenient = is_lenient
 
     def admit(self, key: str, session: str | None) -> str | None:
         """See `Backend.admit`."""
@@ -298,6 +304,7 @@ class ServedBackend:
             heard = None if listen is None else _from(number * request.draw.n, listen)
             ids = self.wording.text_prompt(prompt)
             tasks.append(asyncio.ensure_future(self._answer(ids, request.draw, (), heard)))
+
         try:
             answers = await asyncio.gather(*tasks)
         finally:
@@ -316,6 +323,7 @@ class ServedBackend:
         limit = room_for_reply(prompt_ids, self.max_model_len)
         if draw.max_tokens is not None:
             limit = min(limit, draw.max_tokens)
+
         try:
             drawn = await self.engine.draw(
                 prompt_ids, params, n=draw.n, limit=limit, seed=draw.seed, listen=listen
@@ -324,6 +332,7 @@ class ServedBackend:
             raise
         except VerlError as error:
             raise ApiError(str(error), status=500) from error
+
         name = secrets.token_hex(8)
         replies = []
         for number, each in enumerate(drawn):

@@ -55,6 +55,7 @@ class GatewayServer:
         self.port = port
         self.timeout_s = timeout_s
         self.read_timeout_s = read_timeout_s
+
         self._max_bytes = int(max_request_mib * _MIB)
         self._runner: web.AppRunner | None = None
         self._working: asyncio.Task[None] | None = None
@@ -112,9 +113,7 @@ class GatewayServer:
         assert self._working is not None, "start comes first"
         waiting = asyncio.ensure_future(stopped.wait())
         try:
-            await asyncio.wait(
-                {waiting, self._working}, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({waiting, self._working}, return_when=asyncio.FIRST_COMPLETED)
             if self._working.done():
                 self._working.result()
         finally:
@@ -139,7 +138,7 @@ class GatewayServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
-        asked = ChatRequest.read(await self._body(request))
+        asked = ChatRequest.read(await self._body(request), lenient=self.backend.is_lenient)
         form = ChatFormat(_response_id(), self.backend.model, asked.output, self.backend.wording)
         if asked.output.stream:
             # A reply with tools is read as a whole: its text may turn out to be a call.
@@ -151,7 +150,7 @@ class GatewayServer:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._admit(request)
-        asked = CompletionRequest.read(await self._body(request))
+        asked = CompletionRequest.read(await self._body(request), lenient=self.backend.is_lenient)
         form = CompletionFormat(
             _response_id(), self.backend.model, asked.output, self.backend.wording
         )
@@ -224,6 +223,7 @@ class _Exchange:
         self._form = form
         self._stops = stops
         self._by_piece = by_piece
+
         self._news: asyncio.Queue[Any] = asyncio.Queue()
         self._texts: dict[int, TextStream] = {}
         self._heard: dict[int, int] = {}  # tokens of each choice that were sent
@@ -239,6 +239,7 @@ class _Exchange:
         hear = self._hear if self._by_piece else None
         answer = asyncio.ensure_future(self._server.within_time(ask(hear)))
         answer.add_done_callback(lambda _: self._news.put_nowait(None))
+
         try:
             while True:
                 news = await self._news.get()
@@ -250,12 +251,13 @@ class _Exchange:
             if not self._response.prepared:
                 raise
             await self._send(error.body())
-        except Exception as error:  # noqa: BLE001 - the status is sent already
+        except Exception as error:
             if not self._response.prepared:
                 raise
             await self._send(unexpected(error).body())
         finally:
             answer.cancel()
+
         await self._response.write_eof()
         return self._response
 

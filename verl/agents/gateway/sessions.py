@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Sequence
 
 from verl.agents.engine_client import EngineClient, Generated
+from verl.agents.gateway.backend import Listen
 from verl.agents.gateway.errors import TOO_LONG, ApiError
 from verl.agents.gateway.recorder import SessionRecorder, Turn
 from verl.agents.gateway.requests import ChatRequest, CompletionRequest, DrawSettings
-from verl.agents.gateway.backend import Listen
 from verl.agents.gateway.wording import Reply
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import RolloutError
@@ -24,8 +24,9 @@ class SessionBackend:
     Args:
         client: draws the replies, with the sampling parameters of the rollout.
         recorder: of the sessions.
-        on_mismatch: "error": refuse a request that asks for other sampling parameters; "ignore":
-            draw with those of the rollout.
+        on_mismatch: "error": refuse a request that asks for other sampling parameters than the
+            rollout's, or for anything that the engine does not do; "ignore": draw as the rollout
+            does.
         model: the name that clients get.
     """
 
@@ -40,7 +41,7 @@ class SessionBackend:
         self.client = client
         self.recorder = recorder
         self.wording = recorder.wording
-        self.on_mismatch = on_mismatch
+        self.is_lenient = on_mismatch == "ignore"
         self.model = model
 
     def admit(self, key: str, session: str | None) -> str:
@@ -98,6 +99,7 @@ class SessionBackend:
         except BaseException:
             turn.drop()
             raise
+
         turn.record(replies, [each.version for each in drawn])
         return replies
 
@@ -122,7 +124,7 @@ class SessionBackend:
 
     def _check_draw(self, draw: DrawSettings) -> None:
         """Raise ApiError for sampling parameters that are not those of the rollout."""
-        if self.on_mismatch == "ignore":
+        if self.is_lenient:
             return
         for name, asked, ours in _differences(draw, self.client.params):
             raise ApiError(
@@ -155,6 +157,7 @@ def _differences(draw: DrawSettings, params: SamplingParams) -> list[tuple[str, 
         "stop": params.stop,
         "seed": "own seed",
     }
+
     differences = []
     for name, value in ours.items():
         asked = getattr(draw, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl.agents.gateway.errors import ApiError
+from verl.data.chat import Message
 from verl.utils.errors import VerlError
 
 _BROKEN = "\ufffd"  # a character of which some bytes are missing
@@ -20,14 +21,14 @@ class Boundary(Protocol):
     """The part of `ChatBoundary` that the gateway calls."""
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]: ...
 
     def extension(
         self,
-        history: Sequence[Mapping[str, Any]],
-        reply: Mapping[str, Any],
-        new: Sequence[Mapping[str, Any]],
+        history: Sequence[Message],
+        reply: Message,
+        new: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         drawn: Sequence[int],
@@ -94,7 +95,7 @@ class Wording:
             )
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         """Return the tokens of a conversation, ready for a reply."""
         try:
@@ -148,6 +149,7 @@ class Wording:
         """
         if drawn.finish_reason == "abort":
             raise ApiError("The engine gave the request up. Try again later.", status=503)
+
         content = self.decode(drawn.token_ids)
         finish_reason = drawn.finish_reason
         calls: tuple[dict[str, Any], ...] = ()
@@ -159,6 +161,7 @@ class Wording:
         if finish_reason == "stop":
             content = cut(content, stop)
             finish_reason = "tool_calls" if calls else "stop"
+
         return Reply(
             prompt_ids=prompt_ids,
             token_ids=drawn.token_ids,
