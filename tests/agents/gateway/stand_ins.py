@@ -1,10 +1,8 @@
-"""Tiny engines behind gateways, and the small parts of a run that these need."""
+"""Tiny engines behind gateways."""
 
-import json
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,80 +10,27 @@ from openai import AsyncOpenAI
 
 from tests.rollout.engines import make_engine
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from verl.agents.boundary import ChatBoundary
 from verl.agents.engine_client import EngineClient, EngineSteps
+from verl.agents.formats import tool_format
 from verl.agents.gateway.recorder import SessionRecorder
 from verl.agents.gateway.served import ServedBackend, ServedEngine
 from verl.agents.gateway.server import GatewayServer
 from verl.agents.gateway.sessions import SessionBackend
 from verl.agents.gateway.wording import Wording
 from verl.rollout import SamplingParams
-from verl.utils.errors import DataError
+from verl.utils.errors import BoundaryError
 
 END = 4  # <|im_end|>
 LENGTH = 256
 KEY = "sk-of-the-test"
 
 
-class TemplateBoundary:
-    """The boundary of the tiny tokenizer's template."""
+class BrokenBoundary(ChatBoundary):
+    """A boundary of a template that allows no exact continuation."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.is_broken = False  # whether it finds no exact extension
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
-        return self._ids(self._text(messages, True))
-
-    def extension(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        reply: Mapping[str, Any],
-        new: Sequence[Mapping[str, Any]],
-        tools: Any = None,
-        *,
-        drawn: Sequence[int],
-    ) -> list[int]:
-        if self.is_broken:
-            raise DataError("no exact extension")
-        before = self._text([*history, reply], False)
-        after = self._text([*history, reply, *new], True)
-        end = "" if drawn[-1] == END else "<|im_end|>"
-        return self._ids(f"{end}\n{after[len(before) :]}")
-
-    def _text(self, messages: Sequence[Mapping[str, Any]], opens_reply: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=opens_reply
-        )
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@dataclass
-class Call:
-    name: str
-    arguments: dict[str, Any] | None
-    raw: str
-    call_id: str | None = None
-
-
-@dataclass
-class Parsed:
-    content: str
-    calls: list[Call]
-    reasoning: str = ""
-
-
-def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
-    """Calls of the form <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
-    calls = []
-    for raw in re.findall(r"<tool_call>.*?</tool_call>", text, re.DOTALL):
-        try:
-            value = json.loads(raw[11:-12])
-            calls.append(Call(value["name"], value["arguments"], raw))
-        except ValueError:
-            calls.append(Call("", None, raw))
-    return Parsed(re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL), calls)
+    def extension(self, *arguments: Any, **options: Any) -> list[int]:
+        raise BoundaryError("no exact extension")
 
 
 def model_that_says(dialogue: Sequence[Mapping[str, str]], steps: int = 220) -> Any:
@@ -108,7 +53,8 @@ def model_that_says(dialogue: Sequence[Mapping[str, str]], steps: int = 220) -> 
 
 def wording_of(with_tools: bool = True) -> Wording:
     tokenizer = tiny_tokenizer()
-    return Wording(tokenizer, TemplateBoundary(tokenizer), parse if with_tools else None)
+    parse = tool_format("hermes", tokenizer).parse if with_tools else None
+    return Wording(tokenizer, ChatBoundary(tokenizer), parse)
 
 
 @asynccontextmanager
@@ -138,13 +84,14 @@ class Training:
     server: GatewayServer
     recorder: SessionRecorder
     client: EngineClient
+    agents: list[AsyncOpenAI] = field(default_factory=list)
 
     def agent(self, session: str, row: int = 0, **options: Any) -> AsyncOpenAI:
         """Open a session and return an unmodified client of it."""
         key = self.recorder.open(session, row=row)
-        return AsyncOpenAI(
-            base_url=self.server.session_url(session), api_key=key, max_retries=0, **options
-        )
+        url = self.server.session_url(session)
+        self.agents.append(AsyncOpenAI(base_url=url, api_key=key, max_retries=0, **options))
+        return self.agents[-1]
 
 
 def client_of(engine: Any, seed: int = 0, **params: Any) -> EngineClient:
@@ -163,4 +110,7 @@ async def training(
 ) -> AsyncIterator[Training]:
     backend = SessionBackend(client, recorder, on_mismatch=on_mismatch)
     async with GatewayServer(backend, **options) as server:
-        yield Training(server, recorder, client)
+        run = Training(server, recorder, client)
+        yield run
+        for agent in run.agents:
+            await agent.close()

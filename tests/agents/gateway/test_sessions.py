@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.agents.gateway.stand_ins import (
     END,
+    BrokenBoundary,
     client_of,
     model_that_says,
     recorder_of,
@@ -24,6 +25,7 @@ from verl.agents.gateway.recorder import SessionRecorder
 from verl.models.load import resolve_path
 from verl.rollout.trajectory import Trajectory
 
+EOS = 2
 MORE: Any = {"role": "user", "content": "Go on"}
 
 
@@ -103,7 +105,8 @@ def test_a_conversation_is_one_trajectory(model):
     # Between drawn tokens are exactly those of the template.
     wording = wording_of()
     new = wording.tokenizer.decode(trajectory.segments[1].token_ids)
-    end = "" if trajectory.segments[0].token_ids[-1] == END else "<|im_end|>"
+    has_ended = trajectory.segments[0].token_ids[-1] in (EOS, END)
+    end = "" if has_ended else "<|im_end|>"
     assert new == f"{end}\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -223,7 +226,7 @@ def test_each_of_several_choices_can_be_continued(model):
 
 def test_without_an_exact_extension_the_conversation_is_rendered_anew(model):
     recorder = recorder_of()
-    recorder.wording.boundary.is_broken = True
+    recorder.wording.boundary = BrokenBoundary(recorder.wording.tokenizer)
 
     async def agent(run):
         client = run.agent("a")
@@ -371,9 +374,13 @@ def test_a_client_that_gives_up_can_ask_again(model):
         client = run.agent("a")
         reply = await say(client, HELLO)
         messages = [*HELLO, reply, MORE]
-        with pytest.raises(openai.APITimeoutError):
-            await say(client, messages, max_tokens=150, timeout=0.01)
-        await asyncio.sleep(0.1)
+        late = asyncio.ensure_future(say(client, messages, max_tokens=150))
+        engine = run.client.steps.engine
+        while not engine.has_work:
+            await asyncio.sleep(0.001)
+        late.cancel()
+        while engine.has_work:
+            await asyncio.sleep(0.001)
         await say(client, messages)
         return run.recorder.finish("a"), run.recorder.counts()
 
@@ -387,17 +394,18 @@ def test_a_client_that_gives_up_can_ask_again(model):
 
 
 def test_abandoned_sessions_are_dropped_and_counted(model):
-    recorder = recorder_of(idle_s=0.2)
+    now = [0.0]
+    recorder = recorder_of(idle_s=0.2, clock=lambda: now[0])
 
     async def agent(run):
         gone = run.agent("gone")
         kept = run.agent("kept", row=1)
         await say(gone, HELLO)
-        messages = [*HELLO]
-        for _ in range(5):
-            messages += [await say(kept, messages), MORE]
-            await asyncio.sleep(0.1)
-        assert not run.recorder.is_open("gone")
+        reply = await say(kept, HELLO)
+        now[0] = 1.0
+        await say(kept, [*HELLO, reply, MORE])
+        while run.recorder.is_open("gone"):
+            await asyncio.sleep(0.01)
         return run.recorder.finish("kept"), run.recorder.counts()
 
     (trajectory,), counts = play(model, agent, recorder)
