@@ -30,11 +30,11 @@ def word_tokenizer(
     return with_specials(tokenizer, specials, eos=eos, template=template)
 
 
-def qwen2_tokenizer(
+def minimind_tokenizer(
     specials: Sequence[str], *, eos: str, template: str | None
 ) -> PreTrainedTokenizerBase:
-    """Load the real vocabulary of Qwen2, with further special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2-tokenizer")
+    """Load the vocabulary of a published model, with further special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "minimind-tokenizer")
     return with_specials(tokenizer, specials, eos=eos, template=template)
 
 
@@ -45,5 +45,7 @@ def with_specials(
     tokens = [AddedToken(token, special=True, normalized=False) for token in specials]
     tokenizer.add_tokens(tokens, special_tokens=True)
     tokenizer.eos_token = eos
+    if "<bos>" in specials:
+        tokenizer.bos_token = "<bos>"
     tokenizer.chat_template = template
     return tokenizer
