@@ -1,0 +1,1 @@
+"""Agents: loops over model and tools, tool-call formats, environments, the gateway."""
