@@ -244,3 +244,45 @@ def test_the_tool_is_the_one_that_the_rows_name():
     )["tools"]
     script = (ROOT / "examples" / "data_preprocess" / "gsm8k_multiturn_w_tool.py").read_text()
     assert f'TOOL = "{tools[0]["tool_schema"]["function"]["name"]}"' in script
+
+
+@pytest.mark.parametrize("name", ["gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_w_interaction"])
+def test_a_configuration_of_several_turns_loads_by_its_name(name: str, caplog):
+    argv = [
+        f"--config-path={MULTI_TURN / 'config'}",
+        f"--config-name={name}",
+        "actor_rollout_ref.model.path=a/model",
+        "data.train_files=train.parquet",
+    ]
+    config = load_config(argv, only_to_plan=True)
+    assert config.actor_rollout_ref.rollout.multi_turn.enable
+    assert config.data.return_raw_chat
+    assert "No training data" not in caplog.text
+
+
+def test_the_interaction_is_the_one_that_the_rows_name():
+    config = MULTI_TURN / "config" / "interaction_config" / "gsm8k_interaction_config.yaml"
+    (entry,) = yaml.safe_load(config.read_text())["interaction"]
+    scripts = ROOT / "examples" / "data_preprocess"
+    for script in ("gsm8k_multiturn_w_tool.py", "gsm8k_multiturn_w_interaction.py"):
+        assert f'INTERACTION = "{entry["name"]}"' in (scripts / script).read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((MULTI_TURN / "config" / "tool_config").iterdir()), ids=lambda path: path.name
+)
+def test_a_tool_configuration_has_the_keys_of_its_format(path: Path):
+    content = yaml.safe_load(path.read_text())  # JSON is YAML as well
+    if path.suffix == ".json":
+        assert all(
+            "url" in server or "command" in server for server in content["mcpServers"].values()
+        )
+        return
+    for tool in content["tools"]:
+        assert tool["class_name"].startswith("verl.tools.")
+        if tool["config"]["type"] == "mcp":
+            servers = ROOT / tool["mcp"]["mcp_servers_config_path"]
+            assert servers.is_file()
+            continue
+        function = tool["tool_schema"]["function"]
+        assert set(function["parameters"]["required"]) == set(function["parameters"]["properties"])

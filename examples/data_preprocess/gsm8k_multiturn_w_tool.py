@@ -1,9 +1,6 @@
-"""GSM8K for several turns with a tool that tells the model how its answer scores, and for an
-interaction that answers.
+"""GSM8K for several turns with a tool that scores the model's answer, and for a simulated user.
 
-    python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_save_dir
-    ~/data/gsm8k_multiturn python examples/data_preprocess/gsm8k_multiturn_w_tool.py
-    --local_dataset_path raw/gsm8k --local_save_dir ...
+    python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_save_dir ~/data/gsm8k_multiturn
 
 Rows are those of gsm8k.py with a system prompt that names the tool `calc_gsm8k_reward`, and in
 `extra_info`: `tools_kwargs` (what the tool is created with, for each row), `interaction_kwargs`
@@ -28,13 +25,13 @@ AGENT = "tool_agent"
 SYSTEM = (
     "You are a math expert. You are given a question and you need to solve it step by step. Reason "
     f"step by step before any tool call. You should use the `{TOOL}` tool after solving the "
-    "question, before you give the final answer, at least once, and mend your answer if necessary. "
+    "question, before you give the final answer, at least once, and correct your answer if needed. "
     "Put the final answer behind `#### `."
 )
 
 
 def _plain_gsm8k() -> Any:
-    """gsm8k.py beside this file, whose rows these are."""
+    """Load gsm8k.py of this folder, which makes the plain rows."""
     spec = importlib.util.spec_from_file_location(
         "preprocess_gsm8k", Path(__file__).with_name("gsm8k.py")
     )
@@ -49,7 +46,7 @@ gsm8k = _plain_gsm8k()
 
 
 def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One row as the trainer reads it. ValueError for an answer without its number."""
+    """Return a row as the trainer reads it. DataError for an answer without its number."""
     row = gsm8k.make_row(raw, split, index)
     truth = row["reward_model"]["ground_truth"]
     row["prompt"] = [{"role": "system", "content": SYSTEM}, *row["prompt"]]

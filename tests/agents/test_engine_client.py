@@ -91,6 +91,7 @@ def test_a_prompt_that_cannot_be_continued_is_an_error_of_its_agent_alone():
         answers = await asyncio.gather(good, bad, return_exceptions=True)
         assert isinstance(answers[1], RolloutError)
         assert "leaves no room for a response" in str(answers[1])
+        assert not isinstance(answers[0], BaseException)
         return len(answers[0].token_ids)
 
     assert asyncio.run(client.serve(work())) > 0

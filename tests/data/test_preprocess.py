@@ -93,7 +93,9 @@ def test_gsm8k_rows(tmp_path, tokenizer):
     assert (row["data_source"], row["ability"]) == ("openai/gsm8k", "math")
 
 
-@pytest.mark.parametrize("script", ["gsm8k", "gsm8k_multiturn_w_tool"])
+@pytest.mark.parametrize(
+    "script", ["gsm8k", "gsm8k_multiturn_w_tool", "gsm8k_multiturn_w_interaction"]
+)
 def test_a_folder_without_raw_gsm8k_is_told(tmp_path, script):
     main = load_script(f"data_preprocess/{script}.py").main
     with pytest.raises(

@@ -110,6 +110,23 @@ def test_gsm8k_with_a_tool(tmp_path, tokenizer):
     assert gold_score(row, raw["answer"]) == 1.0
 
 
+def test_gsm8k_with_a_simulated_user(tmp_path, tokenizer):
+    raw = {"question": "How many are 1,000 and 200?", "answer": "1,000 + 200 = 1,200\n#### 1,200"}
+    for split in ("train", "test"):
+        write_lines(tmp_path / f"{split}.jsonl", [raw])
+    main = load_script("data_preprocess/gsm8k_multiturn_w_interaction.py").main
+    main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
+    (row,) = load_rows(tmp_path / "out", "test", tokenizer)
+    assert [message["role"] for message in row["raw_prompt"]] == ["system", "user"]
+
+    extra = row["extra_info"]
+    expected = {"name": "gsm8k", "query": raw["question"], "ground_truth": "1200"}
+    assert extra["interaction_kwargs"] == expected
+    assert "tools_kwargs" not in extra
+    assert row["agent_name"] == "tool_agent"
+    assert gold_score(row, raw["answer"]) == 1.0
+
+
 @needs_shared("data/hh-rlhf")
 def test_hh_rlhf_rows_of_the_real_file(tmp_path, tokenizer, capsys):
     main = load_script("data_preprocess/hh_rlhf.py").main

@@ -5,13 +5,14 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from verl.rewards.builtin import choice, code, countdown, gsm8k, math, search_qa, toy
+from verl.rewards.builtin import calculator, choice, code, countdown, gsm8k, math, search_qa, toy
 from verl.rewards.registry import Rule, reward_rules
 from verl.rewards.sandbox.runner import CodeRunner, default_runner
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.registry import nearest_names
 
 __all__ = [
+    "calculator",
     "choice",
     "code",
     "countdown",

@@ -1,0 +1,82 @@
+"""GSM8K for several turns with a simulated user, who says whether an answer is right.
+
+    python examples/data_preprocess/gsm8k_multiturn_w_interaction.py --local_save_dir ~/data/gsm8k_interaction
+
+Rows are those of gsm8k.py with a system prompt, and in `extra_info` the `interaction_kwargs`: the
+name of the interaction that answers, and the right answer that it starts with.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.utils.entry import exit_code
+
+INTERACTION = "gsm8k"
+AGENT = "tool_agent"
+SYSTEM = (
+    "You are a math expert. You are given a question and you need to solve it step by step. If the "
+    "user says that your answer is wrong, find the mistake and answer again. Put each answer "
+    "behind `#### `."
+)
+
+
+def _plain_gsm8k() -> Any:
+    """Load gsm8k.py of this folder, which makes the plain rows."""
+    spec = importlib.util.spec_from_file_location(
+        "preprocess_gsm8k", Path(__file__).with_name("gsm8k.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gsm8k = _plain_gsm8k()
+
+
+def make_row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """Return a row as the trainer reads it. DataError for an answer without its number."""
+    row = gsm8k.make_row(raw, split, index)
+    row["prompt"] = [{"role": "system", "content": SYSTEM}, *row["prompt"]]
+    row["agent_name"] = AGENT
+    row["extra_info"]["interaction_kwargs"] = {
+        "name": INTERACTION,
+        "query": raw["question"],
+        "ground_truth": row["reward_model"]["ground_truth"],
+    }
+    return row
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--local_dataset_path", help="folder of train.jsonl and test.jsonl; default: the hub"
+    )
+    parser.add_argument(
+        "--local_save_dir",
+        "--local_dir",
+        default="~/data/gsm8k_interaction",
+        help="folder to write to",
+    )
+    options = parser.parse_args(arguments)
+    target = Path(options.local_save_dir).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+
+    for split in gsm8k.SPLITS:
+        raw_rows = gsm8k.read_raw(options.local_dataset_path, split)
+        rows = [make_row(raw, split, index) for index, raw in enumerate(raw_rows)]
+        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
+        print(f"wrote {len(rows):,} rows to {target / split}.parquet")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

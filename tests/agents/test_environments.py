@@ -1,0 +1,417 @@
+"""Environments: the built-in ones, adapters of other libraries' shapes, and sessions."""
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+
+import pytest
+
+from verl.agents.environments import (
+    EnvironmentSession,
+    GymEnvironment,
+    Observation,
+    SkyRLEnvironment,
+    environments,
+    make_environment,
+    open_environment,
+)
+from verl.agents.environments.openenv import OpenEnvEnvironment
+from verl.utils.errors import ConfigError, MissingDependencyError, RolloutError
+from verl.utils.imports import is_installed
+
+
+def play(environment, actions, timeout_s=30.0, **row):
+    """Run an episode and return its session and observations."""
+
+    async def main():
+        async with EnvironmentSession(environment, timeout_s=timeout_s) as session:
+            seen = [await session.reset(**row)]
+            for action in actions:
+                if not session.done:
+                    seen.append(await session.step(action))
+        return session, seen
+
+    return asyncio.run(main())
+
+
+def texts(observations: list[Observation]) -> list[str]:
+    return [message["content"] for seen in observations for message in seen.messages]
+
+
+# ---- built in ------------------------------------------------------------------------------------
+
+
+def test_bisection_finds_the_number_and_earlier_guesses_earn_more():
+    rewards = {}
+    for seed in range(40):
+        game = make_environment("number_guessing", largest=64)
+        low, high, turns, seen = 1, 64, 0, asyncio.run(game.reset(seed=seed))
+        assert "from 1 to 64" in seen.messages[0]["content"]
+        while not seen.done:
+            turns += 1
+            middle = (low + high) // 2
+            seen = asyncio.run(game.step(f"I guess {middle}"))
+            if seen.messages[0]["content"] == "higher":
+                low = middle + 1
+            else:
+                high = middle - 1
+        rewards[turns] = seen.reward
+        assert seen.info == {"turns": turns, "solved": 1.0}
+    ordered = [rewards[turns] for turns in sorted(rewards)]
+    assert len(ordered) > 2
+    assert ordered == sorted(ordered, reverse=True)
+
+
+def test_guesses_run_out_and_the_seed_decides_the_secret():
+    session, seen = play(
+        make_environment("number_guessing", max_turns=2), ["no", "-5", "7"], seed=1
+    )
+    assert texts(seen)[1:] == ["Write a number.", "higher"]
+    assert session.done
+    assert seen[-1].reward == 0.0
+
+    secrets = set()
+    for seed in range(20):
+        game = make_environment("number_guessing")
+        asyncio.run(game.reset(seed=seed))
+        first = game.secret
+        asyncio.run(game.reset(seed=seed))
+        assert game.secret == first
+        secrets.add(first)
+    assert len(secrets) > 10
+
+
+def call(expression: object) -> str:
+    arguments = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(arguments)}\n</tool_call>"
+
+
+ROW = {
+    "extra_info": {"question": "What is 12 * 34?"},
+    "reward_model": {"style": "rule", "ground_truth": "408"},
+    "data_source": "calculator",
+}
+
+
+def test_the_calculator_answers_calls_and_rewards_the_last_turn():
+    session, seen = play(make_environment("calculator"), [call("12 * 34"), "#### 408"], **ROW)
+    assert texts(seen) == ["What is 12 * 34?", "408"]
+    assert seen[1].messages[0]["role"] == "tool"
+    assert (seen[-1].reward, seen[-1].done) == (1.0, True)
+    assert seen[-1].info == {"turns": 2, "calls": 1}
+    assert session.outcomes == {"ok": 4}
+
+
+@pytest.mark.parametrize(
+    ("actions", "reward"),
+    [(["#### 407"], 0.0), ([""], 0.0), (["408"], 1.0), ([call("1 / 0"), "408"], 1.0)],
+)
+def test_the_calculator_scores_the_number_alone(actions, reward):
+    _, seen = play(make_environment("calculator"), actions, **ROW)
+    assert seen[-1].reward == reward
+
+
+@pytest.mark.parametrize("action", [call("import os"), call(5), "<tool_call>{</tool_call>"])
+def test_a_bad_call_is_answered_with_its_error(action):
+    _, seen = play(make_environment("calculator", max_turns=1), [action], **ROW)
+    assert texts(seen)[1].startswith("Error: ")
+    assert seen[-1].done
+
+
+def test_a_row_without_question_ends_the_episode():
+    session, seen = play(make_environment("calculator"), [])
+    assert session.failure is not None
+    assert "needs a question and a ground_truth" in seen[0].info["error"]
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+class Plain:
+    """A user's environment with plain functions, all in one thread."""
+
+    def __init__(self, fail_in: str = "", how: str = "raise") -> None:
+        self.fail_in = fail_in
+        self.how = how
+        self.threads: list[int] = []
+        self.closed = 0
+
+    def _called(self, method: str) -> None:
+        self.threads.append(threading.get_ident())
+        if method == self.fail_in and self.how == "raise":
+            raise ValueError("broken world")
+        if method == self.fail_in:
+            time.sleep(60)
+
+    def reset(self, question):
+        self._called("reset")
+        return Observation([{"role": "user", "content": question}])
+
+    def step(self, action):
+        self._called("step")
+        return Observation([], 1.5, done=True)
+
+    def close(self):
+        self.threads.append(threading.get_ident())
+        self.closed += 1
+
+
+def test_plain_functions_get_the_fields_they_name_and_share_a_thread():
+    world = Plain()
+    session, seen = play(world, ["go"], question="Where?", other="field")
+    assert texts(seen) == ["Where?"]
+    assert seen[-1].reward == 1.5
+    assert len(world.threads) == 3
+    assert len(set(world.threads)) == 1
+    assert world.threads[0] != threading.get_ident()
+    assert session.outcomes == {"ok": 3}
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(("how", "outcome"), [("raise", "crashed"), ("hang", "timeout")])
+def test_a_failure_ends_the_episode_is_counted_and_still_closes(method, how, outcome, caplog):
+    world = Plain(method, how)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        session, seen = play(world, ["go"], timeout_s=0.2, question="Where?")
+    assert (seen[-1].done, seen[-1].reward, seen[-1].messages) == (True, 0.0, [])
+    assert seen[-1].info["outcome"] == outcome
+    assert f"Plain.{method}" in seen[-1].info["error"]
+    assert session.outcomes[outcome] == 1
+    assert world.closed == 1
+
+
+def test_a_cancelled_episode_still_closes():
+    world = Plain()
+
+    async def main():
+        async def episode():
+            async with EnvironmentSession(world) as session:
+                await session.reset(question="Where?")
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(episode())
+        while not world.threads:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert world.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "fact"),
+    [
+        (("obs", 1.0, True, {}), "must return a verl.agents.environments.Observation, got tuple"),
+        (Observation(["hello"]), "must return messages such as"),  # pyright: ignore
+        (Observation([], math.nan), "must return a finite reward, got nan"),
+    ],
+)
+def test_another_result_is_an_error_that_shows_it(value, fact):
+    class Odd(Plain):
+        def step(self, action):
+            return value
+
+    with pytest.raises(RolloutError, match=f"Odd.step {fact}"):
+        play(Odd(), ["go"], question="Where?")
+
+
+def test_no_step_after_the_end():
+    async def main():
+        async with EnvironmentSession(Plain()) as session:
+            await session.reset(question="Where?")
+            await session.step("go")
+            await session.step("more")
+
+    with pytest.raises(RolloutError, match="episode in Plain is over"):
+        asyncio.run(main())
+
+
+# ---- names and users' classes --------------------------------------------------------------------
+
+GYM_FILE = """
+class Counter:
+    verl_adapter = "gym"
+
+    def __init__(self, target=2):
+        self.target = target
+
+    def reset(self, *, seed=None, options=None):
+        self.count = seed
+        return f"at {seed}, asked {options['question']}", {"fresh": 1}
+
+    def step(self, action):
+        self.count += int(action)
+        return f"at {self.count}", float(self.count), self.count >= self.target, False, {}
+
+class Sky:
+    def init(self, prompt):
+        return prompt + [{"role": "user", "content": "begin"}], {}
+
+    def step(self, action):
+        return {"observations": [], "reward": 2, "done": True, "metadata": {"said": action}}
+"""
+
+
+def test_a_users_class_in_gyms_shape_from_a_file(tmp_path):
+    (tmp_path / "worlds.py").write_text(GYM_FILE)
+    chosen = {"name": "worlds.py:Counter", "config": {"target": 3}, "timeout_s": 20}
+    session = open_environment(chosen, folder=tmp_path)
+    assert session.timeout_s == 20.0
+    _, seen = play(session.environment, ["1", "1"], seed=1, question="Where?")
+    assert texts(seen) == ["at 1, asked Where?", "at 2", "at 3"]
+    assert [step.reward for step in seen] == [0.0, 2.0, 3.0]
+    assert [step.done for step in seen] == [False, False, True]
+    assert seen[0].info == {"fresh": 1}
+
+
+def test_a_users_class_in_skyrls_shape_from_a_file(tmp_path):
+    (tmp_path / "worlds.py").write_text(GYM_FILE)
+    world = make_environment(str(tmp_path / "worlds.py") + ":Sky")
+    _, seen = play(world, ["hello"], raw_prompt=[{"role": "system", "content": "Be brief."}])
+    assert texts(seen) == ["Be brief.", "begin"]
+    assert (seen[1].reward, seen[1].done, seen[1].info) == (2.0, True, {"said": "hello"})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fact"),
+    [
+        ("number_gessing", "Unknown environment 'number_gessing'. Nearest known: number_guessing"),
+        ("pathlib:Path", "it lacks reset, step"),
+        ({"config": {}}, "needs a name. Known: calculator, gym"),
+        ({"name": "calculator", "max_turns": 3}, "got 'max_turns'.*go into config"),
+        ({"name": "calculator", "timeout_s": -1}, "timeout_s of an environment must be above 0"),
+    ],
+)
+def test_a_wrong_choice_says_what_is_known(chosen, fact):
+    with pytest.raises(ConfigError, match=fact):
+        open_environment(chosen)
+
+
+def test_a_registered_environment_is_found_by_name():
+    @environments.register("test_world")
+    def make(**config):
+        return Plain(**config)
+
+    try:
+        assert make_environment("test_world", how="hang").how == "hang"
+    finally:
+        environments.remove("test_world")
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+class OldGym:
+    """The four-tuple of older gym, and a reset without info."""
+
+    def reset(self):
+        return "ready"
+
+    def step(self, action):
+        return None if action == "end" else {"text": action}, 1, action == "end", {"n": 1}
+
+
+def test_older_gym_and_observations_that_need_a_text():
+    world = GymEnvironment(OldGym(), as_text=lambda seen: seen if isinstance(seen, str) else "?")
+    _, seen = play(world, ["on", "end"])
+    assert texts(seen) == ["ready", "?"]
+    assert seen[-1].done
+    assert seen[-1].info == {"n": 1, "truncated": 0.0}
+
+    session, seen = play(GymEnvironment(OldGym()), ["on"])
+    assert "must observe a text or a list of messages, got dict" in seen[-1].info["error"]
+    assert session.outcomes["crashed"] == 1
+
+
+def test_other_tuples_are_an_error():
+    class Short(OldGym):
+        def step(self, action):
+            return "seen", 1.0
+
+    session, _ = play(GymEnvironment(Short()), ["on"])
+    assert session.failure is not None
+    assert "Short.step must return (observation, reward, terminated" in session.failure.error
+
+
+def test_skyrl_without_a_field_is_an_error():
+    class Short:
+        def init(self, prompt):
+            return prompt, {}
+
+        def step(self, action):
+            return {"observations": [], "reward": 0.0}
+
+    session, _ = play(SkyRLEnvironment(Short()), ["on"], prompt=[])
+    assert session.failure is not None
+    assert "'done' is missing" in session.failure.error
+
+
+class EchoClient:
+    """OpenEnv's client interface without its network."""
+
+    class Result:
+        def __init__(self, observation, reward=None, done=False):
+            self.observation = observation
+            self.reward = reward
+            self.done = done
+
+    def __init__(self):
+        self.log = []
+
+    async def __aenter__(self):
+        self.log.append("connect")
+        return self
+
+    async def reset(self, seed=None):
+        self.log.append(f"reset {seed}")
+        return self.Result({"text": "ready"})
+
+    async def step(self, action):
+        self.log.append(action)
+        return self.Result({"text": action["message"].upper()}, 1.0, True)
+
+    async def close(self):
+        self.log.append("close")
+
+
+def test_openenv_fills_a_field_of_the_action_and_reads_one_of_the_observation():
+    client = EchoClient()
+    world = OpenEnvEnvironment(
+        client, observation_field="text", action_field="message", action_fields={"loud": True}
+    )
+    _, seen = play(world, ["hello"], seed=3, data_source="x")
+    assert texts(seen) == ["ready", "HELLO"]
+    assert (seen[0].reward, seen[1].reward, seen[1].done) == (0.0, 1.0, True)
+    assert client.log == ["connect", "reset 3", {"loud": True, "message": "hello"}, "close"]
+
+
+def test_openenv_names_the_fields_that_there_are():
+    world = OpenEnvEnvironment(EchoClient(), observation_field="message", action_field="message")
+    session, _ = play(world, [])
+    assert session.failure is not None
+    assert "observation_field 'message' must be a text" in session.failure.error
+    assert "Fields: text" in session.failure.error
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "config"),
+    [
+        ("gym", "gymnasium", {"env": "FrozenLake-v1"}),
+        ("skyrl", "skyrl-gym", {"env": "gsm8k"}),
+        (
+            "openenv",
+            "openenv-core",
+            {"base_url": "http://localhost:1", "observation_field": "a", "action_field": "b"},
+        ),
+    ],
+)
+def test_a_missing_library_is_named_with_its_install_command(name, package, config):
+    if is_installed(package):
+        pytest.skip(f"{package} is installed here")
+    with pytest.raises(MissingDependencyError, match=f"pip install {package}"):
+        make_environment(name, **config)

@@ -1,0 +1,128 @@
+"""Read the YAML lists that name a user's classes: interactions and environments."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.utils.errors import ConfigError, MissingDependencyError
+from verl.utils.imports import load_extern_type
+from verl.utils.registry import nearest_names
+
+_KEYS = ("name", "class_name", "config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry of a file: a class, its settings, and the name that rows pick it by."""
+
+    where: str  # "entry 2 of 'interactions.yaml'", for errors
+    class_name: str
+    cls: type
+    name: str | None
+    config: dict[str, Any]
+
+
+def read_entries(path: str | Path, key: str) -> list[Entry]:
+    """Return the entries of the list `key` in a YAML file, each with its class imported.
+
+    Raises:
+        ConfigError: the file is missing or is not YAML, or an entry has an unknown or missing key,
+            or a class that cannot be imported. The message names file, entry and key.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"Expected a YAML file at '{path}', found none.")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' must be a YAML file: {error}") from error
+
+    found = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(
+            f"'{path}' must have a list '{key}:' with at least one entry, such as "
+            f"'- class_name: package.module.Class', got {_shown(content)}."
+        )
+    return [_entry(number, entry, file, key) for number, entry in enumerate(found, start=1)]
+
+
+def load_class(reference: str, folder: Path | None = None) -> type:
+    """Import the class of "package.module.Class", or of "file.py:Class".
+
+    A relative file is looked for in the working directory, then in `folder`.
+
+    Raises ConfigError for a module, file or class that does not exist.
+    """
+    place, _, name = _split(reference)
+    if not names_a_class(reference):
+        raise ConfigError(f"Expected 'package.module.Class' or 'file.py:Class', got {reference!r}.")
+
+    file = Path(place).expanduser()
+    if file.suffix == ".py" and folder is not None and not file.is_file():
+        place = str(folder / file) if (folder / file).is_file() else place
+    found = load_extern_type(place, name)
+    if not isinstance(found, type):
+        raise ConfigError(f"{reference!r} must be a class, got {type(found).__name__}.")
+    return found
+
+
+def names_a_class(reference: str) -> bool:
+    """Return whether a text is "package.module.Class" or "file.py:Class", not another library's
+    id."""
+    place, separator, name = _split(reference)
+    return bool(separator and place) and name.isidentifier()
+
+
+def require_methods(cls: type, methods: Collection[str], where: str) -> None:
+    """Raise ConfigError for a class that lacks one of the methods."""
+    missing = [method for method in methods if not callable(getattr(cls, method, None))]
+    if missing:
+        raise ConfigError(
+            f"{where}: class {cls.__name__} must have {', '.join(methods)}; it lacks "
+            f"{', '.join(missing)}."
+        )
+
+
+def _split(reference: str) -> tuple[str, str, str]:
+    place, separator, name = reference.rpartition(":")
+    return (place, separator, name) if separator else reference.rpartition(".")
+
+
+def _entry(number: int, entry: Any, file: Path, key: str) -> Entry:
+    where = f"{key} entry {number} of '{file}'"
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must be keys and values, got {_shown(entry)}.")
+    for name in entry:
+        if name not in _KEYS:
+            raise ConfigError(
+                f"{where} has an unknown key '{name}'. Nearest: "
+                f"{nearest_names(str(name), list(_KEYS))}."
+            )
+
+    class_name = entry.get("class_name")
+    if not isinstance(class_name, str):
+        raise ConfigError(
+            f"{where}: class_name must be 'package.module.Class' or 'file.py:Class', got "
+            f"{_shown(class_name)}."
+        )
+    config = entry.get("config")
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"{where}: config must be keys and values, got {_shown(config)}.")
+    given_name = entry.get("name")
+    if given_name is not None and not isinstance(given_name, str):
+        raise ConfigError(f"{where}: name must be a text, got {_shown(given_name)}.")
+
+    try:
+        cls = load_class(class_name, file.resolve().parent)
+    except (ConfigError, MissingDependencyError) as error:
+        raise type(error)(f"{where}: class_name: {error}") from error
+    return Entry(
+        where=where, class_name=class_name, cls=cls, name=given_name, config=dict(config or {})
+    )
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__}: {str(value)[:80]!r}"

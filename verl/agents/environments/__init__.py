@@ -1,0 +1,44 @@
+"""Worlds that answer a model's turns with messages and rewards. Public names load on first use.
+
+`make_environment` knows the built-in ones, adapters for other libraries, and a user's own class.
+"""
+
+from typing import TYPE_CHECKING
+
+from verl.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from verl.agents.environments.base import Environment as Environment
+    from verl.agents.environments.base import Observation as Observation
+    from verl.agents.environments.base import environments as environments
+    from verl.agents.environments.gym import GymEnvironment as GymEnvironment
+    from verl.agents.environments.make import make_environment as make_environment
+    from verl.agents.environments.make import open_environment as open_environment
+    from verl.agents.environments.session import EnvironmentSession as EnvironmentSession
+    from verl.agents.environments.skyrl import SkyRLEnvironment as SkyRLEnvironment
+
+__all__ = [
+    "Environment",
+    "EnvironmentSession",
+    "GymEnvironment",
+    "Observation",
+    "SkyRLEnvironment",
+    "environments",
+    "make_environment",
+    "open_environment",
+]
+
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Environment": "verl.agents.environments.base",
+        "EnvironmentSession": "verl.agents.environments.session",
+        "GymEnvironment": "verl.agents.environments.gym",
+        "Observation": "verl.agents.environments.base",
+        "SkyRLEnvironment": "verl.agents.environments.skyrl",
+        "environments": "verl.agents.environments.make",
+        "make_environment": "verl.agents.environments.make",
+        "open_environment": "verl.agents.environments.make",
+    },
+)

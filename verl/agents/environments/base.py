@@ -1,0 +1,61 @@
+"""The protocol of an environment, and the registry of those that have a name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from verl.utils.registry import Registry
+
+
+@dataclass
+class Observation:
+    """New messages of an environment, and the outcome of the action before them.
+
+    Attributes:
+        messages: {"role", "content"} to append to the conversation; may be empty at the end.
+        reward: for the last action.
+        done: whether the episode has ended.
+        info: numbers and texts for metrics and the sample log.
+    """
+
+    messages: list[dict[str, Any]]
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """The world of one episode. An object serves one trajectory, and one call at a time.
+
+    Methods may be plain functions as well; both kinds run in a thread of the episode.
+    """
+
+    async def reset(self, **kwargs: Any) -> Observation:
+        """Begin an episode.
+
+        Args:
+            kwargs: the row's fields, among them those of `extra_info`; a method that names its
+                parameters gets only these.
+
+        Returns:
+            The opening messages.
+        """
+        ...
+
+    async def step(self, action: str) -> Observation:
+        """Apply the text that the model wrote in its turn."""
+        ...
+
+    async def close(self) -> None:
+        """Free the episode's resources. Called once, also after an error."""
+        ...
+
+
+# Makers by name: f(**config) -> an environment for one episode.
+environments: Registry[Callable[..., Any]] = Registry("environment")
+
+
+def user_message(text: str) -> dict[str, Any]:
+    """Return a message of the user."""
+    return {"role": "user", "content": text}

@@ -1,0 +1,113 @@
+"""Environments with gym's methods, whose observations and actions are texts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.agents.entries import load_class, names_a_class
+from verl.agents.environments.base import Observation, environments, user_message
+from verl.agents.user_thread import taken_by
+from verl.utils.errors import RolloutError
+from verl.utils.imports import require
+
+_INSTALL = "pip install gymnasium"
+
+
+class GymEnvironment:
+    """Adapts `reset() -> (observation, info)` and `step(action) -> (observation, reward,
+    terminated, truncated, info)`.
+
+    The older forms work as well: `reset` that returns the observation alone, and `step` that
+    returns (observation, reward, done, info). Methods are plain functions, as gym defines them.
+
+    Args:
+        environment: an object with these methods.
+        as_text: turns an observation that is no text into one.
+        as_action: turns the model's text into an action.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        *,
+        as_text: Callable[[Any], str] | None = None,
+        as_action: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.unwrapped = environment
+        self._as_text = as_text
+        self._as_action = as_action
+
+    def reset(self, **row: Any) -> Observation:
+        """Begin an episode. `seed` and the parameters that `reset` names come from the row; a
+        parameter `options` gets all its fields."""
+        reset = self.unwrapped.reset
+        keywords = taken_by(reset, {"options": row, **row})
+        result = reset(**keywords)
+        if isinstance(result, tuple) and len(result) == 2:
+            observation, info = result
+        else:
+            observation, info = result, {}
+        return Observation(self._messages(observation), info=_info(info))
+
+    def step(self, action: str) -> Observation:
+        """Apply the model's text. Raises RolloutError for a result of another shape."""
+        given = action if self._as_action is None else self._as_action(action)
+        result = self.unwrapped.step(given)
+        size = len(result) if isinstance(result, tuple) else 0
+        if size == 5:
+            observation, reward, terminated, truncated, info = result
+        elif size == 4:
+            observation, reward, terminated, info = result
+            truncated = False
+        else:
+            raise RolloutError(
+                f"{type(self.unwrapped).__name__}.step must return (observation, reward, "
+                f"terminated, truncated, info) or (observation, reward, done, info), got "
+                f"{str(result)[:80]!r}."
+            )
+
+        done = bool(terminated or truncated)
+        details = {**_info(info), "truncated": float(bool(truncated))}
+        messages = self._messages(observation, may_be_empty=done)
+        return Observation(messages, float(reward), done, details)
+
+    def close(self) -> None:
+        """Close the environment, if it can be closed."""
+        close = getattr(self.unwrapped, "close", None)
+        if close is not None:
+            close()
+
+    def _messages(self, observation: Any, *, may_be_empty: bool = False) -> list[dict[str, Any]]:
+        if may_be_empty and (observation is None or observation == ""):
+            return []
+        if isinstance(observation, list) and all(isinstance(item, dict) for item in observation):
+            return observation
+        text = observation if self._as_text is None else self._as_text(observation)
+        if isinstance(text, str):
+            return [user_message(text)]
+        raise RolloutError(
+            f"{type(self.unwrapped).__name__} must observe a text or a list of messages, got "
+            f"{type(text).__name__}. Derive GymEnvironment with as_text=..., which turns it into "
+            "a text."
+        )
+
+
+@environments.register("gym")
+def make_gym(env: str, **kwargs: Any) -> GymEnvironment:
+    """Make a gym-style environment.
+
+    Args:
+        env: "package.module.Class", "file.py:Class", or an id that gymnasium knows, such as
+            "FrozenLake-v1".
+        kwargs: for the class.
+
+    Raises:
+        MissingDependencyError: `env` is an id and gymnasium is not installed.
+    """
+    if names_a_class(env):
+        return GymEnvironment(load_class(env)(**kwargs))
+    gymnasium = require("gymnasium", f"The environment '{env}'", _INSTALL)
+    return GymEnvironment(gymnasium.make(env, **kwargs))
+
+
+def _info(info: Any) -> dict[str, Any]:
+    return dict(info) if isinstance(info, Mapping) else {}

@@ -1,0 +1,96 @@
+"""Environments by name: built-in ones, adapters, and users' classes."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.agents.entries import load_class, names_a_class, require_methods
+
+# These register themselves.
+from verl.agents.environments import calculator as _calculator  # noqa: F401
+from verl.agents.environments import number_guessing as _number_guessing  # noqa: F401
+from verl.agents.environments import openenv as _openenv  # noqa: F401
+from verl.agents.environments.base import environments
+from verl.agents.environments.gym import GymEnvironment
+from verl.agents.environments.session import DEFAULT_TIMEOUT_S, EnvironmentSession
+from verl.agents.environments.skyrl import SkyRLEnvironment
+from verl.utils.errors import ConfigError
+
+_METHODS = ("reset", "step")
+_KEYS = ("name", "config", "timeout_s")
+
+
+def open_environment(
+    chosen: str | Mapping[str, Any], *, folder: Path | None = None
+) -> EnvironmentSession:
+    """Return a session, not yet begun, with an environment of its own.
+
+    Args:
+        chosen: a name as `make_environment` takes it, or {"name", "config", "timeout_s"}: keywords
+            of the class, and the deadline of a call in seconds.
+        folder: where a relative file of a class may lie.
+
+    Raises:
+        ConfigError: a key or the name is unknown, or a value is of another type.
+    """
+    given: dict[str, Any] = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    for key in given:
+        if key not in _KEYS:
+            raise ConfigError(
+                f"An environment takes the keys {', '.join(_KEYS)}, got '{key}'. Keywords of its "
+                "class go into config."
+            )
+
+    name = given.get("name")
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"An environment needs a name. Known: {', '.join(sorted(environments))}; or "
+            "package.module.Class, or file.py:Class."
+        )
+    timeout_s = given.get("timeout_s") or DEFAULT_TIMEOUT_S
+    if not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ConfigError(f"timeout_s of an environment must be above 0, got {timeout_s!r}.")
+    config: Mapping[str, Any] = given.get("config") or {}
+    made = make_environment(name, folder, **config)
+    return EnvironmentSession(made, timeout_s=float(timeout_s))
+
+
+def make_environment(name: str, folder: Path | None = None, **config: Any) -> Any:
+    """Make an environment for one episode.
+
+    Args:
+        name: a registered name, or "package.module.Class" or "file.py:Class" of a user's class in
+            verl's, gym's or SkyRL-gym's shape.
+        folder: where a relative file may lie, besides the working directory.
+        config: keywords of the class.
+
+    Raises:
+        ConfigError: no environment has this name, or the class lacks a method.
+    """
+    if not names_a_class(name):
+        return environments.get(name)(**config)
+    return adapted(load_class(name, folder), name)(**config)
+
+
+def adapted(cls: type, where: str) -> Callable[..., Any]:
+    """Return a maker for a user's class: the class, or an adapter of the library it derives from.
+
+    A class with `init` and no `reset` has SkyRL-gym's shape. A class derived from one of gym's or
+    gymnasium's has gym's; one that is not, but returns gym's tuples, sets `verl_adapter = "gym"`.
+    """
+    bases = {base.__module__.split(".")[0] for base in cls.__mro__}
+    kind = getattr(cls, "verl_adapter", None)
+    if kind is None and hasattr(cls, "init") and not hasattr(cls, "reset"):
+        kind = "skyrl"
+    if kind is None and bases & {"gym", "gymnasium"}:
+        kind = "gym"
+    if kind not in (None, "gym", "skyrl"):
+        raise ConfigError(f"{where}: verl_adapter must be 'gym' or 'skyrl', got {kind!r}.")
+
+    if kind == "skyrl":
+        require_methods(cls, ("init", "step"), where)
+        return lambda **config: SkyRLEnvironment(cls(**config))
+    require_methods(cls, _METHODS, where)
+    if kind == "gym":
+        return lambda **config: GymEnvironment(cls(**config))
+    return cls

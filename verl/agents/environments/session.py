@@ -1,0 +1,120 @@
+"""One episode in an environment: deadlines, counted outcomes, and a close in every case."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from verl.agents.environments.base import Observation
+from verl.agents.user_thread import UserCall, UserThread, taken_by
+from verl.utils.errors import RolloutError
+from verl.utils.logging import say_once
+
+DEFAULT_TIMEOUT_S = 120.0
+
+
+class EnvironmentSession:
+    """Drives an environment for one trajectory. As `async with`, `close` is always called.
+
+    All calls of the episode run in one thread of its own, so an environment may hold objects that
+    belong to a thread or to an event loop.
+
+    Args:
+        environment: an object with reset, step and close, as coroutines or plain functions.
+        timeout_s: deadline of each call, in seconds.
+    """
+
+    def __init__(self, environment: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.environment = environment
+        self.timeout_s = timeout_s
+        self.outcomes: Counter[str] = Counter()  # calls by "ok", "timeout", "crashed"
+        self.failure: UserCall | None = None
+        self.done = False
+        self._name = type(getattr(environment, "unwrapped", environment)).__name__
+        self._thread = UserThread(f"environment-{self._name}", serial=True)
+        self._is_closed = False
+
+    async def __aenter__(self) -> "EnvironmentSession":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def reset(self, **row: Any) -> Observation:
+        """Begin the episode and return its opening messages.
+
+        Args:
+            row: fields of the row; `reset` gets those that it takes.
+
+        Raises:
+            RolloutError: the environment returned something other than an Observation.
+        """
+        self.done = False
+        return await self._observe("reset", **row)
+
+    async def step(self, action: str) -> Observation:
+        """Apply the model's text and return the answer.
+
+        After a call that failed the episode is done, with reward 0 and no messages; `info` holds
+        "outcome" ("timeout" or "crashed") and "error".
+
+        Raises:
+            RolloutError: the episode is over, or the environment returned something other than an
+                Observation.
+        """
+        if self.done:
+            raise RolloutError(
+                f"The episode in {self._name} is over. Begin another one with a session of its own."
+            )
+        return await self._observe("step", action)
+
+    async def close(self) -> None:
+        """Close the environment, once, also after a failure or a cancelled episode."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        close = getattr(self.environment, "close", None)
+        try:
+            if close is not None:
+                await self._call(close)
+        finally:
+            self._thread.stop()
+
+    async def _observe(self, method: str, *args: Any, **kwargs: Any) -> Observation:
+        call = await self._call(getattr(self.environment, method), *args, **kwargs)
+        if call.outcome != "ok":
+            self.done = True
+            return Observation([], done=True, info={"outcome": call.outcome, "error": call.error})
+
+        observation = checked(call.value, f"{self._name}.{method}")
+        self.done = observation.done
+        return observation
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
+        accepted = taken_by(method, kwargs)
+        call = await self._thread.call(method, *args, timeout_s=self.timeout_s, **accepted)
+        self.outcomes[call.outcome] += 1
+        if call.outcome != "ok":
+            self.failure = self.failure or call
+            say_once(f"{call.error} Episodes in which this happens end there.", 30)
+        return call
+
+
+def checked(value: Any, where: str) -> Observation:
+    """Return the Observation that a method gave. RolloutError for anything else."""
+    if not isinstance(value, Observation):
+        raise RolloutError(
+            f"{where} must return a verl.agents.environments.Observation, got "
+            f"{type(value).__name__}. Environments of other libraries need an adapter: gym, "
+            "skyrl, openenv or verifiers."
+        )
+
+    for message in value.messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RolloutError(
+                f"{where} must return messages such as {{'role': 'user', 'content': 'Hi'}}, got "
+                f"{str(message)[:80]!r}."
+            )
+    if not math.isfinite(value.reward):
+        raise RolloutError(f"{where} must return a finite reward, got {value.reward!r}.")
+    return value

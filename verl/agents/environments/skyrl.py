@@ -1,0 +1,74 @@
+"""Environments in the shape of SkyRL-gym's `BaseTextEnv`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.agents.entries import load_class, names_a_class
+from verl.agents.environments.base import Observation, environments
+from verl.utils.errors import RolloutError
+from verl.utils.imports import require
+
+_INSTALL = "pip install skyrl-gym"
+
+
+class SkyRLEnvironment:
+    """Adapts `init(prompt) -> (messages, info)` and `step(action) -> {"observations", "reward",
+    "done", "metadata"}`. The result of `step` may be a mapping or an object with these attributes.
+
+    Args:
+        environment: an object with these methods; no import of SkyRL is needed.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self.unwrapped = environment
+
+    def reset(self, prompt: Any = None, **row: Any) -> Observation:
+        """Begin an episode with the row's prompt, given as `prompt` or `raw_prompt`."""
+        messages = row.get("raw_prompt") if prompt is None else prompt
+        opening, info = self.unwrapped.init([dict(message) for message in messages or []])
+        return Observation(list(opening), info=dict(info or {}))
+
+    def step(self, action: str) -> Observation:
+        """Apply the model's text. Raises RolloutError for a result without the four fields."""
+        result = self.unwrapped.step(action)
+        reward = _field(result, "reward")
+        done = bool(_field(result, "done"))
+        observations = list(_field(result, "observations") or [])
+        metadata = _field(result, "metadata", required=False) or {}
+        return Observation(observations, float(reward), done, dict(metadata))
+
+    def close(self) -> None:
+        """Close the environment, if it can be closed."""
+        close = getattr(self.unwrapped, "close", None)
+        if close is not None:
+            close()
+
+
+@environments.register("skyrl")
+def make_skyrl(env: str, **kwargs: Any) -> SkyRLEnvironment:
+    """Make an environment of SkyRL-gym.
+
+    Args:
+        env: "package.module.Class", "file.py:Class", or an id registered in skyrl_gym.
+        kwargs: for the class.
+
+    Raises:
+        MissingDependencyError: `env` is an id and skyrl-gym is not installed.
+    """
+    if names_a_class(env):
+        return SkyRLEnvironment(load_class(env)(**kwargs))
+    skyrl_gym = require("skyrl_gym", f"The environment '{env}'", _INSTALL)
+    return SkyRLEnvironment(skyrl_gym.make(env, **kwargs))
+
+
+def _field(result: Any, name: str, *, required: bool = True) -> Any:
+    if isinstance(result, Mapping) and name in result:
+        return result[name]
+    if not isinstance(result, Mapping) and hasattr(result, name):
+        return getattr(result, name)
+    if not required:
+        return None
+    raise RolloutError(
+        f"A step in the shape of SkyRL-gym must return observations, reward, done and metadata; "
+        f"'{name}' is missing in {str(result)[:80]!r}."
+    )

@@ -1,0 +1,222 @@
+"""Run functions of users, asynchronous or plain, without blocking the event loop of the caller."""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.errors import line_in
+from verl.utils.logging import say_once
+
+_UNSTUCK_GRACE_S = 0.25  # a loop that answers later than this after a deadline is abandoned
+_SLOW_START_S = 1.0  # a call that waits longer for its loop is worth a line of the log
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCall:
+    """Result of one call: "ok" with its value, "timeout", or "crashed" with a sentence."""
+
+    outcome: str
+    value: Any = None
+    error: str = ""
+    seconds: float = 0.0
+
+
+class UserThread:
+    """An event loop in a daemon thread of its own.
+
+    Every coroutine of a user runs in the same loop, so clients and locks that belong to a loop
+    keep working from call to call. A thread that does not answer after a deadline is abandoned,
+    and later calls get a new one.
+
+    Args:
+        name: of the thread, for stack dumps.
+        serial: run plain functions in the thread of the loop, one at a time, for objects that must
+            stay in one thread. Otherwise each plain call gets a thread, and they run side by side.
+    """
+
+    def __init__(self, name: str, *, serial: bool = False) -> None:
+        self.name = name
+        self.serial = serial
+        self.outcomes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(
+        self, function: Callable[..., Any], /, *args: Any, timeout_s: float, **kwargs: Any
+    ) -> UserCall:
+        """Call `function` in the thread and wait for it, at most `timeout_s` seconds.
+
+        A coroutine that is late is cancelled. A plain function that is late keeps its thread, and
+        its result is dropped. If the caller is cancelled, so is the call.
+        """
+        begin = time.monotonic()
+        loop = self._running_loop()
+        work = self._run(function, args, kwargs, begin)
+        waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+        try:
+            await asyncio.wait([waiting], timeout=timeout_s)
+        finally:
+            in_time = waiting.done()
+            waiting.cancel()
+
+        if not in_time:
+            await self._abandon_if_stuck(loop)
+        result = _result(function, waiting, in_time, timeout_s, time.monotonic() - begin)
+        self.outcomes[result.outcome] += 1
+        return result
+
+    def stop(self) -> None:
+        """End the loop. Calls under way are cancelled; a later call starts a new thread."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                serve = threading.Thread(
+                    target=_serve, args=(self._loop,), name=self.name, daemon=True
+                )
+                serve.start()
+            return self._loop
+
+    async def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        asked_at: float,
+    ) -> tuple[Any, BaseException | None]:
+        """Return the value or the error of a call. Runs in the loop of the thread."""
+        if time.monotonic() - asked_at > _SLOW_START_S:
+            say_once(
+                f"{self.name}: calls wait for each other, because a coroutine blocks its event "
+                "loop. Await inside it, or make it a plain function, which gets a thread of its "
+                "own."
+            )
+
+        def plain_call() -> Any:
+            return function(*args, **kwargs)
+
+        try:
+            if self.serial or inspect.iscoroutinefunction(function):
+                value = plain_call()
+            else:
+                value = await _in_a_thread(plain_call, self.name)
+            if inspect.isawaitable(value):
+                value = await value
+        except asyncio.CancelledError:
+            raise
+        # SystemExit would end the loop, and with it the calls of other episodes.
+        except BaseException as error:  # noqa: BLE001
+            return None, error
+        return value, None
+
+    async def _abandon_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up a loop that a blocking call keeps from running."""
+        answered = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_nothing(), loop))
+        await asyncio.wait([answered], timeout=_UNSTUCK_GRACE_S)
+        if answered.done():
+            return
+
+        answered.cancel()
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def taken_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a function accepts: all of them if it takes `**kwargs`."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(keywords)
+
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    return {name: value for name, value in keywords.items() if name in names}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name as messages show it, with its class."""
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
+            task.cancel()
+        if pending:
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+async def _in_a_thread(function: Callable[[], Any], name: str) -> Any:
+    """Run a plain function in a daemon thread: one that hangs must not keep the program alive."""
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if not finished.done():
+            finished.set_result((value, error))
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except BaseException as raised:  # noqa: BLE001 - handed to whoever waits
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, value, error)
+
+    threading.Thread(target=work, name=f"{name}-call", daemon=True).start()
+    value, error = await finished
+    if error is not None:
+        raise error
+    return value
+
+
+def _result(
+    function: Callable[..., Any],
+    waiting: "asyncio.Future[tuple[Any, BaseException | None]]",
+    in_time: bool,
+    timeout_s: float,
+    seconds: float,
+) -> UserCall:
+    called = name_of(function)
+    if not in_time:
+        error = f"{called} did not answer within {timeout_s:g} s."
+        return UserCall(outcome="timeout", error=error, seconds=seconds)
+    if waiting.cancelled():
+        error = f"{called} was cancelled by its own code."
+        return UserCall(outcome="crashed", error=error, seconds=seconds)
+
+    value, raised = waiting.result()
+    if raised is None:
+        return UserCall(outcome="ok", value=value, seconds=seconds)
+    error = f"{called} raised {type(raised).__name__}{_place(function, raised)}: {raised}"
+    return UserCall(outcome="crashed", error=error, seconds=seconds)
+
+
+def _place(function: Callable[..., Any], raised: BaseException) -> str:
+    """Return the line of the function's file that an error came through last, as " (file:line)"."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = getattr(code, "co_filename", None)
+    line = line_in(raised, file)
+    return "" if line is None else f" ({file}:{line})"
+
+
+async def _nothing() -> None:
+    """Answer as soon as the loop runs."""
