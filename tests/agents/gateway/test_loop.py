@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ def test_a_failed_session_is_dropped_and_counted(model, file: Path, caplog):
     assert [len(each) for each in played] == [1, 0, 1]
     assert counts["failed"] == counts["failed/error"] == 1
     assert counts["trajectories"] == 2
-    assert "KeyError: 'no such tool'" in caplog.text
+    assert re.search(r"raised KeyError \(.*agents.py:\d+\): 'no such tool'", caplog.text)
 
 
 def test_a_reward_that_is_no_number_is_a_failure(model, file: Path, caplog):

@@ -9,11 +9,11 @@ import os
 import shlex
 import signal
 import tempfile
-import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl.agents.user_thread import UserThread
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.imports import load_extern_type
 from verl.utils.json_text import parse_json
@@ -29,13 +29,20 @@ class AgentError(RolloutError):
     """An agent failed, or returned something other than a reward."""
 
 
+class AgentTimeoutError(AgentError):
+    """An agent took longer than an episode may."""
+
+
 class Agent(Protocol):
     """Plays one episode against an OpenAI-compatible server. Returns its reward."""
 
-    async def play(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+    async def play(
+        self, base_url: str, api_key: str, row: Mapping[str, Any], *, timeout_s: float
+    ) -> Any:
         """Return a number, a dict with a "reward", or None where the reward function scores.
 
-        A caller that is cancelled ends the agent, as far as it can be ended.
+        A caller that is cancelled ends the agent, as far as it can be ended. Raises AgentError
+        for an agent that fails, AgentTimeoutError for one that is late.
         """
         ...
 
@@ -63,8 +70,8 @@ def load_agent(path: str | None, name: str = "run", command: str | None = None) 
 class FunctionAgent:
     """A function `run(base_url, api_key, row)`.
 
-    A coroutine function runs in an event loop of its own thread, a plain one in a thread of its
-    own. So an agent that blocks keeps the engine's loop, which has to answer it, running.
+    It runs outside of the engine's event loop, which has to answer it: coroutines in a loop of
+    their own thread, a plain function in a thread of its own.
     """
 
     def __init__(self, function: Callable[..., Any], title: str) -> None:
@@ -77,23 +84,20 @@ class FunctionAgent:
                 f"({', '.join(parameters)})."
             )
         self.function = function
-        self._is_async = inspect.iscoroutinefunction(function)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = UserThread("verl-agents")
 
-    async def play(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+    async def play(
+        self, base_url: str, api_key: str, row: Mapping[str, Any], *, timeout_s: float
+    ) -> Any:
         """See `Agent.play`. A plain function cannot be ended; its further requests are refused."""
-        if self._is_async:
-            return await self._in_agents_loop(self.function(base_url, api_key, row))
-        return await _in_thread(lambda: self.function(base_url, api_key, row))
-
-    async def _in_agents_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(
-                target=self._loop.run_forever, name="verl-agents", daemon=True
-            )
-            thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        call = await self._thread.call(
+            self.function, base_url, api_key, dict(row), timeout_s=timeout_s
+        )
+        if call.outcome == "timeout":
+            raise AgentTimeoutError(call.error)
+        if call.outcome != "ok":
+            raise AgentError(call.error)
+        return call.value
 
 
 class ProgramAgent:
@@ -108,8 +112,10 @@ class ProgramAgent:
             raise ConfigError(f"{_KEY}.command must name a program, got an empty text.")
         self.command = command
 
-    async def play(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
-        """See `Agent.play`. The program and its children are killed when the caller is cancelled."""
+    async def play(
+        self, base_url: str, api_key: str, row: Mapping[str, Any], *, timeout_s: float
+    ) -> Any:
+        """See `Agent.play`. The program is killed with its children."""
         text = row_as_json(row)
         if len(text.encode()) > MAX_ROW_BYTES:
             raise AgentError(
@@ -127,10 +133,10 @@ class ProgramAgent:
                 "VERL_ROW": text,
                 "VERL_RESULT": str(result),
             }
-            await self._run(environment)
+            await self._run(environment, timeout_s)
             return _result_of(result)
 
-    async def _run(self, environment: dict[str, str]) -> None:
+    async def _run(self, environment: dict[str, str], timeout_s: float) -> None:
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command,
@@ -147,7 +153,11 @@ class ProgramAgent:
             ) from error
 
         try:
-            _, errors = await process.communicate()
+            _, errors = await asyncio.wait_for(process.communicate(), timeout_s)
+        except asyncio.TimeoutError as error:
+            raise AgentTimeoutError(
+                f"The agent {self.command[0]!r} did not end within {timeout_s:g} s."
+            ) from error
         finally:
             # A program that has ended may have left children.
             with contextlib.suppress(ProcessLookupError):
@@ -202,33 +212,3 @@ def _result_of(file: Path) -> Any:
         return parse_json(file.read_text())
     except ValueError as error:
         raise AgentError(f"The agent's file VERL_RESULT must be JSON: {error}.") from error
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """Run a function in a daemon thread of its own, which never keeps the process alive.
-
-    asyncio's pool has few threads, and the interpreter waits for them at its end.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)
-
-    def run() -> None:
-        result = None
-        failure: BaseException | None = None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - a user's code
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nothing waits
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="verl-agent", daemon=True).start()
-    return await answer

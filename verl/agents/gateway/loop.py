@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from verl.agents.engine_client import EngineClient
-from verl.agents.gateway.agents import Agent, load_agent, read_reward
+from verl.agents.gateway.agents import Agent, AgentTimeoutError, load_agent, read_reward
 from verl.agents.gateway.recorder import SessionRecorder
 from verl.agents.gateway.server import GatewayServer
 from verl.agents.gateway.sessions import SessionBackend
@@ -60,17 +60,23 @@ class GatewayLoop:
         session = episode.name
         key = self.recorder.open(session, row=episode.row)
         row = {"messages": [dict(message) for message in episode.messages], **episode.fields}
-        playing = asyncio.ensure_future(self.agent.play(self.server.session_url(session), key, row))
+        playing = asyncio.ensure_future(
+            self.agent.play(self.server.session_url(session), key, row, timeout_s=self.timeout_s)
+        )
         try:
-            why = await self._wait(session, playing)
-            if why is not None:
-                return self._drop(session, why, None)
+            await self._until_over(session, playing)
+            if not self.recorder.is_open(session):
+                return []  # abandoned, and counted so
             reward, extra = read_reward(playing.result())
         except asyncio.CancelledError:
             self._drop(session, "cancelled", None)
             raise
-        except Exception as error:  # noqa: BLE001 - a user's code; its episode is dropped
-            return self._drop(session, "error", error)
+        except AgentTimeoutError as error:
+            self._drop(session, "timeout", error)
+            return []
+        except VerlError as error:
+            self._drop(session, "error", error)
+            return []
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
@@ -87,37 +93,27 @@ class GatewayLoop:
             counts[f"failed/{cause}"] = self._failures[cause]
         return counts
 
-    async def _wait(self, session: str, playing: "asyncio.Future[Any]") -> str | None:
-        """Wait for an agent. Return why it is given up; None: it has ended."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timeout_s
+    async def _until_over(self, session: str, playing: "asyncio.Future[Any]") -> None:
+        """Wait until an agent ends, or until its session does, because it was abandoned."""
         interval_s = max(self.recorder.idle_s / 4, _LEAST_WAIT_S)
-        while True:
-            left_s = deadline - loop.time()
-            await asyncio.wait({playing}, timeout=max(0.0, min(left_s, interval_s)))
-            if playing.done():
-                return None if self.recorder.is_open(session) else "abandoned"
-            if not self.recorder.is_open(session):
-                return "abandoned"
-            if left_s <= 0:
-                return "timeout"
+        while not playing.done() and self.recorder.is_open(session):
+            await asyncio.wait({playing}, timeout=interval_s)
 
-    def _drop(self, session: str, cause: str, error: Exception | None) -> list[Trajectory]:
+    def _drop(self, session: str, cause: str, error: VerlError | None) -> None:
         """End a session of which nothing is learned."""
-        if self.recorder.is_open(session):
-            self.recorder.fail(session)
-            self._failures[cause] += 1
+        if not self.recorder.is_open(session):
+            return
+        self.recorder.fail(session)
+        self._failures[cause] += 1
 
-        if error is not None and self._failures["error"] <= 1:
+        is_first = self._failures[cause] == 1
+        if error is not None and is_first:
             logger.warning(
-                "An agent failed, and its session '%s' is dropped (later ones of this batch "
-                "are only counted): %s: %s",
+                "An agent failed, and its session '%s' is dropped (later ones of this batch are "
+                "only counted): %s",
                 session,
-                type(error).__name__,
                 error,
-                exc_info=None if isinstance(error, VerlError) else error,
             )
-        return []
 
 
 @asynccontextmanager

@@ -4,8 +4,11 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from verl.agents.boundary import ChatBoundary
+from verl.agents.engine_client import Generated
+from verl.agents.formats import ParsedReply
 from verl.agents.gateway.errors import ApiError
 from verl.data.chat import Message
 from verl.utils.errors import VerlError
@@ -13,26 +16,8 @@ from verl.utils.errors import VerlError
 _BROKEN = "\ufffd"  # a character of which some bytes are missing
 _CALL_ID_CHARACTERS = 9  # as the templates of Mistral's models demand
 
-# Tool call as a client gets it, and as a chat template reads it.
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], Any]
-
-
-class Boundary(Protocol):
-    """The part of `ChatBoundary` that the gateway calls."""
-
-    def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[int]: ...
-
-    def extension(
-        self,
-        history: Sequence[Message],
-        reply: Message,
-        new: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        drawn: Sequence[int],
-    ) -> list[int]: ...
+# Reads the tool calls in the text of a reply.
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +64,7 @@ class Wording:
             with tools are refused.
     """
 
-    def __init__(self, tokenizer: Any, boundary: Boundary, parse: Parse | None = None) -> None:
+    def __init__(self, tokenizer: Any, boundary: ChatBoundary, parse: Parse | None = None) -> None:
         self.tokenizer = tokenizer
         self.boundary = boundary
         self.parse = parse
@@ -132,7 +117,7 @@ class Wording:
     def reply(
         self,
         prompt_ids: Sequence[int],
-        drawn: Any,
+        drawn: Generated,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
@@ -142,7 +127,7 @@ class Wording:
 
         Args:
             prompt_ids: the tokens that it follows.
-            drawn: has token_ids, log_probs and finish_reason.
+            drawn: the tokens of the reply.
             tools: that the model was offered.
             stop: texts that end a reply and are not part of it.
             name: of the reply. Ids of its tool calls are made from it.
@@ -172,8 +157,8 @@ class Wording:
             reasoning=reasoning,
         )
 
-    def _parsed(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Read the tool calls of a reply. Returns a ParsedReply."""
+    def _parsed(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+        """Read the tool calls of a reply."""
         assert self.parse is not None
         kept = list(token_ids)
         while kept and kept[-1] in self._special:
@@ -182,8 +167,8 @@ class Wording:
         return self.parse(self.tokenizer.decode(kept, skip_special_tokens=False), tools)
 
 
-def read_calls(parsed: Any, name: str) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Return the text and the tool calls of a ParsedReply. A malformed call stays text."""
+def read_calls(parsed: ParsedReply, name: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """Return the text and the tool calls of a parsed reply. A malformed call stays text."""
     content = parsed.content
     calls = []
     for number, call in enumerate(parsed.calls):
