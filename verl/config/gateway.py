@@ -26,7 +26,7 @@ class GatewayConfig:
     max_request_mib: float = setting(16.0, "largest request", above=0)
     on_mismatch: str = setting(
         "error",
-        "a request for other sampling parameters than the rollout's, or for what the engine does "
-        "not do (tool_choice=required); error: it is refused; ignore: it is answered without",
+        "a request for other sampling parameters than the rollout's, or for a feature that the "
+        "engine lacks (tool_choice=required); error: it is refused; ignore: it is answered without",
         choices=("error", "ignore"),
     )

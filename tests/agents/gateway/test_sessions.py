@@ -130,7 +130,7 @@ def test_an_agent_draws_the_same_tokens_in_every_run(model):
 
 
 def test_a_tool_call_is_extended_by_its_answer():
-    """The client writes the arguments anew and drops what it does not know."""
+    """The client writes the arguments anew and drops unknown fields."""
     caller = model_that_says(DIALOGUE)
 
     async def agent(run):
@@ -270,7 +270,7 @@ def test_a_stream_is_recorded_too(model):
     assert sources(trajectory) == ["model", "user", "model"]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Played(Protocol):
 
 
 class GatewayLoop:
-    """An agent loop whose episodes are sessions of a running gateway.
+    """Play each episode as a session of a running gateway.
 
     Args:
         agent: of the user.

@@ -167,13 +167,13 @@ class SessionRecorder:
     """The sessions of a batch, each an agent that sends requests.
 
     A request that continues a recorded conversation extends its tokens: the drawn ids stay, and
-    `Boundary.extension` gives the ids of the new messages. Where a second request continues the
+    `ChatBoundary.extension` gives the ids of the new messages. Where a second request continues the
     same reply, a further trajectory begins, in which the tokens that both share are context: they
     are learned from once. Any other request begins a further trajectory with its own prompt.
 
     Args:
         wording: between messages and tokens.
-        max_prompt_tokens: width of the prompt column. What a longer prompt has beyond it becomes
+        max_prompt_tokens: width of the prompt column. Further tokens of a longer prompt become
             context of the response.
         max_response_tokens: most tokens after the prompt, context included.
         idle_s: seconds without a request after which a session counts as abandoned.

@@ -125,7 +125,7 @@ class ServedEngine:
         return drawn
 
     async def run(self) -> None:
-        """Step the engine until cancelled. Aborts what runs then."""
+        """Step the engine until cancelled. Aborts the running requests then."""
         try:
             while True:
                 for _ in range(_ROUNDS):

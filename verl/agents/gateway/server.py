@@ -306,7 +306,7 @@ def error_response(error: ApiError) -> web.Response:
 
 
 def unexpected(error: Exception) -> ApiError:
-    """Log an error that no request should cause. Return what the client gets of it."""
+    """Log an error that no request should cause. Return the error for the client."""
     trace = "".join(traceback.format_exception(error))
     logger.error("The gateway failed on a request:\n%s", trace)
     return ApiError("The server failed on this request; its log has the error.", status=500)

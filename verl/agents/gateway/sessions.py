@@ -16,7 +16,7 @@ _IGNORE_KEY = "actor_rollout_ref.rollout.agent.gateway.on_mismatch=ignore"
 
 
 class SessionBackend:
-    """A `Backend` whose replies are recorded.
+    """A `Backend` that records its replies.
 
     The noise of a reply depends on the number of its request within the session. An agent that
     sends one request after the other draws the same tokens in every run.
