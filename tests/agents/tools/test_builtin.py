@@ -117,7 +117,7 @@ def test_search_wants_queries(retriever):
 
 @pytest.fixture
 def service():
-    """A service that answers from `answers`, (status, body) each, and keeps what it was asked."""
+    """A service that answers from `answers`, (status, body) each, and keeps the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

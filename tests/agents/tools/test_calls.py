@@ -330,6 +330,30 @@ def test_closing_releases_what_was_left_open():
         asyncio.run(leave_open())
 
 
+def test_tools_are_released_when_the_whole_loop_is_cancelled():
+    old = counter()
+    tools = tool_set(old)
+
+    async def main():
+        session = await tools.open("test")
+        try:
+            await one(session, "old_counter", n=1)
+            await one(session, "old_counter", turn=1, n=1, delay_s=3600)
+        finally:
+            await session.finish()
+
+    async def interrupted():
+        task = asyncio.ensure_future(main())
+        await asyncio.sleep(0.1)
+        assert old.totals
+        raise KeyboardInterrupt(task)  # asyncio.run cancels the other tasks
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    tools.close()
+    assert old.totals == {}
+
+
 def test_finish_can_be_called_twice():
     async def scenario(tools):
         session = await tools.open("test")

@@ -160,7 +160,7 @@ def get_tool_class(cls_name: str) -> type[Any]:
 
 
 def _import(name: str) -> Any:
-    """Import a module; what its own code raises becomes a ConfigError."""
+    """Import a module. Errors of its own code become a ConfigError."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -42,7 +42,7 @@ class NoLoopError(RuntimeError):
 
 @dataclass
 class ToolFacts:
-    """What callers need to know about a tool, wherever it lives.
+    """Facts that callers need about a tool, wherever it lives.
 
     Attributes:
         order: its place among all tools of the run.

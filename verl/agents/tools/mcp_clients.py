@@ -25,7 +25,7 @@ from verl.utils.registry import nearest_names
 START_TIMEOUT_S = 60.0
 INSTALL = "pip install 'verl[mcp]'"
 _SERVER_KEYS = {"url", "auth_token", "headers", "command", "args", "env", "cwd"}
-# What newer files add for other programs, which has no meaning here.
+# Keys for other programs that read such files; they have no meaning here.
 _IGNORED_KEYS = {"type", "transport", "disabled", "autoApprove", "timeout", "description"}
 
 

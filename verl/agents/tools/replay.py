@@ -194,7 +194,7 @@ def _describe(question: Mapping[str, Any]) -> str:
 
 
 def _drop_unfinished_line(file: int) -> None:
-    """Cut off what a run that died has left after the last complete line."""
+    """Cut off the part of a line that a run that died has left at the end."""
     size = os.fstat(file).st_size
     end = size
     while end > 0:

@@ -17,7 +17,7 @@ from verl.utils.errors import ConfigError, RewardError
 
 _BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST_WAIT_S = 3600.0
-# Runs a program in the sandbox: what it printed stays when it fails or is stopped, and a traceback
+# Runs a program in the sandbox. Its output is kept when it fails or is stopped, and a traceback
 # begins with its own lines.
 _WRAPPER = """
 def run_program(code):
