@@ -179,11 +179,13 @@ class ToolSet:
                     f"Nearest known: {nearest_names(name, self.names)}. Correct the data, or add "
                     "the tool to multi_turn.tool_config_path."
                 )
+
         offered = self._known(names)
         homes = {name: self._homes[name] for name in offered if name in self._homes}
         tools = Episode(episode, homes, row_kwargs, self.settings, self.tool_counts)
         session = ToolSession(self, tools, step=step, row=row)
         self._open.add(session)
+
         if self.recording is None:
             try:
                 await asyncio.wrap_future(self.submit(tools.begin()))

@@ -131,6 +131,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
     takes_agent_data = takes(execute, "agent_data")
     if not in_process:
         takes_agent_data = takes_agent_data or takes_any_keyword(execute)
+
     config = dict(tool.config or {})
     keeps = keeps_instances(tool)
     return ToolFacts(

@@ -25,7 +25,7 @@ from verl.utils.logging import logger
 # How much longer than its deadline a call may take before its process counts as hanging.
 GRACE_S = 5.0
 NUM_PROCESSES = 8
-EPISODES_PER_PROCESS = 8  # before another process starts
+EPISODES_PER_PROCESS = 4  # before another process starts
 MAX_FRAME_BYTES = 64 * 1024**2
 _HEADER = struct.Struct(">QQ")
 
