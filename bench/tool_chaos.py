@@ -30,7 +30,7 @@ from verl.utils.logging import logger
 
 FAULT_SHARE = 0.2
 TURNS = 4
-SLACK_S = 0.5  # for a busy machine
+SLACK_S = 1.0  # for a busy machine
 HARMS = {
     "await": "waits for an hour",
     "sleep": "plain method that sleeps for an hour",
@@ -117,8 +117,9 @@ def choose(row: int, turn: int) -> ToolCall:
     """Return the call of a turn, the same in every run."""
     draw = random.Random(1000 * row + turn)
     harm = draw.choice(list(HARMS)) if draw.random() < FAULT_SHARE else "none"
-    by_kind = {"await": "Coroutine", "block": "Coroutine", "sleep": "Plain"}
-    name = by_kind.get(harm) or draw.choice(["Coroutine", "Plain"])
+    name = "Plain" if harm == "sleep" else draw.choice(["Coroutine", "Plain"])
+    if harm in ("await", "block", "late"):
+        name = "Coroutine"
     return ToolCall(name=name, arguments={"harm": harm})
 
 

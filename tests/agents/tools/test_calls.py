@@ -288,6 +288,24 @@ def test_odd_coroutines_do_not_get_away(harm):
     assert after.text == "fine"
 
 
+def test_coroutines_that_block_every_loop_end_in_an_answer(monkeypatch):
+    monkeypatch.setattr("verl.agents.tools.host.MAX_LOOPS", 2)
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        results = [
+            await one(session, "hostile", turn=turn, harm=harm)
+            for turn, harm in enumerate(["block", "block", "none"])
+        ]
+        await session.finish()
+        return results
+
+    results = run_with(tool_set(Hostile({}, None), timeout_s=0.2), scenario)
+    assert [result.outcome for result in results] == ["timeout", "timeout", "crashed"]
+    assert "isolation: process" in results[2].text
+    assert results[2].seconds < 0.2
+
+
 def test_a_cancelled_trajectory_releases_its_tools():
     old = counter()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.agents.tools.config_file import ToolEntry
 from verl.agents.tools.host import Done, ToolFacts, Work, late_text
-from verl.agents.tools.nursery import Child, Nursery, NurseryError, kill_session
+from verl.agents.tools.nursery import Child, Nursery, kill_session
 from verl.rewards.helper import START_TIMEOUT_S
 from verl.rewards.texts import describe_error
 from verl.utils.errors import VerlError
@@ -119,8 +119,10 @@ class ProcessHost:
 
     def _fork(self, connection: socket.socket) -> Child:
         """Start a process that serves a connection."""
-        if not self._nurseries or not self._nurseries[0].is_alive:
-            self._nurseries[:] = [Nursery()]
+        if self._nurseries and not self._nurseries[0].is_alive:
+            self._nurseries.pop().close()
+        if not self._nurseries:
+            self._nurseries.append(Nursery())
         child = self._nurseries[0].fork(connection)
         self._alive.add(child.pid)
         return child
@@ -150,6 +152,7 @@ class ToolProcess:
         self.was_ready = False
         self.is_worn = False  # no new trajectories
         self.reason: str | None = None
+
         self._on_end = on_end
         self._fork = fork
         self._pending: dict[int, asyncio.Future[Done]] = {}
@@ -229,11 +232,12 @@ class ToolProcess:
             reader = await self._open(first)
             _, greeting = await asyncio.wait_for(read_frame(reader), START_TIMEOUT_S)
             self._greet(pickle.loads(greeting))
+
             while not self.is_over:
                 self._take_answer(*await read_frame(reader))
         except asyncio.TimeoutError:
             self.kill(f"it did not start within {START_TIMEOUT_S:g} s")
-        except (EOFError, OSError, NurseryError) as error:
+        except Exception as error:  # noqa: BLE001  (`until_ready` and the log report it)
             self.kill(self._cause_of_death(error))
         finally:
             if self.child is not None:
@@ -253,6 +257,7 @@ class ToolProcess:
         answer = self._pending.pop(number, None)
         if answer is None or answer.done():
             return
+
         try:
             done, is_worn = pickle.loads(body)
         except Exception as error:  # noqa: BLE001  (images of a user's class)
