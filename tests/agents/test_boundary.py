@@ -443,6 +443,32 @@ def test_an_unknown_end_of_a_turn_is_found_or_given():
     assert given.extension([USER], saying("c"), [NEXT], drawn=[start]) == ids
 
 
+def test_a_turn_may_end_with_several_tokens():
+    tokenizer, boundary = own(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_start|><eot>\n{% endfor %}"
+        "assistant: "
+    )
+    for end, rest in (("", "<|im_start|><eot>"), ("<|im_start|>", "<eot>"), ("<eot>", "")):
+        drawn = tokenizer.encode("c" + end)
+        ids = boundary.extension([USER], saying("c"), [NEXT], drawn=drawn)
+        assert tokenizer.decode(ids) == rest + "\nuser: And next?<|im_start|><eot>\nassistant: "
+        reads_alike = end != "<eot>"
+        assert boundary.rewrites([USER], saying("c"), [NEXT], drawn=drawn) == (not reads_alike)
+
+
+def test_results_that_read_otherwise_after_earlier_ones():
+    """The first result of DeepSeek-R1's template opens a block that later ones go on with."""
+    tokenizer, boundary = own(
+        "{% set ns = namespace(first=true) %}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ '<results>' if ns.first else '' }}{{ m.content }}{% set ns.first = false %}"
+        "{% else %}{{ m.role }}: {{ m.content }}<|im_end|>{% endif %}{% endfor %}assistant: "
+    )
+    called, drawn = saying("", [call({})]), tokenizer.encode("c<|im_end|>")
+    for history, expected in (([USER], "<results>b"), ([USER, called, result("a")], "b")):
+        ids = boundary.extension(history, called, [result("b")], drawn=drawn)
+        assert tokenizer.decode(ids) == expected + "assistant: "
+
+
 def test_a_boundary_without_special_tokens():
     tokenizer, boundary = own(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}assistant:"

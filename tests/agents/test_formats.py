@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.agents.replies import END, FORMATS, WEATHER, write
 from verl.agents.formats import ToolCall, recognise_format, tool_format, tool_formats
-from verl.agents.formats.base import END_TOKENS
+from verl.agents.formats.base import NEXT_ROLES, TURN_ENDS
 from verl.agents.formats.typed import convert
 from verl.utils.errors import ConfigError
 
@@ -255,7 +255,8 @@ def test_json_without_end_is_an_error_not_a_crash(deep):
 
 
 TAGS = [
-    *END_TOKENS,
+    *TURN_ENDS,
+    *NEXT_ROLES,
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>"),
     *("<parameter=", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "<escape>"),
@@ -400,6 +401,8 @@ def test_names():
         ("<|tool_call_begin|><|tool_call_argument_begin|>", "kimi"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
         ("<|im_start|>{{ role }}", None),
+        ("<seed:tool_call><function=example><parameter=a></seed:tool_call>", None),
+        ('<tool_call><invoke name="f"></invoke></tool_call>', None),
         ("", None),
         (None, None),
     ],

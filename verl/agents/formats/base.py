@@ -8,8 +8,9 @@ from typing import Any, NoReturn, Protocol
 
 from verl.utils.registry import Registry
 
-# Tokens that end a turn in the families known here. A reply may end with one of them.
-END_TOKENS = (
+# Tokens that end a turn in the families known here, and tokens of the next role that do so where a
+# template writes no other. A reply may end with one of them.
+TURN_ENDS = (
     "<|im_end|>",
     "<|endoftext|>",
     "<|eot_id|>",
@@ -20,13 +21,10 @@ END_TOKENS = (
     "<|call|>",
     "<end_of_turn>",
     "<turn|>",
-    "<|tool_response>",
-    "<start_function_response>",
     "<｜end▁of▁sentence｜>",
-    "<|user|>",
-    "<|observation|>",
     "[EOS]",
 )
+NEXT_ROLES = ("<|user|>", "<|observation|>", "<|tool_response>", "<start_function_response>")
 THINK = ("<think>", "</think>")
 
 _SPACE = re.compile(r"\s*")
@@ -206,7 +204,7 @@ def _is_unicode(value: Any) -> bool:
 def without_end(text: str, extra: Sequence[str] = ()) -> str:
     """Return the text without the token that ends its turn, if it has one."""
     stripped = text.rstrip()
-    for token in (*END_TOKENS, *extra):
+    for token in (*TURN_ENDS, *NEXT_ROLES, *extra):
         if stripped.endswith(token):
             return stripped[: -len(token)]
     return text

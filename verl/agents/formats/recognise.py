@@ -1,12 +1,14 @@
 """Recognise the tool-call format of a chat template by its text."""
 
-# Format, and markers of which a template of that format has one whole group. The first that fits
-# counts: templates of later formats also contain the tags of earlier ones.
-_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+# Format (None: one that is unknown here), and groups of markers. A template of the format has one
+# whole group. The first that fits counts: templates of later formats have earlier tags, too.
+_MARKERS: tuple[tuple[str | None, tuple[tuple[str, ...], ...]], ...] = (
     ("gpt-oss", (("<|channel|>", "to=functions."), ("<|channel|>", "functions."))),
     ("kimi", (("<|tool_call_argument_begin|>",),)),
     ("deepseek", (("<｜tool▁call▁begin｜>",), ("<｜DSML｜",), ("｜DSML｜", "invoke"))),
-    ("qwen3_coder", (("<function=", "<parameter="),)),
+    (None, (("<invoke name=",), ("<tool_calls>[",), ("<seed:tool_call>",))),
+    ("qwen3_coder", (("<tool_call>", "<function=", "<parameter="),)),
+    (None, (("<function=",),)),
     ("glm", (("<arg_key>", "<arg_value>"),)),
     ("gemma", (("<|tool_call>", "<tool_call|>"), ("<start_function_call>",))),
     ("mistral", (("[TOOL_CALLS]",),)),
