@@ -237,7 +237,7 @@ class ChatBoundary:
             replies = [calling({}, new)]
 
         for reply in replies:
-            for history in [self._turns.start, *self._turns.longer]:
+            for history in self._turns.histories(reply, new):
                 behind = self._turns.behind(plan, history, reply, new, None)
                 whole = self._template.render([*history, reply, *new])
                 if not whole.endswith(behind):

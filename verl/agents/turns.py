@@ -113,15 +113,15 @@ class _Behind:
 class Turns:
     """Finds the text between turns. Methods raise BoundaryError where the template has none.
 
-    `start` is the shortest history that the template accepts, `longer` are others, `tail` is the
-    text behind a reply which nothing follows, `stop_ids` are the ids that may end a reply.
+    `start` is the shortest history that the template accepts, `tail` is the text behind a reply
+    which nothing follows, `stop_ids` are the ids that may end a reply.
     """
 
     def __init__(self, template: ChatTemplate, stop_ids: Iterable[int]) -> None:
         self.template = template
         self._plans: dict[Any, TurnPlan] = {}
         self.start = self._shortest_history()
-        self.longer = self._longer_histories()
+        self._longer = self._longer_histories()
         self.tail = self._text_behind(self.start, saying(REPLY), [], generate=False)
         self.stop_ids = self._collect_stop_ids(stop_ids)
 
@@ -143,6 +143,17 @@ class Turns:
         text = self._text_behind(before, probe, new, tools if plan.with_tools else None)
         # Behind a call stand its own closing characters, which the model has drawn.
         return text[text.index(plan.cut) :]
+
+    def histories(self, reply: Message, new: Messages) -> list[list[Message]]:
+        """Return histories, the shortest first, that the template accepts before these messages."""
+        accepted = []
+        for history in [self.start, *self._longer]:
+            try:
+                self.template.render([*history, reply, *new])
+            except DataError:
+                continue
+            accepted.append(history)
+        return accepted
 
     def head(self, reply: Message, new: Messages) -> str:
         """Return the text between the end of a reply and the content of the first new message."""
@@ -237,9 +248,9 @@ class Turns:
 
     def _ends_alike(self, called: Message, new: Messages) -> bool:
         """Return whether the text behind a call ends with the text behind a plain reply."""
-        for history in [self.start, *self.longer]:
-            behind = self._text_behind(history, called, new)
-            if not behind.endswith(self._text_behind(history, saying(REPLY), new)):
+        for history in self.histories(called, new):
+            said = self._text_behind(history, saying(REPLY), new)
+            if not self._text_behind(history, called, new).endswith(said):
                 return False
         return True
 
@@ -290,9 +301,8 @@ class Turns:
 
     def _history_matters(self, probe: Message, new: Messages) -> bool:
         """Return whether a longer history changes the text behind a reply."""
-        expected = self._text_behind(self.start, probe, new)
-        others = [self._text_behind(history, probe, new) for history in self.longer]
-        return any(other != expected for other in others)
+        histories = self.histories(probe, new)
+        return len({self._text_behind(history, probe, new) for history in histories}) > 1
 
     # ------------------------------------------------------------ the template's habits
 
@@ -312,20 +322,14 @@ class Turns:
         )
 
     def _longer_histories(self) -> list[list[Message]]:
-        """Return histories that the template accepts, other than the shortest."""
+        """Return histories with a system message, an earlier answer, and an earlier result."""
+        question = asking("verlQuestion")
         called = calling({}, [], argument="verlArgument")
-        accepted = []
-        for history in (
-            [_system(), asking("verlQuestion")],
-            [*self.start, saying("verlAnswer"), asking("verlNextQuestion")],
+        return [
+            [_system(), question],
+            [*self.start, saying("verlAnswer"), question],
             [*self.start, called, tool_result()],
-        ):
-            try:
-                self.template.render([*history, saying(REPLY)])
-            except DataError:
-                continue
-            accepted.append(history)
-        return accepted
+        ]
 
     def _collect_stop_ids(self, given: Iterable[int]) -> frozenset[int]:
         ends = self.template.known_ids(TURN_ENDS) | set(given)
