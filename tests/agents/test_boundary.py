@@ -456,6 +456,15 @@ def test_a_turn_may_end_with_several_tokens():
         assert boundary.rewrites([USER], saying("c"), [NEXT], drawn=drawn) == (not reads_alike)
 
 
+def test_a_newline_of_the_reply_is_not_the_templates():
+    tokenizer, boundary = own(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n<|im_end|>{% endfor %}assistant: "
+    )
+    for drawn, rest in (("c\n", "\n<|im_end|>"), ("c\n<|im_end|>", ""), ("c<|im_end|>", "")):
+        ids = boundary.extension([USER], saying("c"), [NEXT], drawn=tokenizer.encode(drawn))
+        assert tokenizer.decode(ids) == rest + "user: And next?\n<|im_end|>assistant: "
+
+
 def test_results_that_read_otherwise_after_earlier_ones():
     """The first result of DeepSeek-R1's template opens a block that later ones go on with."""
     tokenizer, boundary = own(
