@@ -322,9 +322,12 @@ def test_gemma_merges_new_messages_and_knows_no_tools():
         continued("gemma", saying("Hi."), [result("a")], "Hi.")
 
 
-def test_mistral_does_not_repeat_its_tools():
-    extension = continued("mistral", saying("Hi."), [NEXT], "Hi.</s>", TOOLS)
-    assert extension == "[INST]And next?[/INST]"
+def test_mistral_repeats_neither_its_tools_nor_its_system_message():
+    system = {"role": "system", "content": "Be short."}
+    for history in ([USER], [system, USER]):
+        extension = continued("mistral", saying("Hi."), [NEXT], "Hi.</s>", TOOLS, history)
+        assert extension == "[INST]And next?[/INST]"
+    assert boundary_of("mistral").rewrites([system, USER], saying("Hi."), [NEXT])
     assert boundary_of("mistral").rewrites([USER], saying("Hi."), [NEXT], TOOLS)
     assert not boundary_of("mistral").rewrites([USER], saying("Hi."), [NEXT])
 
