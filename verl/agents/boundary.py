@@ -128,7 +128,7 @@ class ChatBoundary:
         return PROBE_TOOL["function"]["name"] in text
 
     def report(self) -> str:
-        """Return one line for the log: the texts between turns, and what the template knows."""
+        """Return one line for the log: the texts between turns, and the traits of the template."""
         reply, new = self._checked[0]
         plan = self._turns.plan(reply, new, None)
         tail = self._template.decode(plan.tail_ids) if plan.closes else ""

@@ -145,15 +145,18 @@ class Turns:
         return text[text.index(plan.cut) :]
 
     def histories(self, reply: Message, new: Messages) -> list[list[Message]]:
-        """Return histories, the shortest first, that the template accepts before these messages."""
-        accepted = []
-        for history in [self.start, *self._longer]:
+        """Return the shortest history, and others that these messages leave as they are.
+
+        A template may move the system message to the newest one: it would be repeated otherwise.
+        """
+        kept = [self.start]
+        for history in self._longer:
             try:
-                self.template.render([*history, reply, *new])
-            except DataError:
+                if self._keeps(history, reply, new):
+                    kept.append(history)
+            except DataError:  # the template refuses the messages
                 continue
-            accepted.append(history)
-        return accepted
+        return kept
 
     def head(self, reply: Message, new: Messages) -> str:
         """Return the text between the end of a reply and the content of the first new message."""
@@ -296,13 +299,17 @@ class Turns:
         without = self._text_behind(self.start, probe, new)
         if self._text_behind(self.start, probe, new, tools) == without:
             return False
-        whole = self.template.render([*self.start, probe, *new], tools=tools)
-        return whole.startswith(self.template.render(self.start, tools=tools, generate=False))
+        return self._keeps(self.start, probe, new, tools)
 
     def _history_matters(self, probe: Message, new: Messages) -> bool:
         """Return whether a longer history changes the text behind a reply."""
         histories = self.histories(probe, new)
         return len({self._text_behind(history, probe, new) for history in histories}) > 1
+
+    def _keeps(self, history: Messages, probe: Message, new: Messages, tools: Tools = None) -> bool:
+        """Return whether the template still writes the history as it did before the reply."""
+        whole = self.template.render([*history, probe, *new], tools=tools)
+        return whole.startswith(self.template.render(history, tools=tools, generate=False))
 
     # ------------------------------------------------------------ the template's habits
 

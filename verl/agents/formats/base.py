@@ -143,7 +143,7 @@ def call_from_json(
 
 
 def read_arguments(text: str, name: str, *, raw: str, expected: str) -> ToolCall:
-    """Return the call of `name` whose arguments are a JSON text."""
+    """Return the call of `name` with arguments that are a JSON text."""
     if not name:
         return malformed("the name of the tool is missing", expected, raw=raw)
     try:
@@ -264,7 +264,7 @@ class CallTags:
 
 
 def parse_tagged(text: str, tags: CallTags, read: Callable[[str, str], ToolCall]) -> ParsedReply:
-    """Split a reply whose calls stand between tags; `read(body, raw)` reads one of them.
+    """Split a reply that has its calls between tags; `read(body, raw)` reads one of them.
 
     Takes time linear in the text: each step continues behind the text that it consumed.
     """

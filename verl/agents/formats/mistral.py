@@ -68,7 +68,7 @@ def _read_list(text: str) -> tuple[list[ToolCall], str]:
 
 
 def _read_named(text: str) -> tuple[list[ToolCall], str]:
-    """Return the call whose name stands before its arguments, and the text behind it."""
+    """Return the call that has its name before its arguments, and the text behind it."""
     brace = text.find("{")
     head = text[:brace] if brace >= 0 else text
     head, _, _ = head.partition(_ARGUMENTS)

@@ -29,7 +29,7 @@ def call_of_texts(
     raw: str,
     expected: str,
 ) -> ToolCall:
-    """Return the call of `name` whose arguments are texts, each converted to its schema's type."""
+    """Return the call of `name` with arguments that are texts; convert each by its schema."""
     schemas = parameter_schemas(tools, name)
     arguments: dict[str, Any] = {}
     for key, text in texts.items():
