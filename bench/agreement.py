@@ -37,7 +37,7 @@ from torch import Tensor
 from verl.config.load import config_from_dict
 from verl.models.load import load_tokenizer
 from verl.protocol import DataProto
-from verl.rollout import Completion, Request, SamplingParams, assemble
+from verl.rollout import Completion, Request, SamplingParams, assemble, trajectories_of
 from verl.workers import ActorWorker, RolloutWorker
 
 VLLM_MEMORY = 0.5  # of the device, beside the trainer; on a CPU vLLM takes what the variable says
@@ -140,7 +140,8 @@ def both_log_probs(
     samples = len(completions) // len(prompts)
     rows = [prompt for prompt in prompts for _ in range(samples)]
     sizes = {"prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
-    columns = assemble(rows, completions, **sizes, pad_token_id=worker.tokenizer.pad_token_id)
+    trajectories = trajectories_of(rows, completions)
+    columns = assemble(trajectories, **sizes, pad_token_id=worker.tokenizer.pad_token_id)
     answer = worker.actor.compute_log_prob(DataProto.from_dict(tensors=columns))
     return answer.batch["old_log_probs"].cpu(), columns["rollout_log_probs"]
 

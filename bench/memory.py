@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.config.load import config_from_dict
 from verl.diagnostics.memory_plan import MemoryPlan, plan_memory
 from verl.engine.base import TrainEngine
-from verl.engine.compile import compile_backend
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.engine.totals import LossOutput
 from verl.models.attention import IMPLEMENTATION, prepare
 from verl.models.packed import PackedCausalLM
@@ -194,20 +194,11 @@ class Run:
         model = zero_model(folder, parameter_dtype(roles.model, device))
         self.rollout: Any = None
 
+        options = EngineOptions.of(roles.actor, device, policy=roles)
         with phase_peaks.phase("load", device):
             add_adapters(model, roles.model, f"{ROLE}.model")
             self.engine = TrainEngine(
-                PackedCausalLM(model),
-                optim=roles.actor.optim,
-                fsdp=roles.actor.fsdp_config,
-                grad_clip=roles.actor.grad_clip,
-                device=device,
-                total_steps=10,
-                gradient_checkpointing=roles.model.enable_gradient_checkpointing,
-                compile_backend=compile_backend(
-                    roles.actor.use_torch_compile, device, model.config.model_type
-                ),
-                share_prompts=False,
+                PackedCausalLM(model), replace(options, share_prompts=False), total_steps=10
             )
             self.rollout = create_rollout_engine(
                 roles.rollout, model=model, tokenizer=None, device=device

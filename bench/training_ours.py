@@ -15,10 +15,11 @@ from rollout_models import versions
 from tensordict import TensorDict
 from training_work import CLIP_NORM, LEARNING_RATE, Job, Numbers, Row, serve, trained_model
 
-from verl.config import ActorConfig, FSDPConfig, OptimConfig
+from verl.config import ActorConfig, OptimConfig
 from verl.distributed.fsdp import full_tensor
 from verl.engine.base import LossOutput, TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.attention import prepare
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
@@ -43,16 +44,18 @@ class Ours:
             apply_lora(model, rank=job.lora, alpha=2 * job.lora)
         self.engine = TrainEngine(
             PackedCausalLM(model),
-            optim=OptimConfig(lr=LEARNING_RATE),  # its moments come with the first step
-            fsdp=FSDPConfig(),
-            grad_clip=CLIP_NORM,
-            device=torch.device(job.device),
+            EngineOptions(
+                device=torch.device(job.device),
+                optim=OptimConfig(lr=LEARNING_RATE),  # its moments come with the first step
+                grad_clip=CLIP_NORM,
+                enable_gradient_checkpointing=job.checkpointing,
+                gradient_checkpointing_share=job.checkpointing_share,
+                use_torch_compile=job.compile,
+                compile_backend=job.backend,
+                use_fused_kernels=True,
+                share_prompts=job.share_prompts,
+            ),
             total_steps=100,
-            gradient_checkpointing=job.checkpointing,
-            checkpointing_share=job.checkpointing_share,
-            compile_backend=job.backend if job.compile else None,
-            fused_kernels=True,
-            share_prompts=job.share_prompts,
         )
 
     def gradients(self, rows: list[Row]) -> Numbers:

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from rollout_models import SHAPES, random_model, versions, write_config
 from training_work import synchronize
 
-from verl.config import FSDPConfig
 from verl.config.rollout import RolloutConfig
 from verl.distributed.collectives import Axis, barrier, gather_objects
 from verl.engine.base import TrainEngine
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 from verl.rollout.twin import ModelTwin
 from verl.weight_sync import DirectSender, Fingerprint, FingerprintLog
@@ -155,15 +155,7 @@ def measure(name: str, bucket_bytes: int, repeats: int, device: torch.device) ->
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), name, device.type)
         model = random_model(folder, device.type).float()
-    trainer = TrainEngine(
-        PackedCausalLM(model),
-        optim=None,
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=device,
-        total_steps=1,
-        gradient_checkpointing=False,
-    )
+    trainer = TrainEngine(PackedCausalLM(model), EngineOptions(device=device))
     world = trainer.mesh.world
     device = trainer.device
     engine = Engine(model, torch.bfloat16, device)

@@ -16,6 +16,7 @@ from verl.engine.base import TrainEngine
 from verl.engine.footprint import EngineFootprint, gathers_once
 from verl.engine.microbatch import TokenBudget
 from verl.engine.model_shape import ModelShape
+from verl.engine.options import EngineOptions
 from verl.models.lora import apply_lora
 from verl.models.packed import PackedCausalLM
 
@@ -23,7 +24,7 @@ SHAPES = [(8, 120)] * 4
 TOKENS = 256
 PREDICTIONS = 240
 BUDGET = TokenBudget(max_tokens=TOKENS)
-GATHERED = FSDPConfig(reshard_after_forward=False)
+BF16 = FSDPConfig(compute_dtype="bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +48,14 @@ def make_engine(
     if lora:
         apply_lora(model, rank=lora, alpha=lora)
 
-    defaults = {
-        "fsdp": FSDPConfig(),
-        "grad_clip": 1.0,
-        "device": torch.device("cpu"),
-        "total_steps": 5,
-        "gradient_checkpointing": False,
-        "share_prompts": False,
-    }
-
-    return TrainEngine(
-        PackedCausalLM(model), optim=OptimConfig(optimizer=optimizer), **{**defaults, **settings}
+    options = EngineOptions(
+        device=torch.device("cpu"),
+        optim=OptimConfig(optimizer=optimizer),
+        grad_clip=1.0,
+        share_prompts=False,
+        **settings,
     )
+    return TrainEngine(PackedCausalLM(model), options, total_steps=5)
 
 
 def update(engine: TrainEngine) -> None:
@@ -83,7 +80,7 @@ def moments(engine: TrainEngine) -> list[torch.Tensor]:
         {"family": "qwen3_moe"},
         {"lora": 4},
         {"optimizer": "Muon"},
-        {"shard": True, "compute_dtype": torch.bfloat16},
+        {"fsdp_config": BF16},
     ],
     ids=["whole", "tied", "experts", "LoRA", "Muon", "sharded"],
 )
@@ -103,12 +100,16 @@ def test_what_stays_is_predicted_to_the_byte(settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing": True}, {"fsdp": GATHERED}],
+    [
+        {"fsdp_config": BF16},
+        {"fsdp_config": BF16, "enable_gradient_checkpointing": True},
+        {"fsdp_config": replace(BF16, reshard_after_forward=False)},
+    ],
     ids=["all kept", "recomputed", "gathered once"],
 )
 def test_passes_take_what_is_predicted(settings):
     """In bf16 through FSDP2, layers not compiled."""
-    engine = make_engine(shard=True, compute_dtype=torch.bfloat16, **settings)
+    engine = make_engine(**settings)
     update(engine)
     engine.step()
     there = [

@@ -19,6 +19,7 @@ from verl.diagnostics.memory_plan import plan_memory
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedRewardModel
 from verl.utils.errors import ConfigError, ModelError
 from verl.utils.units import GIB
@@ -73,6 +74,8 @@ def test_a_plan_is_made_of_the_engines_that_the_workers_make(tmp_path: Path, ada
         "data.max_prompt_length=20",
         "data.max_response_length=20",
         "critic.model.fsdp_config.param_offload=True",
+        # one process then shards, on a CPU as well
+        "critic.model.fsdp_config.compute_dtype=bfloat16",
     )
 
     device = torch.device("cpu")
@@ -106,15 +109,11 @@ def test_scores_take_what_is_predicted():
     )
     engine = TrainEngine(
         PackedRewardModel(model.requires_grad_(False)),
-        optim=None,
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=torch.device("cpu"),
-        total_steps=0,
-        gradient_checkpointing=False,
-        share_prompts=False,
-        shard=True,
-        compute_dtype=torch.bfloat16,
+        EngineOptions(
+            device=torch.device("cpu"),
+            fsdp_config=FSDPConfig(compute_dtype="bfloat16"),
+            share_prompts=False,
+        ),
     )
 
     batch = make_batch([(120, 1)] * 4)

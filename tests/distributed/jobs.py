@@ -20,6 +20,7 @@ from verl.distributed.mesh import init_mesh
 from verl.distributed.sequence_parallel import apply_sequence_parallel
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.critic import CriticModel
 from verl.models.load import load_causal_lm
 from verl.models.lora import apply_lora
@@ -48,9 +49,9 @@ class Setup:
     shard: bool | None = None
     share_prompts: bool = True
     lora: bool = False
-    compile_backend: str | None = None
+    compiles: bool = False
     device: str = "cpu"
-    compute_dtype: torch.dtype | None = None
+    compute_dtype: str | None = None
 
 
 def new_engine(setup: Setup) -> TrainEngine:
@@ -73,27 +74,25 @@ def new_engine(setup: Setup) -> TrainEngine:
                 # B starts at zero
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
 
-    offload = setup.param_offload
-    return TrainEngine(
-        PackedCausalLM(model),
+    options = EngineOptions(
+        device=torch.device(setup.device),
         optim=OptimConfig(lr=1e-2),
-        fsdp=FSDPConfig(
+        fsdp_config=FSDPConfig(
             fsdp_size=setup.fsdp_size,
-            param_offload=offload,
-            optimizer_offload=offload,
+            param_offload=setup.param_offload,
+            optimizer_offload=setup.param_offload,
             offload_policy=setup.offload_policy,
+            compute_dtype=setup.compute_dtype,
         ),
         grad_clip=0.5,
-        device=torch.device(setup.device),
-        total_steps=5,
-        gradient_checkpointing=setup.checkpointing,
-        sequence_parallel_size=setup.sequence,
-        activation_offload=setup.activation_offload,
+        enable_gradient_checkpointing=setup.checkpointing,
+        ulysses_sequence_parallel_size=setup.sequence,
+        enable_activation_offload=setup.activation_offload,
         shard=setup.shard,
         share_prompts=setup.share_prompts,
-        compile_backend=setup.compile_backend,
-        compute_dtype=setup.compute_dtype,
+        use_torch_compile=setup.compiles,
     )
+    return TrainEngine(PackedCausalLM(model), options, total_steps=5)
 
 
 # Engines whose weights never change are made once.
@@ -247,16 +246,10 @@ def update(
 def values_gradient(sequence: int, shapes: Sequence[Shape], deal: Deal) -> dict[str, torch.Tensor]:
     """The critic's gradient of one mini-batch."""
     critic = CriticModel.from_causal_lm(tiny_model("llama", dtype=torch.float64))
-    engine = TrainEngine(
-        PackedValueModel(critic),
-        optim=OptimConfig(),
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=torch.device("cpu"),
-        total_steps=1,
-        gradient_checkpointing=False,
-        sequence_parallel_size=sequence,
+    options = EngineOptions(
+        device=torch.device("cpu"), optim=OptimConfig(), ulysses_sequence_parallel_size=sequence
     )
+    engine = TrainEngine(PackedValueModel(critic), options, total_steps=1)
 
     def loss_fn(outputs: Any, columns: Any, row: torch.Tensor) -> Any:
         return smooth_loss({"log_probs": outputs["values"]}, columns, row)
@@ -292,15 +285,7 @@ def weights_that_were_read(
     model = load_causal_lm(folder, dtype=dtype, weights=os.environ["RANK"] == "0")
     if lora_rank:
         apply_lora(model, rank=lora_rank, alpha=8)
-    engine = TrainEngine(
-        PackedCausalLM(model),
-        optim=None,
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=torch.device(device),
-        total_steps=1,
-        gradient_checkpointing=False,
-    )
+    engine = TrainEngine(PackedCausalLM(model), EngineOptions(device=torch.device(device)))
 
     found = {name: full_tensor(value).cpu() for name, value in engine.hf_model.named_parameters()}
     return {**found, **{name: value.cpu() for name, value in engine.hf_model.named_buffers()}}

@@ -7,7 +7,7 @@ import torch
 from tests.diagnostics.live_bytes import LiveBytes
 from tests.engine.batches import COLUMNS, gradients_of, make_batch, smooth_loss
 from tests.tiny_models import tiny_model
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import OptimConfig
 from verl.distributed.collectives import ALONE
 from verl.engine import budget as budget_module
 from verl.engine.base import TrainEngine
@@ -20,6 +20,7 @@ from verl.engine.budget import (
     AutomaticBudgets,
 )
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 
 KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -129,12 +130,8 @@ def test_a_resumed_run_goes_on_with_what_was_settled():
 def make_engine() -> TrainEngine:
     return TrainEngine(
         PackedCausalLM(tiny_model("qwen2")),
-        optim=OptimConfig(lr=1e-2),
-        fsdp=FSDPConfig(),
-        grad_clip=1.0,
-        device=torch.device("cpu"),
+        EngineOptions(device=torch.device("cpu"), optim=OptimConfig(lr=1e-2), grad_clip=1.0),
         total_steps=5,
-        gradient_checkpointing=False,
     )
 
 

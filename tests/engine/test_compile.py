@@ -11,11 +11,12 @@ from torch._dynamo.utils import counters
 
 from tests.engine.batches import COLUMNS, flat_gradient, make_batch, smooth_loss
 from tests.tiny_models import tiny_model
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import OptimConfig
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
-from verl.engine.compile import KEY, apply_compile, compile_backend
+from verl.engine.compile import KEY, apply_compile
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedBatch, PackedCausalLM
 from verl.utils.errors import ConfigError
 
@@ -38,16 +39,16 @@ def clean_start(monkeypatch):
     close_process_group()
 
 
-def make_engine(compile_backend: str | None, family: str = "qwen2", **settings) -> TrainEngine:
-    return TrainEngine(
-        PackedCausalLM(tiny_model(family)),
+def make_engine(backend: str | None, family: str = "qwen2", **settings) -> TrainEngine:
+    options = EngineOptions(
+        device=CPU,
         optim=OptimConfig(lr=1e-2),
         grad_clip=0.5,
-        device=CPU,
-        total_steps=5,
-        compile_backend=compile_backend,
-        **{"gradient_checkpointing": False, "fsdp": FSDPConfig(), "shard": False, **settings},
+        use_torch_compile=backend is not None,
+        compile_backend=backend or "",
+        **{"shard": False, **settings},
     )
+    return TrainEngine(PackedCausalLM(tiny_model(family)), options, total_steps=5)
 
 
 def gradient(engine: TrainEngine, shapes, budget: TokenBudget) -> torch.Tensor:
@@ -62,7 +63,7 @@ def relative_l2(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("family", "how"),
     [
-        ("qwen2", {"gradient_checkpointing": True, "shard": True}),
+        ("qwen2", {"enable_gradient_checkpointing": True, "shard": True}),
         ("gemma2", {}),
     ],
     ids=["checkpointing and FSDP2", "gemma2"],
@@ -85,7 +86,7 @@ def test_compiled_layers_give_the_same_log_probs_and_gradients(family, how):
 
 
 def test_all_layers_and_all_lengths_share_four_graphs():
-    engine = make_engine("aot_eager", gradient_checkpointing=True)
+    engine = make_engine("aot_eager", enable_gradient_checkpointing=True)
     counters.clear()
     gradient(engine, SHAPES[:1], ONE_ROW)
     assert counters["stats"]["unique_graphs"] == 4
@@ -124,7 +125,7 @@ def engines():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointing_stays_around_the_compiled_layer(checkpointing):
     """What the layers keep for backward: their inputs alone where they are recomputed."""
-    engine = make_engine("aot_eager", gradient_checkpointing=checkpointing)
+    engine = make_engine("aot_eager", enable_gradient_checkpointing=checkpointing)
     kept: list[int] = []
     packed = PackedBatch.from_sequences([list(range(3, 40)), list(range(60, 100))])
     with torch.autograd.graph.saved_tensors_hooks(
@@ -155,10 +156,3 @@ def test_without_a_compiler_the_error_names_the_key():
         pytest.raises(ConfigError, match=f"{KEY}=false"),
     ):
         apply_compile(PackedCausalLM(tiny_model("qwen2")), CPU)
-
-
-def test_what_the_setting_means():
-    assert compile_backend(True, CPU, "opt") == "inductor"
-    assert compile_backend(False, torch.device("cuda"), "qwen2") is None
-    assert compile_backend(None, CPU, "qwen2") is None
-    assert compile_backend(None, torch.device("cuda"), "gpt_oss") is None

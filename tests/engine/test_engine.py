@@ -9,9 +9,10 @@ from hypothesis.strategies import integers, lists, tuples
 
 from tests.engine.batches import COLUMNS, gradients_of, make_batch, moments_of, smooth_loss
 from tests.tiny_models import tiny_model
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import OptimConfig
 from verl.engine.base import LossOutput, TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
 from verl.utils.errors import ConfigError, DataError
@@ -24,17 +25,13 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     *,
     family: str = "qwen2",
-    optim: OptimConfig | None = None,
-    grad_clip: float | None = 1.0,
-    **arguments,
+    **settings,
 ) -> TrainEngine:
-    defaults = {"device": torch.device("cpu"), "total_steps": 10, "gradient_checkpointing": False}
+    defaults = {"optim": OptimConfig(lr=1e-2), "grad_clip": 1.0}
     return TrainEngine(
         PackedCausalLM(tiny_model(family, dtype=dtype)),
-        optim=optim or OptimConfig(lr=1e-2),
-        fsdp=FSDPConfig(),
-        grad_clip=grad_clip,
-        **{**defaults, **arguments},
+        EngineOptions(device=torch.device("cpu"), **{**defaults, **settings}),
+        total_steps=10,
     )
 
 
@@ -126,7 +123,7 @@ def test_gradient_is_that_of_rows_one_by_one_without_the_engine(engine64):
 def test_gradient_checkpointing_changes_no_gradient():
     plain, _ = gradients(make_engine(), make_batch(SHAPES), TokenBudget(rows=2))
     recomputed, _ = gradients(
-        make_engine(gradient_checkpointing=True), make_batch(SHAPES), TokenBudget(rows=2)
+        make_engine(enable_gradient_checkpointing=True), make_batch(SHAPES), TokenBudget(rows=2)
     )
     assert worst_relative_l2(recomputed, plain) <= 1e-6
 

@@ -1,5 +1,6 @@
 """FSDP2 over a mesh of one on CPU gives what the plain module gives."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from verl.distributed.fsdp import decoder_layers, recover
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 
 SHAPES = [(5, 9), (2, 3), (12, 10), (7, 1), (3, 6)]
@@ -34,24 +36,22 @@ def process_group():
 
 
 def make_engine(
-    *, shard: bool, compute_dtype: torch.dtype | None = None, **settings
+    *, shard: bool, family: str = "qwen2", tied: bool = False, **settings
 ) -> TrainEngine:
-    settings = {"gradient_checkpointing": False, "fsdp": FSDPConfig(), **settings}
-    model = tiny_model(
-        settings.pop("family", "qwen2"), tie_word_embeddings=settings.pop("tied", False)
-    )
     return TrainEngine(
-        PackedCausalLM(model),
-        optim=OptimConfig(lr=1e-2),
-        grad_clip=0.5,
-        device=torch.device("cpu"),
+        PackedCausalLM(tiny_model(family, tie_word_embeddings=tied)),
+        EngineOptions(
+            device=torch.device("cpu"),
+            optim=OptimConfig(lr=1e-2),
+            grad_clip=0.5,
+            shard=shard,
+            **settings,
+        ),
         total_steps=5,
-        shard=shard,
-        compute_dtype=compute_dtype,
-        **settings,
     )
 
 
+BF16 = FSDPConfig(compute_dtype="bfloat16")
 GATHERED = FSDPConfig(reshard_after_forward=False)
 
 
@@ -72,9 +72,9 @@ def train(engine: TrainEngine, steps: int) -> list[dict[str, float]]:
     [
         {},
         {"tied": True},
-        {"gradient_checkpointing": True},
-        {"fsdp": GATHERED},
-        {"fsdp": GATHERED, "gradient_checkpointing": True, "tied": True},
+        {"enable_gradient_checkpointing": True},
+        {"fsdp_config": GATHERED},
+        {"fsdp_config": GATHERED, "enable_gradient_checkpointing": True, "tied": True},
     ],
     ids=["plain", "tied", "checkpointing", "gathered", "gathered, checkpointing, tied"],
 )
@@ -105,8 +105,8 @@ def count_gathers(group, gathered: list[bool]) -> None:
 def test_weights_stay_gathered_for_one_mini_batch_and_gradients_add_up_in_fp32():
     """Also when a mini-batch is broken off, and when one is skipped."""
     once, always = (
-        make_engine(shard=True, compute_dtype=torch.bfloat16, fsdp=fsdp)
-        for fsdp in (GATHERED, FSDPConfig())
+        make_engine(shard=True, fsdp_config=replace(BF16, reshard_after_forward=reshards))
+        for reshards in (False, None)
     )
     gathered: list[bool] = []
     for layer in once.hf_model.model.layers:
@@ -138,7 +138,7 @@ def test_weights_stay_gathered_for_one_mini_batch_and_gradients_add_up_in_fp32()
 
 
 def test_every_layer_is_a_unit_and_parameters_stay_fp32():
-    engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    engine = make_engine(shard=True, fsdp_config=BF16)
     units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
     assert units == [engine.module, *engine.hf_model.model.layers]
     train(engine, 1)
@@ -153,7 +153,7 @@ def test_every_layer_is_a_unit_and_parameters_stay_fp32():
 
 def test_bf16_compute_is_near_fp32():
     exact = make_engine(shard=False)
-    rounded = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    rounded = make_engine(shard=True, fsdp_config=BF16)
     batch = make_batch(SHAPES)
     difference = exact.infer(batch, BUDGET)["log_probs"] - rounded.infer(batch, BUDGET)["log_probs"]
     # Different, or nothing ran in bf16 at all; logits of this model deviate by 3 and more.
@@ -163,7 +163,7 @@ def test_bf16_compute_is_near_fp32():
 def test_accumulated_gradients_keep_small_micro_batches():
     """Gradients of micro-batches are added in fp32: what one large one dwarfs in bf16 must
     survive."""
-    engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    engine = make_engine(shard=True, fsdp_config=BF16)
     batch = make_batch(SHAPES)
     batch.batch["weights"][0] *= 4096
     collected = []
@@ -210,7 +210,7 @@ def test_a_checkpoint_does_not_know_the_mesh(tmp_path: Path, saver: bool, loader
 def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
     """Weights gathered for one evaluation must not serve the next one, when a step or a load came
     in between."""
-    engine = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    engine = make_engine(shard=True, fsdp_config=BF16)
     engine.save(tmp_path)
     batch = make_batch(SHAPES)
     old = engine.infer(batch, BUDGET)["log_probs"]
@@ -219,7 +219,7 @@ def test_evaluation_sees_new_weights_at_once(tmp_path: Path):
     engine.step()
     new = engine.infer(batch, BUDGET)["log_probs"]
 
-    trained = make_engine(shard=True, compute_dtype=torch.bfloat16)
+    trained = make_engine(shard=True, fsdp_config=BF16)
     with torch.no_grad():
         for one, other in zip(trained.module.parameters(), engine.module.parameters()):
             one.copy_(other)

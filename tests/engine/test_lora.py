@@ -17,6 +17,7 @@ from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.critic import CriticModel
 from verl.models.lora import adapters_off, apply_lora
 from verl.models.packed import PackedCausalLM, PackedValueModel
@@ -55,13 +56,13 @@ def make_engine(
 
     return TrainEngine(
         PackedValueModel(module) if critic else PackedCausalLM(module),
-        optim=OptimConfig(lr=1e-2, warmup_style="cosine", lr_warmup_steps=2),
-        fsdp=FSDPConfig(),
-        grad_clip=1.0,
-        device=torch.device("cpu"),
+        EngineOptions(
+            device=torch.device("cpu"),
+            optim=OptimConfig(lr=1e-2, warmup_style="cosine", lr_warmup_steps=2),
+            grad_clip=1.0,
+            **settings,
+        ),
         total_steps=8,
-        gradient_checkpointing=settings.pop("gradient_checkpointing", False),
-        **settings,
     )
 
 
@@ -105,7 +106,7 @@ def test_three_steps_and_two_after_a_reload_are_five_steps(tmp_path: Path, setti
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"]
+    "settings", [{}, {"enable_gradient_checkpointing": True}], ids=["plain", "checkpointing"]
 )
 def test_a_mesh_of_one_trains_like_no_mesh(settings):
     plain = make_engine(**settings)
@@ -133,7 +134,10 @@ def test_a_mesh_of_one_trains_like_no_mesh(settings):
 
 def test_frozen_bf16_weights_beside_fp32_adapters_on_a_mesh():
     engine = make_engine(
-        dtype=torch.bfloat16, shard=True, compute_dtype=torch.bfloat16, gradient_checkpointing=True
+        dtype=torch.bfloat16,
+        shard=True,
+        fsdp_config=FSDPConfig(compute_dtype="bfloat16"),
+        enable_gradient_checkpointing=True,
     )
     before = {
         name: p.detach().clone()

@@ -21,6 +21,7 @@ from verl.engine import agreement
 from verl.engine.base import TrainEngine
 from verl.engine.memory import PassGuard, memory_hints, reports_out_of_memory, shortage_of
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 from verl.utils.errors import OutOfMemoryError
 from verl.utils.logging import logger
@@ -76,13 +77,15 @@ class NarrowLM(PackedCausalLM):
 def make_engine(*, shard: bool = False, fsdp: FSDPConfig | None = None) -> TrainEngine:
     return TrainEngine(
         NarrowLM(tiny_model("qwen2")),
-        optim=OptimConfig(lr=1e-2),
-        fsdp=fsdp or FSDPConfig(),
-        grad_clip=1.0,
-        device=CPU,
+        EngineOptions(
+            device=CPU,
+            optim=OptimConfig(lr=1e-2),
+            fsdp_config=fsdp or FSDPConfig(),
+            grad_clip=1.0,
+            enable_gradient_checkpointing=shard,
+            shard=shard,
+        ),
         total_steps=5,
-        gradient_checkpointing=shard,
-        shard=shard,
     )
 
 
@@ -293,9 +296,15 @@ def test_other_errors_are_not_shortages():
 
 
 def test_hints_are_keys_that_are_not_set_yet():
-    full = FSDPConfig(param_offload=True, optimizer_offload=True)
-    assert len(memory_hints(full, gradient_checkpointing=True, is_trained=True)) == 1
-    assert len(memory_hints(FSDPConfig(), gradient_checkpointing=False, is_trained=True)) == 4
+    plain = EngineOptions(device=CPU, optim=OptimConfig())
+    full = replace(
+        plain,
+        fsdp_config=FSDPConfig(param_offload=True, optimizer_offload=True),
+        enable_gradient_checkpointing=True,
+    )
+    assert len(memory_hints(full)) == 1
+    assert len(memory_hints(plain)) == 4
+    assert len(memory_hints(replace(plain, optim=None))) == 2, "there is no backward pass"
 
 
 def test_host_memory_that_really_runs_out(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from verl.distributed.mesh import close_process_group
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
 from verl.engine.optim import build_optimizer
+from verl.engine.options import EngineOptions
 from verl.engine.schedule import build_schedule
 from verl.models.packed import PackedCausalLM
 from verl.utils.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -138,15 +139,11 @@ def process_group():
 
 
 def make_engine(optimizer: str, *, shard: bool = False, lr: float = 1e-2) -> TrainEngine:
+    optim = OptimConfig(optimizer=optimizer, lr=lr, warmup_style="cosine", weight_decay=0.1)
     return TrainEngine(
         PackedCausalLM(tiny_model("qwen2", hidden_size=64)),
-        optim=OptimConfig(optimizer=optimizer, lr=lr, warmup_style="cosine", weight_decay=0.1),
-        fsdp=FSDPConfig(),
-        grad_clip=1.0,
-        device=torch.device("cpu"),
+        EngineOptions(device=torch.device("cpu"), optim=optim, grad_clip=1.0, shard=shard),
         total_steps=8,
-        gradient_checkpointing=False,
-        shard=shard,
     )
 
 
@@ -254,14 +251,13 @@ def test_64_micro_batches_in_bf16_accumulate_in_fp32():
     computation."""
     engine = TrainEngine(
         PackedCausalLM(tiny_model("qwen2")),
-        optim=OptimConfig(),
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=torch.device("cpu"),
+        EngineOptions(
+            device=torch.device("cpu"),
+            optim=OptimConfig(),
+            fsdp_config=FSDPConfig(compute_dtype="bfloat16"),
+            shard=True,
+        ),
         total_steps=1,
-        gradient_checkpointing=False,
-        shard=True,
-        compute_dtype=torch.bfloat16,
     )
     batch = make_batch([(3, 4)] * 64)
 

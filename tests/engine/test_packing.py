@@ -1,5 +1,7 @@
 """Which rows share a prompt, and that the engine's numbers do not depend on it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,9 +10,10 @@ from hypothesis.strategies import booleans, integers, lists, tuples
 from tests.engine.batches import COLUMNS, flat_gradient, make_batch, smooth_loss
 from tests.models.rows import KeepFloat64
 from tests.tiny_models import VOCABULARY, tiny_model
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import OptimConfig
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.engine.packing import MIN_SAVING, MiniBatch
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
@@ -106,12 +109,8 @@ def engine() -> TrainEngine:
 def make_engine(**arguments) -> TrainEngine:
     return TrainEngine(
         PackedCausalLM(tiny_model("qwen2", dtype=torch.float64)),
-        optim=OptimConfig(lr=1e-2),
-        fsdp=FSDPConfig(),
-        grad_clip=1.0,
-        device=CPU,
+        EngineOptions(device=CPU, optim=OptimConfig(lr=1e-2), grad_clip=1.0, **arguments),
         total_steps=10,
-        **{"gradient_checkpointing": False, **arguments},
     )
 
 
@@ -138,10 +137,11 @@ def test_gradients_and_log_probs_do_not_depend_on_sharing(
     engine, groups, interleave, max_tokens, rows
 ):
     batch = grouped_batch(groups, interleave=interleave)
-    engine.share_prompts = False
+    sharing = engine.options
+    engine.options = replace(sharing, share_prompts=False)
     expected = gradient(engine, batch, WHOLE)
     expected_log_probs = engine.infer(batch, WHOLE, temperature=0.7)["log_probs"]
-    engine.share_prompts = True
+    engine.options = sharing
     for budget in (WHOLE, TokenBudget(max_tokens=max_tokens), TokenBudget(rows=rows)):
         assert relative_l2(gradient(engine, batch, budget), expected) <= 1e-9
         log_probs = engine.infer(batch, budget, temperature=0.7)["log_probs"]
@@ -154,7 +154,8 @@ def test_the_budget_counts_a_shared_prompt_once(engine):
     handle = engine.module.register_forward_pre_hook(
         lambda module, arguments: passes.append(arguments[0].lengths)
     )
-    for engine.share_prompts in (False, True):
+    for share in (False, True):
+        engine.options = replace(engine.options, share_prompts=share)
         engine.infer(batch, TokenBudget(max_tokens=40))
     handle.remove()
     assert passes == [(25,)] * 4 + [(20, 5, 5, 5, 5)]
@@ -163,8 +164,8 @@ def test_the_budget_counts_a_shared_prompt_once(engine):
 def test_checkpointing_with_shared_prompts_changes_no_gradient():
     gradients = []
     # without KeepFloat64, which a recomputed forward does not see
-    for gradient_checkpointing in (False, True):
-        engine = make_engine(gradient_checkpointing=gradient_checkpointing)
+    for checkpointing in (False, True):
+        engine = make_engine(enable_gradient_checkpointing=checkpointing)
         engine.forward_backward(
             grouped_batch(GROUPS), TokenBudget(max_tokens=50), smooth_loss, COLUMNS
         )

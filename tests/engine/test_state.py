@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from tests.engine.batches import COLUMNS, make_batch, smooth_loss
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from verl.checkpoint import sharded
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import OptimConfig
 from verl.engine.base import LossOutput, TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.critic import CriticModel
 from verl.models.packed import PackedCausalLM, PackedValueModel
 from verl.utils.errors import CheckpointError
@@ -35,12 +36,8 @@ def critic_engine(seed: int = 0) -> TrainEngine:
 def wrap(module) -> TrainEngine:
     return TrainEngine(
         module,
-        optim=OPTIM,
-        fsdp=FSDPConfig(),
-        grad_clip=1.0,
-        device=torch.device("cpu"),
+        EngineOptions(device=torch.device("cpu"), optim=OPTIM, grad_clip=1.0),
         total_steps=8,
-        gradient_checkpointing=False,
     )
 
 
@@ -187,15 +184,7 @@ def test_the_saved_folder_is_a_hugging_face_model(tmp_path: Path):
 
 def test_a_half_precision_module_is_a_hugging_face_model_in_fp32(tmp_path: Path):
     module = PackedCausalLM(tiny_model("qwen2", dtype=torch.bfloat16))
-    engine = TrainEngine(
-        module,
-        optim=None,
-        fsdp=FSDPConfig(),
-        grad_clip=None,
-        device=torch.device("cpu"),
-        total_steps=1,
-        gradient_checkpointing=False,
-    )
+    engine = TrainEngine(module, EngineOptions(device=torch.device("cpu")))
     engine.save(tmp_path, merged=True)
     state = load_file(tmp_path / "huggingface" / "model.safetensors")
     assert all(tensor.dtype == torch.float32 for tensor in state.values())

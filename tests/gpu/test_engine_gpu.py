@@ -12,6 +12,7 @@ from verl.config import FSDPConfig, OptimConfig
 from verl.engine.base import TrainEngine
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 
 pytestmark = pytest.mark.gpu
@@ -29,15 +30,10 @@ def make_engine(device: str, **settings) -> TrainEngine:
 
     return TrainEngine(
         PackedCausalLM(model),
-        **{
-            "optim": OptimConfig(lr=1e-3),
-            "fsdp": FSDPConfig(),
-            "grad_clip": 1.0,
-            "device": torch.device(device),
-            "total_steps": 10,
-            "gradient_checkpointing": False,
-            **settings,
-        },
+        EngineOptions(
+            device=torch.device(device), optim=OptimConfig(lr=1e-3), grad_clip=1.0, **settings
+        ),
+        total_steps=10,
     )
 
 
@@ -54,7 +50,7 @@ def test_fp32_on_cuda_equals_fp32_on_cpu():
     """Without rounding to bf16 the two must agree closely: sharding, packing and kernels change
     nothing."""
     cpu = make_engine("cpu")
-    cuda = make_engine("cuda", compute_dtype=torch.float32)
+    cuda = make_engine("cuda", fsdp_config=FSDPConfig(compute_dtype="float32"))
     assert relative_l2(gradient(cuda), gradient(cpu)) < 1e-4
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
@@ -63,7 +59,7 @@ def test_fp32_on_cuda_equals_fp32_on_cpu():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_bf16_step_is_near_the_fp32_step(checkpointing):
     cpu = make_engine("cpu")
-    cuda = make_engine("cuda", gradient_checkpointing=checkpointing)
+    cuda = make_engine("cuda", enable_gradient_checkpointing=checkpointing)
     one, other = (engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (cuda, cpu))
     assert 1e-5 < (one - other).abs().mean().item() < 0.03
     assert relative_l2(gradient(cuda), gradient(cpu)) < 0.05

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 SHAPES = [(9, 12), (4, 30), (25, 7), (40, 41), (3, 5), (17, 22)]
 ALL_ROWS = ((0, 1, 2, 3, 4, 5),)
 UNEVEN = ((0, 1, 2, 3, 5), (4,))
-EXACT = Setup(double=False, device="cuda", compute_dtype=torch.float32)
+EXACT = Setup(double=False, device="cuda", compute_dtype="float32")
 ROUNDED = Setup(double=False, device="cuda")
 OFFLOAD = {"checkpointing": True, "activation_offload": True, "param_offload": True}
 SETTINGS = [
@@ -30,7 +30,7 @@ SETTINGS = [
     {"sequence": 2},
     {"sequence": 2, **OFFLOAD},
     {"offload_policy": True},
-    {"sequence": 2, "checkpointing": True, "compile_backend": "inductor"},
+    {"sequence": 2, "checkpointing": True, "compiles": True},
 ]
 IDS = ["fsdp", "hsdp", "ulysses", "ulysses, offload", "offload policy", "ulysses, compiled"]
 

@@ -8,6 +8,7 @@ from tests.tiny_models import tiny_model
 from verl.config import FSDPConfig, OptimConfig
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.packed import PackedCausalLM
 from verl.utils.peaks import phase_peaks
 
@@ -23,12 +24,14 @@ def make_engine(layers: int = 4, **settings) -> TrainEngine:
     )
     return TrainEngine(
         PackedCausalLM(model),
-        optim=OptimConfig(lr=settings.pop("lr", 1e-3)),
-        grad_clip=1.0,
-        device=torch.device("cuda"),
+        EngineOptions(
+            device=torch.device("cuda"),
+            optim=OptimConfig(lr=settings.pop("lr", 1e-3)),
+            fsdp_config=FSDPConfig(**fsdp),
+            grad_clip=1.0,
+            **settings,
+        ),
         total_steps=10,
-        fsdp=FSDPConfig(**fsdp),
-        **{"gradient_checkpointing": False, **settings},
     )
 
 
@@ -67,7 +70,7 @@ def test_parameters_and_moments_leave_the_device_between_phases():
 
 def test_offload_policy_steps_on_the_host():
     # In fp32: at the next bf16 number, a weight that moved by a rounding error moves by 0.4 %.
-    exact = {"lr": 1e-4, "compute_dtype": torch.float32}
+    exact = {"lr": 1e-4, "compute_dtype": "float32"}
     plain = make_engine(**exact)
     engine = make_engine(**exact, offload_policy=True)
     start = {name: tensor.clone() for name, tensor in plain.parameters_for_rollout()}
@@ -91,7 +94,9 @@ def test_activations_on_the_host_change_no_gradient_and_free_memory():
     for offload in (False, True):
         # The other way to save memory, sharing prompts, has nothing to do here: every prompt is
         # another one.
-        engine = make_engine(layers=16, gradient_checkpointing=True, activation_offload=offload)
+        engine = make_engine(
+            layers=16, enable_gradient_checkpointing=True, enable_activation_offload=offload
+        )
         batch = make_batch(shapes)
         for _ in range(2):
             engine.forward_backward(batch, TokenBudget(max_tokens=12_000), smooth_loss, COLUMNS)

@@ -20,8 +20,8 @@ def test_output(size: tuple[int, int]):
 
 
 def test_an_engine_with_it():
-    plain = make_engine("cuda", compile_backend="inductor")
-    fused = make_engine("cuda", compile_backend="inductor", fused_kernels=True)
+    plain = make_engine("cuda", use_torch_compile=True)
+    fused = make_engine("cuda", use_torch_compile=True, use_fused_kernels=True)
     assert relative_l2(gradient(fused), gradient(plain)) < 1e-3
     one, other = (
         engine.infer(make_batch(SHAPES), BUDGET)["log_probs"] for engine in (fused, plain)

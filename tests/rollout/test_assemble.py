@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl.columns import COLUMNS
-from verl.rollout import Completion, assemble
+from verl.rollout import Completion, Segment, Trajectory, assemble, trajectories_of
 from verl.utils.errors import RolloutError
 
 
@@ -16,7 +16,8 @@ def completion(sample_id: int, *token_ids: int, log_probs: list[float] | None = 
 
 
 def columns(prompts, completions):
-    return assemble(prompts, completions, prompt_length=4, response_length=3, pad_token_id=9)
+    trajectories = trajectories_of(prompts, completions)
+    return assemble(trajectories, prompt_length=4, response_length=3, pad_token_id=9)
 
 
 def test_prompts_are_padded_left_and_responses_right():
@@ -68,3 +69,34 @@ def test_what_an_engine_gets_wrong_names_the_sample(completions, message):
 def test_an_overlong_prompt_is_an_error():
     with pytest.raises(RolloutError, match="prompt of sample 0 has 5 tokens, its column 4"):
         columns([[1, 2, 3, 4, 5]], [completion(0, 2)])
+
+
+def test_only_drawn_tokens_have_a_mask_and_a_log_prob():
+    episode = Trajectory(
+        row=0,
+        prompt_ids=[1, 2],
+        segments=[
+            Segment(source="model", token_ids=[5], log_probs=[-0.5], turn=0),
+            Segment(source="tool", token_ids=[6, 7], turn=1),
+            Segment(source="model", token_ids=[8, 3], log_probs=[-1.0, -2.0], turn=1),
+        ],
+    )
+    batch = assemble([episode], prompt_length=3, response_length=6, pad_token_id=9, with_turns=True)
+    assert batch["responses"].tolist() == [[5, 6, 7, 8, 3, 9]]
+    assert batch["response_mask"].tolist() == [[1, 0, 0, 1, 1, 0]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 1, 0]]
+    assert batch["rollout_log_probs"].tolist() == [[-0.5, 0.0, 0.0, -1.0, -2.0, 0.0]]
+    assert batch["turn_of_token"].tolist() == [[0, -1, -1, 1, 1, -1]]
+
+
+@pytest.mark.parametrize("dropped", ["the segment", "the episode"])
+def test_dropped_tokens_keep_their_log_probs_but_no_mask(dropped: str):
+    drawn = Segment(
+        source="model", token_ids=[5], log_probs=[-0.5], is_trained=dropped == "the episode"
+    )
+    episode = Trajectory(
+        row=0, prompt_ids=[1], segments=[drawn], is_dropped=dropped == "the episode"
+    )
+    batch = assemble([episode], prompt_length=1, response_length=1, pad_token_id=9)
+    assert batch["response_mask"].tolist() == [[0]]
+    assert batch["rollout_log_probs"].tolist() == [[-0.5]]

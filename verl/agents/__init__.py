@@ -1,1 +1,1 @@
-"""Agents: loops over model and tools, tool-call formats, environments, the gateway."""
+"""Agents: loops of several turns on one engine."""

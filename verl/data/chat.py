@@ -1,6 +1,6 @@
 """From chat messages to prompt token ids."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -133,13 +133,17 @@ def encode_conversations(
         )
 
     texts = [
-        _render(tokenizer, messages, add_generation_prompt)
-        if templated
-        else plain_text(messages, add_generation_prompt=add_generation_prompt)
+        render_conversation(tokenizer, messages, add_generation_prompt=add_generation_prompt)
         for messages in conversations
     ]
+    return encode_rendered(tokenizer, texts)
+
+
+def encode_rendered(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """Token ids of conversations that `render_conversation` returned, each left open."""
     if not texts:
         return []
+    templated = tokenizer.chat_template is not None
 
     # verbose=False: whether a prompt is too long is ours to say, against the limit of this run.
     encoded: Any = tokenizer(
@@ -161,12 +165,31 @@ def apply_chat_template(
     ]
 
 
-def _render(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, add_generation_prompt: bool
+def render_conversation(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
+    """Return the text of a conversation by the tokenizer's template, or else `plain_text`.
+
+    `tools` are OpenAI schemas; `template_kwargs` are further variables of the template. Raises
+    DataError where the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        return plain_text(messages, add_generation_prompt=add_generation_prompt)
+    variables = dict(template_kwargs or {})
+    offered: Any = list(tools) if tools else None
+
     def by_template(given: Messages) -> str:
         text: Any = tokenizer.apply_chat_template(
-            given, tokenize=False, add_generation_prompt=add_generation_prompt
+            given,
+            tools=offered,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
         )
         return text
 

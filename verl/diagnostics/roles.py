@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl.config import (
-    CriticModelConfig,
-    FSDPConfig,
     MicroBatch,
-    ModelConfig,
-    OptimConfig,
     TrainConfig,
     log_prob_micro_batch,
     reward_micro_batch,
@@ -21,12 +17,9 @@ from verl.diagnostics.hosts import Placement
 from verl.diagnostics.model_shapes import ModelShapes
 from verl.engine.agreement import CPU_PASS_TOKENS
 from verl.engine.budget import MOST_TOKENS, largest_that_fits
-from verl.engine.compile import compile_backend
-from verl.engine.footprint import EngineFootprint, engine_setup, gathers_once
+from verl.engine.footprint import EngineFootprint, EngineSetup, fuses_mlp, gathers_once
 from verl.engine.model_shape import ModelShape
-from verl.models.families import LLAMA_FAMILIES
-from verl.models.kernels import swiglu
-from verl.models.load import torch_dtype
+from verl.engine.options import EngineOptions
 
 Predict = Callable[[int, int], dict[str, int]]
 
@@ -57,127 +50,56 @@ def roles_of(config: TrainConfig, placement: Placement, shapes: ModelShapes) -> 
     Those are the actor and, where the run has them, critic, reference, reward model and teacher. With
     LoRA the actor is the reference.
     """
-    roles = config.actor_rollout_ref
     device = placement.device
-    actor = roles.actor
-    model = roles.model
-    found = {
-        "actor": _role(
-            "actor",
-            shapes,
-            shapes.policy(model, device),
-            placement,
-            actor.fsdp_config,
-            actor.optim,
-            model,
-            compiled=actor.use_torch_compile,
-            sequence_ranks=actor.ulysses_sequence_parallel_size,
-            fused=model.use_fused_kernels and model.lora_rank == 0,
-        )
-    }
+    policy = config.actor_rollout_ref
+    critic = config.critic
+    scorer = config.reward_model
+    distillation = config.distillation
 
+    found: dict[str, tuple[EngineOptions, ModelShape]] = {}
+    found["actor"] = (
+        EngineOptions.of(policy.actor, device, policy=policy),
+        shapes.policy(policy.model, device),
+    )
     if config.needs_critic:
-        critic = config.critic
-        found["critic"] = _role(
-            "critic",
-            shapes,
-            shapes.critic(critic.model, device),
-            placement,
-            critic.model.fsdp_config,
-            critic.optim,
-            critic.model,
-            compiled=False,
-            sequence_ranks=critic.ulysses_sequence_parallel_size,
+        found["critic"] = (EngineOptions.of(critic, device), shapes.critic(critic.model, device))
+    if config.needs_reference and policy.model.lora_rank == 0:
+        found["reference"] = (
+            EngineOptions.of(policy.ref, device, policy=policy),
+            shapes.policy(policy.model, device, is_trained=False),
         )
-
-    if config.needs_reference and model.lora_rank == 0:
-        found["reference"] = _role(
-            "reference",
-            shapes,
-            shapes.policy(model, device, is_trained=False),
-            placement,
-            roles.ref.fsdp_config,
-            None,
-            None,
-            compiled=roles.ref.use_torch_compile,
-            sequence_ranks=roles.ref.ulysses_sequence_parallel_size,
-            fused=model.use_fused_kernels,
+    if scorer.enable:
+        found["reward_model"] = (
+            EngineOptions.of(scorer, device),
+            shapes.reward_model(scorer.model, device),
         )
-
-    if config.reward_model.enable:
-        scorer = config.reward_model.model
-        found["reward_model"] = _role(
-            "reward_model",
-            shapes,
-            shapes.reward_model(scorer, device),
-            placement,
-            scorer.fsdp_config,
-            None,
-            None,
-            compiled=False,
-            sequence_ranks=1,
-        )
-
-    if config.distillation.enabled:
-        distillation = config.distillation
-        found["teacher"] = _role(
-            "teacher",
-            shapes,
+    if distillation.enabled:
+        found["teacher"] = (
+            EngineOptions.of(distillation, device, policy=policy),
             shapes.teacher(distillation.teacher_models.teacher_model, device),
-            placement,
-            distillation.fsdp_config,
-            None,
-            None,
-            compiled=distillation.use_torch_compile,
-            sequence_ranks=distillation.ulysses_sequence_parallel_size,
-            fused=model.use_fused_kernels,
         )
 
-    return found
+    return {
+        name: _role(name, options, shape, placement, shapes)
+        for name, (options, shape) in found.items()
+    }
 
 
 def _role(
     name: str,
-    shapes: ModelShapes,
+    options: EngineOptions,
     shape: ModelShape,
     placement: Placement,
-    fsdp: FSDPConfig,
-    optim: OptimConfig | None,
-    model: ModelConfig | CriticModelConfig | None,
-    *,
-    compiled: bool | None,
-    sequence_ranks: int,
-    fused: bool = False,
+    shapes: ModelShapes,
 ) -> Role:
-    """Describe one role. `model` has the settings of recomputation; None: no recomputation."""
     ranks = len(placement.roles[name])
-    copies = ranks // fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else 1
-    recomputes = model is not None and model.enable_gradient_checkpointing
-    is_compiled = compile_backend(compiled, placement.device, shape.family) is not None
-    setup = engine_setup(
-        fsdp,
-        optim,
-        on_cuda=placement.on_cuda,
-        shard_ranks=ranks // copies if placement.on_cuda or ranks > 1 else None,
-        compute_itemsize=torch_dtype(fsdp.compute_dtype).itemsize
-        if fsdp.compute_dtype is not None
-        else (2 if placement.on_cuda else shape.weights[0].itemsize),
-        compiled=is_compiled,
-        fused_mlp=fused
-        and is_compiled
-        and shape.family in LLAMA_FAMILIES
-        and swiglu.is_there(placement.device),
-        checkpointing_share=model.gradient_checkpointing_share
-        if model is not None and recomputes
-        else 0.0,
-        activation_offload=recomputes and model is not None and model.enable_activation_offload,
-    )
-
+    setup = EngineSetup.of(options, shape, ranks, fused_mlp=fuses_mlp(options, shape))
+    setup = gathers_once(shape, setup, options.fsdp_config, placement.device_bytes)
     return Role(
         name=name,
-        footprint=shapes.footprint(shape, gathers_once(shape, setup, fsdp, placement.device_bytes)),
+        footprint=shapes.footprint(shape, setup),
         ranks=ranks,
-        sequence_ranks=sequence_ranks,
+        sequence_ranks=options.ulysses_sequence_parallel_size,
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from verl.checkpoint.sharded import ShardedWriter
-from verl.config import FSDPConfig, OptimConfig
 from verl.distributed.collectives import gather_objects, max_of
 from verl.distributed.fsdp import full_tensor, recover, reshard, sync_gradients
 from verl.distributed.mesh import Mesh, init_mesh
@@ -21,17 +20,17 @@ from verl.distributed.offload import Offload
 from verl.engine.agreement import plan_of_all_ranks
 from verl.engine.apply import apply_to_module
 from verl.engine.budget import AutomaticBudgets, CudaMeter
-from verl.engine.footprint import EngineFootprint
+from verl.engine.footprint import EngineFootprint, EngineSetup
 from verl.engine.guard import find_offenders_in_turns
 from verl.engine.memory import PassGuard, Result, memory_hints
 from verl.engine.microbatch import TokenBudget
 from verl.engine.model_shape import ModelShape
 from verl.engine.optim import build_optimizer
+from verl.engine.options import EngineOptions
 from verl.engine.packing import MicroBatch, MiniBatch
 from verl.engine.schedule import LearningRate
 from verl.engine.state import load_state, save_state
 from verl.engine.totals import LossOutput, Totals
-from verl.models.load import torch_dtype
 from verl.models.lora import adapted_layers, merged_parameters, plain_parameters
 from verl.protocol import DataProto
 from verl.single_controller import note_progress
@@ -87,85 +86,39 @@ class TrainEngine:
     `apply_to_module` does, then the optimizer, and off-load of parameters and moments.
 
     Args:
-        module: wrapper with the Hugging Face module as attribute `model`; moved to `device` and
+        module: wrapper with the Hugging Face module as attribute `model`; moved to the device and
             sharded in place.
-        optim: None for a module that is only evaluated.
-        grad_clip: largest total norm of the gradient; None or 0 clips nothing.
-        total_steps: training steps of the run, for the schedule.
-        sequence_parallel_size: ranks that share the tokens of the same rows (Ulysses).
-        activation_offload: keep on the host what checkpointed layers hold for the backward pass.
-        shard, compute_dtype: instead of `fsdp.compute_dtype` and the defaults by device (CUDA: True
-            and bf16; CPU: False and None, the dtype of the parameters). Several ranks shard in any
-            case, and so does one that computes in another dtype than its parameters'.
-        compile_backend: backend of `torch.compile` for the decoder layers; None compiles nothing.
-        fused_kernels: where layers are compiled, use those that are installed and proved
-            (`verl.models.kernels.swiglu`).
-        share_prompts: compute a prompt once for all its rows of a micro-batch, where that saves
-            enough (`MiniBatch`).
+        options: see `EngineOptions`.
+        total_steps: training steps of the run, for the schedule of the learning rate.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        optim: OptimConfig | None,
-        fsdp: FSDPConfig,
-        grad_clip: float | None,
-        device: torch.device,
-        total_steps: int,
-        gradient_checkpointing: bool,
-        checkpointing_share: float = 1.0,
-        sequence_parallel_size: int = 1,
-        activation_offload: bool = False,
-        shard: bool | None = None,
-        compute_dtype: torch.dtype | None = None,
-        compile_backend: str | None = None,
-        fused_kernels: bool = False,
-        share_prompts: bool = True,
-    ) -> None:
-        if compute_dtype is None and fsdp.compute_dtype is not None:
-            compute_dtype = torch_dtype(fsdp.compute_dtype)
-        casts = compute_dtype not in (None, next(module.parameters()).dtype)
+    def __init__(self, module: nn.Module, options: EngineOptions, *, total_steps: int = 0) -> None:
+        self.options = options
+        fsdp = options.fsdp_config
 
         self.mesh: Mesh = init_mesh(
-            device,
+            options.device,
             fsdp_size=fsdp.fsdp_size,
-            sequence_parallel_size=sequence_parallel_size,
-            shard=device.type == "cuda" or casts if shard is None else shard,
+            sequence_parallel_size=options.ulysses_sequence_parallel_size,
+            shard=options.shards_alone(next(module.parameters()).itemsize),
         )
         self.device = device = self.mesh.device
-        self.share_prompts = share_prompts
-        self.grad_clip = grad_clip
 
         # A sharded module comes to the device layer by layer, as it is cut.
         self.module = (module if self.is_sharded else module.to(device)).train()
-        self._setup = apply_to_module(
-            self.module,
-            self.mesh,
-            optim,
-            fsdp,
-            gradient_checkpointing=gradient_checkpointing,
-            checkpointing_share=checkpointing_share,
-            activation_offload=activation_offload,
-            compute_dtype=compute_dtype,
-            compile_backend=compile_backend,
-            fused_kernels=fused_kernels,
-        )
+        self._applied = apply_to_module(self.module, self.mesh, options)
 
         self.optimizer: torch.optim.Optimizer | None = None
-        if optim is not None:
+        if options.optim is not None:
             # After sharding, which replaces the parameters.
-            self.optimizer = build_optimizer(self.module, optim)
-            self._learning_rate = LearningRate(self.optimizer, optim, total_steps)
+            self.optimizer = build_optimizer(self.module, options.optim)
+            self._learning_rate = LearningRate(self.optimizer, options.optim, total_steps)
         self._pending: _Pending | None = None
 
-        hints = memory_hints(
-            fsdp, gradient_checkpointing=gradient_checkpointing, is_trained=optim is not None
-        )
         self._is_adapted = bool(adapted_layers(self.hf_model))
         # Listing them takes a third of a hand-over.
         self._named_parameters = list(plain_parameters(self.hf_model))
-        self.guard = PassGuard(device, self.mesh.world, hints)
+        self.guard = PassGuard(device, self.mesh.world, memory_hints(options))
         _engines.add(self)
         meter = CudaMeter(device, self._bytes_to_come) if device.type == "cuda" else None
         self.budgets = AutomaticBudgets(meter, self.mesh.world)
@@ -188,7 +141,15 @@ class TrainEngine:
     @cached_property
     def footprint(self) -> EngineFootprint:
         """Bytes of this engine and of its passes, predicted from shapes."""
-        return EngineFootprint(ModelShape.from_module(self.module), self._setup)
+        shape = ModelShape.from_module(self.module)
+        setup = EngineSetup.of(
+            self.options,
+            shape,
+            self.mesh.world.size,
+            fused_mlp=self._applied.fused_mlp,
+            keeps_gathered=self._applied.keeps_gathered,
+        )
+        return EngineFootprint(shape, setup)
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
@@ -277,7 +238,7 @@ class TrainEngine:
             totals = Totals(self.mesh)
             with self._passes():
                 for number, rows in enumerate(plan):
-                    if self._setup.keeps_gathered:
+                    if self._applied.keeps_gathered:
                         sync_gradients(self.module, number == len(plan) - 1)
                     micro_batch = self.budgets.saw(mini_batch.pack(rows))
                     output = self._backward(
@@ -311,8 +272,9 @@ class TrainEngine:
         if skipped:
             offenders = self._find_offenders(self._pending)
         else:
-            if self.grad_clip:
-                nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
+            if self.options.grad_clip:
+                parameters = self.module.parameters()
+                nn.utils.clip_grads_with_norm_(parameters, self.options.grad_clip, norm)
             with self.guard.reports("the optimizer's step"), self.on_device(optimizer=True):
                 self.optimizer.step()
             self._learning_rate.note_step()
@@ -469,7 +431,7 @@ class TrainEngine:
             batch,
             columns,
             self.device,
-            share_prompts=self.share_prompts,
+            share_prompts=self.options.share_prompts,
             sequence=self.mesh.sequence,
         )
 

@@ -23,25 +23,13 @@ from verl.models.attention import IMPLEMENTATION, packed_attention
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-# The meaning of `use_torch_compile=null` on CUDA, for families with layers that compile: an
-# update takes a sixth less time on an H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
-COMPILE_BY_DEFAULT = True
+# Families that `use_torch_compile=null` compiles on CUDA: an update takes a sixth less time on an
+# H200 (Qwen2.5-1.5B), after 11 to 28 s of compiling.
 FAMILIES = frozenset({"gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 KEY = "actor_rollout_ref.actor.use_torch_compile"
 # For each function of a layer: with and without gradient, for every model of the process. At
 # torch's limit of 8 a fourth model would run uncompiled, with no more than a warning.
 _GRAPHS_PER_FUNCTION = 64
-
-
-def compile_backend(asked: bool | None, device: torch.device, family: str) -> str | None:
-    """Return the backend that `use_torch_compile` means on this device, or None.
-
-    Args:
-        family: `model_type` of the model.
-    """
-    if asked is None:
-        asked = COMPILE_BY_DEFAULT and device.type == "cuda" and family in FAMILIES
-    return "inductor" if asked else None
 
 
 def apply_compile(module: nn.Module, device: torch.device, *, backend: str = "inductor") -> None:

@@ -13,11 +13,14 @@ from functools import cached_property
 
 import torch
 
-from verl.config import FSDPConfig, OptimConfig
+from verl.config import FSDPConfig
 from verl.distributed.fsdp import GATHERED_SHARE
 from verl.distributed.offload import CHUNK_BYTES
 from verl.engine.model_shape import ModelShape, Weight
+from verl.engine.options import EngineOptions
 from verl.models.divergence import CHUNK_TENSORS
+from verl.models.families import LLAMA_FAMILIES
+from verl.models.kernels import swiglu
 from verl.models.logprobs import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_CUDA,
@@ -36,7 +39,7 @@ _LAYER_COPIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """Hold the settings of a `TrainEngine`, in the terms that memory depends on."""
+    """Hold the options of a `TrainEngine` in the terms that memory depends on."""
 
     on_cuda: bool = True
     shards: bool = True  # FSDP2; False: a plain module, one process on a CPU
@@ -53,46 +56,60 @@ class EngineSetup:
     optimizer_offload: bool = False
     offload_policy: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        options: EngineOptions,
+        shape: ModelShape,
+        ranks: int,
+        *,
+        fused_mlp: bool,
+        keeps_gathered: bool = False,
+    ) -> "EngineSetup":
+        """Translate the options of an engine over `shape`.
 
-def engine_setup(
-    fsdp: FSDPConfig,
-    optim: OptimConfig | None,
-    *,
-    on_cuda: bool,
-    shard_ranks: int | None,
-    compute_itemsize: int,
-    compiled: bool,
-    fused_mlp: bool,
-    checkpointing_share: float,
-    activation_offload: bool,
-) -> EngineSetup:
-    """Translate the arguments of `TrainEngine`.
+        Args:
+            options: see `EngineOptions`.
+            shape: the model.
+            ranks: ranks of the role.
+            fused_mlp: see `Applied`, or `fuses_mlp` for an engine to come.
+            keeps_gathered: see `Applied`, or `gathers_once` for an engine to come.
+        """
+        fsdp = options.fsdp_config
+        parameter_itemsize = shape.weights[0].itemsize
+        shard_ranks = options.shard_ranks(ranks, parameter_itemsize)
+        compute_itemsize = options.compute_itemsize(parameter_itemsize)
+        shards = shard_ranks is not None
+        moves = shards and not fsdp.offload_policy
+        # Without a visible card, a plan is for any card.
+        may_fuse = options.on_cuda and compute_itemsize == 2 and torch.cuda.is_available()
 
-    Whether weights stay gathered is decided by `gathers_once`, or by an engine that knows.
+        return cls(
+            on_cuda=options.on_cuda,
+            shards=shards,
+            shard_ranks=shard_ranks or 1,
+            compute_itemsize=compute_itemsize,
+            fused_head=may_fuse and fused_head(options.device),
+            keeps_gathered=keeps_gathered,
+            compiled=options.compiles(shape.family),
+            fused_mlp=fused_mlp,
+            checkpointing_share=options.checkpointing_share,
+            activation_offload=options.enable_activation_offload,
+            optimizer=None if options.optim is None else options.optim.optimizer,
+            param_offload=moves and fsdp.param_offload,
+            optimizer_offload=moves and fsdp.optimizer_offload and options.learns,
+            offload_policy=shards and fsdp.offload_policy,
+        )
 
-    Args:
-        shard_ranks: ranks that hold one copy of the weights; None: nothing is sharded.
-        checkpointing_share: 0: no layer recomputes.
-    """
-    shards = shard_ranks is not None
-    moves = shards and not fsdp.offload_policy
-    # Without a visible card, a plan is for any card.
-    may_fuse = on_cuda and compute_itemsize == 2 and torch.cuda.is_available()
 
-    return EngineSetup(
-        on_cuda=on_cuda,
-        shards=shards,
-        shard_ranks=shard_ranks or 1,
-        compute_itemsize=compute_itemsize,
-        fused_head=may_fuse and fused_head(torch.device("cuda")),
-        compiled=compiled,
-        fused_mlp=fused_mlp,
-        checkpointing_share=checkpointing_share,
-        activation_offload=activation_offload,
-        optimizer=None if optim is None else optim.optimizer,
-        param_offload=moves and fsdp.param_offload,
-        optimizer_offload=moves and fsdp.optimizer_offload and optim is not None,
-        offload_policy=shards and fsdp.offload_policy,
+def fuses_mlp(options: EngineOptions, shape: ModelShape) -> bool:
+    """Predict whether `use_fused_swiglu` will find an MLP that it can compute."""
+    return (
+        options.use_fused_kernels
+        and options.compiles(shape.family)
+        and shape.family in LLAMA_FAMILIES
+        and not shape.is_adapted
+        and swiglu.is_there(options.device)
     )
 
 

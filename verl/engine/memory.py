@@ -17,9 +17,9 @@ from typing import TypeVar
 import psutil
 import torch
 
-from verl.config import FSDPConfig
 from verl.distributed.collectives import Axis
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.utils.errors import OutOfMemoryError, VerlError
 from verl.utils.logging import logger
 from verl.utils.peaks import phase_peaks
@@ -196,14 +196,14 @@ class PassGuard:
         )
 
 
-def memory_hints(fsdp: FSDPConfig, *, gradient_checkpointing: bool, is_trained: bool) -> list[str]:
+def memory_hints(options: EngineOptions) -> list[str]:
     """Return the keys that save memory and are not set, other than the size of passes."""
     hints = []
-    if is_trained and not gradient_checkpointing:
+    if options.learns and not options.enable_gradient_checkpointing:
         hints.append("model.enable_gradient_checkpointing=True")
-    if not fsdp.param_offload:
+    if not options.fsdp_config.param_offload:
         hints.append("fsdp_config.param_offload=True")
-    if is_trained and not fsdp.optimizer_offload:
+    if options.learns and not options.fsdp_config.optimizer_offload:
         hints.append("fsdp_config.optimizer_offload=True")
     return [
         *hints,

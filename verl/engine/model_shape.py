@@ -49,6 +49,11 @@ class ModelShape:
     def is_llama_like(self) -> bool:
         return self.family in FAMILIES
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are trained within frozen weights."""
+        return 0 < self.trained_numel < self.numel
+
     @cached_property
     def numel(self) -> int:
         return sum(weight.numel() for weight in self.weights)

@@ -8,6 +8,7 @@ from verl.data import RLDataLoader
 from verl.data.loader import MapDataset
 from verl.data.sft_dataset import SFTDataset, pad_examples
 from verl.protocol import DataProto
+from verl.single_controller import GroupOf
 from verl.trainer import setup
 from verl.trainer.pools import join_pool
 from verl.trainer.run import TrainingRun
@@ -25,7 +26,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
             those of `SFTDataset`.
     """
 
-    sft_wg: Any
+    sft_wg: GroupOf[SFTWorker]
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class SFTTrainer(TrainingRun[SFTConfig]):
         )
         return {"val/loss": loss / tokens}
 
-    def checkpointed_groups(self) -> dict[str, Any]:
+    def checkpointed_groups(self) -> dict[str, GroupOf[SFTWorker]]:
         return {"actor": self.sft_wg}
 
     def step_metrics(self, batch: DataProto) -> dict[str, float]:

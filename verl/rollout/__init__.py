@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from verl.config.rollout import RolloutConfig
 from verl.config.setting import setting_of
 from verl.distributed.collectives import ALONE, Axis
-from verl.rollout.assemble import assemble
+from verl.rollout.assemble import assemble, trajectories_of
 from verl.rollout.base import (
     Capabilities,
     EngineClass,
@@ -21,7 +21,8 @@ from verl.rollout.base import (
 )
 from verl.rollout.embedded import EmbeddedEngine
 from verl.rollout.hf import HFEngine
-from verl.rollout.types import Completion, Request, SamplingParams
+from verl.rollout.trajectory import Segment, Trajectory
+from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError
 
 __all__ = [
@@ -32,13 +33,17 @@ __all__ = [
     "HFEngine",
     "Request",
     "RolloutEngine",
+    "Room",
     "SamplingParams",
+    "Segment",
+    "Trajectory",
     "assemble",
     "check_engine",
     "check_engine_model",
     "create_rollout_engine",
     "generate",
     "rollout_engines",
+    "trajectories_of",
 ]
 
 _VERBS = {"submit", "step", "abort", "has_work"}

@@ -1,4 +1,4 @@
-"""Turn completions into the padded columns of a batch."""
+"""Turn trajectories into the padded columns of a batch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,48 +6,60 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from verl.rollout.trajectory import MODEL, Segment, Trajectory
 from verl.rollout.types import Completion
 from verl.utils.errors import RolloutError
 
+NO_TURN = -1  # in the column `turn_of_token`: a token that no model drew
+
 
 def assemble(
-    prompts: Sequence[Sequence[int]],
-    completions: Iterable[Completion],
+    trajectories: Sequence[Trajectory],
     *,
     prompt_length: int,
     response_length: int,
     pad_token_id: int,
+    with_turns: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the tensor columns of phase "generate".
+    """Return the tensor columns of phase "generate", one row for each trajectory.
 
-    Row i is `prompts[i]` with the completion of sample id i. The columns are prompts (B, P),
-    responses (B, R), input_ids, attention_mask, position_ids (B, T), response_mask (B, R) and
-    rollout_log_probs (B, R) fp32.
+    The columns are prompts (B, P), responses (B, R), input_ids, attention_mask, position_ids
+    (B, T), response_mask (B, R), which is 1 for the model's own tokens alone, and rollout_log_probs
+    (B, R) fp32, which is 0 for others. `with_turns` adds `turn_of_token` (B, R): the number of the model's
+    turn that drew a token, or -1.
 
-    Raises RolloutError naming the sample that is missing, doubled, unknown, empty or longer than
-    its columns, or that does not have one finite log-prob for each token.
+    Raises RolloutError naming the sample that is empty or longer than its columns, or that does
+    not have one finite log-prob for each token of the model.
     """
-    rows = len(prompts)
-    by_sample = _by_sample(completions, rows)
+    rows = len(trajectories)
     prompt_ids = torch.full((rows, prompt_length), pad_token_id, dtype=torch.int64)
     prompt_mask = torch.zeros((rows, prompt_length), dtype=torch.int64)
     responses = torch.full((rows, response_length), pad_token_id, dtype=torch.int64)
+    real = torch.zeros((rows, response_length), dtype=torch.int64)
     response_mask = torch.zeros((rows, response_length), dtype=torch.int64)
     log_probs = torch.zeros((rows, response_length), dtype=torch.float32)
+    turns = torch.full((rows, response_length), NO_TURN, dtype=torch.int32)
 
-    for row, prompt in enumerate(prompts):
-        completion = by_sample[row]
-        _check(completion, prompt, prompt_length, response_length)
-        start = prompt_length - len(prompt)
-        count = len(completion.token_ids)
-        prompt_ids[row, start:] = torch.tensor(prompt, dtype=torch.int64)
+    for row, trajectory in enumerate(trajectories):
+        _check(trajectory, prompt_length, response_length)
+        start = prompt_length - len(trajectory.prompt_ids)
+        prompt_ids[row, start:] = torch.tensor(trajectory.prompt_ids, dtype=torch.int64)
         prompt_mask[row, start:] = 1
-        responses[row, :count] = torch.tensor(completion.token_ids, dtype=torch.int64)
-        response_mask[row, :count] = 1
-        log_probs[row, :count] = torch.tensor(completion.log_probs, dtype=torch.float32)
 
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-    return {
+        place = 0
+        for segment in trajectory.segments:
+            columns = slice(place, place + len(segment.token_ids))
+            place = columns.stop
+            responses[row, columns] = torch.tensor(segment.token_ids, dtype=torch.int64)
+            if segment.is_model:
+                is_trained = segment.is_trained and not trajectory.is_dropped
+                response_mask[row, columns] = int(is_trained)
+                log_probs[row, columns] = torch.tensor(segment.log_probs, dtype=torch.float32)
+                turns[row, columns] = segment.turn
+        real[row, :place] = 1
+
+    attention_mask = torch.cat([prompt_mask, real], dim=1)
+    columns = {
         "prompts": prompt_ids,
         "responses": responses,
         "input_ids": torch.cat([prompt_ids, responses], dim=1),
@@ -56,6 +68,27 @@ def assemble(
         "response_mask": response_mask,
         "rollout_log_probs": log_probs,
     }
+    if with_turns:
+        columns["turn_of_token"] = turns
+    return columns
+
+
+def trajectories_of(
+    prompts: Sequence[Sequence[int]], completions: Iterable[Completion]
+) -> list[Trajectory]:
+    """Return one trajectory for each prompt: `prompts[i]` with the completion of sample id i.
+
+    Raises RolloutError naming a sample that is missing, doubled or unknown.
+    """
+    by_sample = _by_sample(completions, len(prompts))
+    trajectories = []
+    for row, prompt in enumerate(prompts):
+        completion = by_sample[row]
+        drawn = Segment(
+            source=MODEL, token_ids=completion.token_ids, log_probs=completion.log_probs
+        )
+        trajectories.append(Trajectory(row=row, prompt_ids=prompt, segments=[drawn]))
+    return trajectories
 
 
 def _by_sample(completions: Iterable[Completion], rows: int) -> dict[int, Completion]:
@@ -82,19 +115,22 @@ def _by_sample(completions: Iterable[Completion], rows: int) -> dict[int, Comple
     return by_sample
 
 
-def _check(
-    completion: Completion, prompt: Sequence[int], prompt_length: int, response_length: int
-) -> None:
-    name = f"sample {completion.sample_id}"
-    count = len(completion.token_ids)
+def _check(trajectory: Trajectory, prompt_length: int, response_length: int) -> None:
+    name = f"sample {trajectory.row}"
+    count = 0
+    for segment in trajectory.segments:
+        count += len(segment.token_ids)
+        if segment.is_model:
+            _check_log_probs(segment, name)
+
     if count == 0:
         raise RolloutError(
             f"The engine returned an empty response for {name}; one token at least is due."
         )
-    if len(prompt) > prompt_length:
+    if len(trajectory.prompt_ids) > prompt_length:
         raise RolloutError(
-            f"The prompt of {name} has {len(prompt)} tokens, its column {prompt_length}. Raise "
-            "data.max_prompt_length or filter overlong prompts."
+            f"The prompt of {name} has {len(trajectory.prompt_ids)} tokens, its column "
+            f"{prompt_length}. Raise data.max_prompt_length or filter overlong prompts."
         )
     if count > response_length:
         raise RolloutError(
@@ -102,8 +138,12 @@ def _check(
             "engine for at most data.max_response_length new tokens."
         )
 
-    if len(completion.log_probs) != count or not all(map(math.isfinite, completion.log_probs)):
+
+def _check_log_probs(segment: Segment, name: str) -> None:
+    expected = len(segment.token_ids)
+    log_probs = segment.log_probs or ()
+    if len(log_probs) != expected or not all(map(math.isfinite, log_probs)):
+        not_finite = "" if len(log_probs) != expected else ", some of them not finite"
         raise RolloutError(
-            f"Expected {count} finite log-probs for {name}, got {len(completion.log_probs)}"
-            f"{'' if len(completion.log_probs) != count else ', some of them not finite'}."
+            f"Expected {expected} finite log-probs for {name}, got {len(log_probs)}{not_finite}."
         )

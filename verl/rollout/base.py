@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from verl.config.rollout import RolloutConfig
 from verl.rollout.memory import EngineLoad, EngineMemory, paged_memory
-from verl.rollout.types import Completion, Request, SamplingParams
+from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.errors import ConfigError, RolloutError
 from verl.utils.registry import Registry
 from verl.weight_sync import WeightTaker
@@ -27,6 +27,13 @@ class RolloutEngine(WeightTaker, Protocol):
     @property
     def has_work(self) -> bool:
         """Whether some submitted sample has not been returned yet."""
+        ...
+
+    def reserve(self, room: Room) -> None:
+        """Expect requests that come one by one, up to `room` together. Changes no token.
+
+        Requests beyond it are served as well. Engines without tables of their own ignore it.
+        """
         ...
 
     def submit(
@@ -249,6 +256,9 @@ class GenerateOnly:
     @property
     def has_work(self) -> bool:
         return bool(self._calls)
+
+    def reserve(self, room: Room) -> None:
+        """See `RolloutEngine.reserve`. The engine has no way to hear of it."""
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int

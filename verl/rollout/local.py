@@ -12,7 +12,7 @@ from verl.rollout.base import Completions, EngineClass, RolloutEngine, generate
 from verl.rollout.checks import check_params, check_requests, longest_sequence
 from verl.rollout.stopping import StopRule, end_of_sequence_ids
 from verl.rollout.twin import ModelTwin, engine_dtype
-from verl.rollout.types import Request, SamplingParams
+from verl.rollout.types import Request, Room, SamplingParams
 from verl.utils.errors import EngineAsleepError, RolloutError
 from verl.weight_sync.fingerprint import Fingerprint
 
@@ -73,6 +73,9 @@ class LocalEngine(EngineClass):
     def has_work(self) -> bool:
         """See `RolloutEngine.has_work`."""
         raise NotImplementedError
+
+    def reserve(self, room: Room) -> None:
+        """See `RolloutEngine.reserve`. Without tables of a fixed size this does nothing."""
 
     @property
     def weight_dtype(self) -> torch.dtype:

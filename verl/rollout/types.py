@@ -47,4 +47,15 @@ class Completion:
     sample_id: int
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or "abort"
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much an engine will have to hold at once: so many sequences of at most so many tokens.
+
+    Requests that come one by one, as those of agents do, do not show this by themselves.
+    """
+
+    sequences: int = 0
+    tokens: int = 0

@@ -11,6 +11,7 @@ from verl.single_controller.dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from verl.single_controller.handles import GroupOf, of_all_ranks, start
 from verl.single_controller.host import Colocated, OnTold, tell
 from verl.single_controller.worker import Worker
 from verl.single_controller.worker_group import WorkerGroup
@@ -21,14 +22,17 @@ __all__ = [
     "Dispatch",
     "Execute",
     "GroupFuture",
+    "GroupOf",
     "OnTold",
     "Worker",
     "WorkerGroup",
     "breadcrumb",
     "get_predefined_dispatch_fn",
     "note_progress",
+    "of_all_ranks",
     "register",
     "register_dispatch_mode",
+    "start",
     "tell",
     "update_dispatch_mode",
 ]

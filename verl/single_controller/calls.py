@@ -4,7 +4,7 @@ late."""
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.dispatch import Arguments
@@ -93,7 +93,10 @@ class Ranks(Protocol):
         ...
 
 
-class GroupFuture:
+Answer = TypeVar("Answer")
+
+
+class GroupFuture(Generic[Answer]):
     """Future answer of a group. `result()` waits for it, at most until the call's deadline."""
 
     def __init__(
@@ -102,7 +105,7 @@ class GroupFuture:
         label: str,
         replies: dict[int, Any],
         answering: Sequence[int],
-        collect: Callable[[list[Any]], Any],
+        collect: Callable[[list[Any]], Answer],
         deadline_s: float,
         dealt: tuple[Any] | None = None,
     ) -> None:
@@ -125,7 +128,7 @@ class GroupFuture:
         ended = self.ranks.wait(self._replies, 0.0) if self._replies else {}
         return len(ended) == len(self._replies) or _any_failed(ended)
 
-    def result(self) -> Any:
+    def result(self) -> Answer:
         """Wait for the answers and return them collected.
 
         Raises WorkerError if a rank raised, WorkerLostError if one died, DeadlineError if one is

@@ -1,9 +1,9 @@
 """The actor's exact divergences from frozen models: which a run needs, and their heads."""
 
-from typing import Any
-
 from verl.config import TrainConfig
 from verl.models.divergence import Divergence, FrozenHead
+from verl.single_controller import GroupOf, of_all_ranks
+from verl.workers import ActorWorker, EngineWorker
 from verl.workers.losses import DistillationTerm
 
 
@@ -19,19 +19,26 @@ def distillation_term(config: TrainConfig) -> DistillationTerm | None:
     )
 
 
-def connect_frozen_models(config: TrainConfig, actor: Any, reference: Any, teacher: Any) -> None:
+def connect_frozen_models(
+    config: TrainConfig,
+    actor: GroupOf[ActorWorker],
+    reference: GroupOf[EngineWorker] | None,
+    teacher: GroupOf[EngineWorker] | None,
+) -> None:
     """Give the actor the term of distillation, and the head of every frozen model that its loss
     compares whole distributions with. The states come with each batch."""
     term = distillation_term(config)
     if term is not None:
         actor.distill(term)
     if config.actor_rollout_ref.actor.needs_exact_kl:
+        assert reference is not None, "the configuration asks for a reference"
         head = head_of_group(reference)
         actor.add_divergence(
             Divergence(name="ref_kl", states="ref_states", head=head, kind="reverse_kl")
         )
 
     if term is not None and term.is_exact:
+        assert teacher is not None, "distillation has a teacher"
         actor.add_divergence(
             Divergence(
                 name="teacher_divergence",
@@ -43,9 +50,9 @@ def connect_frozen_models(config: TrainConfig, actor: Any, reference: Any, teach
         )
 
 
-def head_of_group(group: Any) -> FrozenHead:
+def head_of_group(group: GroupOf[EngineWorker]) -> FrozenHead:
     """Return the output layer of a group's model, which its first rank has whole."""
-    answers = group.frozen_head()
+    answers = of_all_ranks(group.frozen_head)
     heads = [answer for answer in answers if answer is not None]
     assert len(heads) == 1, "rank 0 alone answers"
     return heads[0]

@@ -16,7 +16,7 @@ from verl.config.placement import rollout_is_apart
 from verl.diagnostics.profile import watch
 from verl.protocol import DataProto
 from verl.rollout.types import SamplingParams
-from verl.single_controller import Colocated, GroupFuture, OnTold
+from verl.single_controller import Colocated, GroupFuture, GroupOf, OnTold, start
 from verl.tracking.samples import write_samples
 from verl.trainer import setup
 from verl.trainer.algorithm import (
@@ -48,6 +48,7 @@ from verl.workers import (
     RewardModelWorker,
     RolloutWorker,
     TeacherWorker,
+    TrainedWorker,
 )
 
 # The columns that `generate` writes.
@@ -94,12 +95,12 @@ class PPOTrainer(TrainingRun[TrainConfig]):
     # then.
     reads_old_log_probs = False
 
-    actor_wg: Any
-    rollout_wg: Any
-    critic_wg: Any
-    ref_policy_wg: Any
-    rm_wg: Any
-    teacher_wg: Any
+    actor_wg: GroupOf[ActorWorker]
+    rollout_wg: GroupOf[RolloutWorker]
+    critic_wg: GroupOf[CriticWorker] | None
+    ref_policy_wg: GroupOf[ReferenceWorker] | GroupOf[ActorWorker] | None
+    rm_wg: GroupOf[RewardModelWorker] | None
+    teacher_wg: GroupOf[TeacherWorker] | None
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
 
         self.weights = self.link_weights()
 
-    def start_rollout(self) -> Any:
+    def start_rollout(self) -> GroupOf[RolloutWorker]:
         """Start the rollout: in the actor's processes, or on ranks of its own."""
         is_apart = rollout_is_apart(self.config)
         return self.start_role(
@@ -420,7 +421,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.begun = batch, self._start_passes(batch.select())
 
     def _start_passes(self, batch: DataProto) -> dict[str, GroupFuture]:
-        passes: dict[str, Callable[..., GroupFuture]] = {}
+        passes: dict[str, Callable[[DataProto], DataProto]] = {}
         if self.needs_old_log_probs():
             compute = self.actor_wg.compute_log_prob
             if self.config.needs_sum_pi_squared:
@@ -432,7 +433,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             passes["teacher"] = self.teacher_wg.compute_teacher_log_prob
         if self.critic_wg is not None:
             passes["values"] = self.critic_wg.compute_values
-        return {name: start(batch, blocking=False) for name, start in passes.items()}
+        return {name: start(compute, batch) for name, compute in passes.items()}
 
     def needs_old_log_probs(self) -> bool:
         """Return whether a pass for the old log-probs is needed.
@@ -565,9 +566,11 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             self.timer.started_at_ns,
         )
 
-    def checkpointed_groups(self) -> dict[str, Any]:
-        critic = {"critic": self.critic_wg} if self.critic_wg is not None else {}
-        return {"actor": self.actor_wg, **critic}
+    def checkpointed_groups(self) -> dict[str, GroupOf[TrainedWorker]]:
+        groups: dict[str, GroupOf[TrainedWorker]] = {"actor": self.actor_wg}
+        if self.critic_wg is not None:
+            groups["critic"] = self.critic_wg
+        return groups
 
     def load_checkpoint(self) -> None:
         """Go back to the newest sound checkpoint, or to the one that `trainer.resume_from_path`

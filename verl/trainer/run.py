@@ -21,8 +21,9 @@ from verl.config.load import config_to_show
 from verl.config.sft import SFTConfig
 from verl.data import RLDataLoader
 from verl.protocol import DataProto
-from verl.single_controller import Worker, WorkerGroup
+from verl.single_controller import GroupOf, WorkerGroup
 from verl.single_controller.breadcrumbs import Progress
+from verl.single_controller.handles import AnyWorker
 from verl.tracking import Tracker, TrackerSettings
 from verl.trainer.phase_reports import PhaseReports
 from verl.trainer.resume import check_config, save_config, when_saved
@@ -33,7 +34,7 @@ from verl.utils.logging import logger
 from verl.utils.seeding import restore_rng_state, rng_state, seed_everything
 from verl.utils.sigterm import sigterm_as_exit
 from verl.utils.timing import PhaseTimer
-from verl.workers.trained import EngineWorker
+from verl.workers.trained import EngineWorker, TrainedWorker
 
 # In the folder of checkpoints: sizes of passes that another start begins with.
 LOWERED_BUDGETS = "lowered_budgets.json"
@@ -79,7 +80,9 @@ class TrainingRun(ABC, Generic[Config]):
         self.timer = PhaseTimer()
         self.reports = PhaseReports(self.progress)
 
-    def start_role(self, role: str, worker_class: type[Worker], *args: Any, **kwargs: Any) -> Any:
+    def start_role(
+        self, role: str, worker_class: type[AnyWorker], *args: Any, **kwargs: Any
+    ) -> GroupOf[AnyWorker]:
         """Start the workers of a role on the ranks of its placement."""
         with self.reports.phase(f"load {role}"):
             return self.pool.start(
@@ -139,7 +142,7 @@ class TrainingRun(ABC, Generic[Config]):
         """Compute the metrics of the whole validation set."""
 
     @abstractmethod
-    def checkpointed_groups(self) -> Mapping[str, Any]:
+    def checkpointed_groups(self) -> Mapping[str, GroupOf[TrainedWorker]]:
         """Return the worker groups that save something, under the names of their folders."""
 
     def after_step(self, batch: DataProto) -> None:

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.weight_sync import Meeting, Route, plan_routes
+from verl.single_controller import GroupOf, of_all_ranks, start
+from verl.weight_sync import Route, plan_routes
+from verl.workers import ActorWorker, RolloutWorker
 
 
 class WeightLink(Protocol):
@@ -22,7 +24,7 @@ class ColocatedLink:
     """The rollout lives in the actor's processes and takes the weights itself: also before it
     generates, where it has none or has given its memory back."""
 
-    def __init__(self, rollout: Any) -> None:
+    def __init__(self, rollout: GroupOf[RolloutWorker]) -> None:
         self._rollout = rollout
 
     def sync(self) -> None:
@@ -42,22 +44,28 @@ class RemoteLink:
         folder: for the transport `disk`, one that all ranks see.
     """
 
-    def __init__(self, actor: Any, rollout: Any, transport: Any, folder: Path) -> None:
+    def __init__(
+        self,
+        actor: GroupOf[ActorWorker],
+        rollout: GroupOf[RolloutWorker],
+        transport: Any,
+        folder: Path,
+    ) -> None:
         self._actor = actor
         self._rollout = rollout
         self._has_weights = False
 
-        receivers = rollout.weight_endpoint()
-        routes = plan_routes(actor.weight_endpoint(), receivers, transport)
+        receivers = of_all_ranks(rollout.weight_endpoint)
+        routes = plan_routes(of_all_ranks(actor.weight_endpoint), receivers, transport)
         self._through_files = all(route.transport == "disk" for route in routes)
         self._connect(routes, receivers[0].dtype, folder)
 
     def sync(self) -> None:
         """See `WeightLink.sync`."""
-        sent = self._actor.send_weights(blocking=False)
+        sent = start(self._actor.send_weights)
         if self._through_files:
             sent.result()  # files are read once they are complete
-        received = self._rollout.receive_weights(blocking=False)
+        received = start(self._rollout.receive_weights)
         sent.result()
         received.result()
         self._has_weights = True
@@ -68,10 +76,10 @@ class RemoteLink:
             self.sync()
 
     def _connect(self, routes: list[Route], dtype: Any, folder: Path) -> None:
-        offers: list[list[Meeting]] = self._actor.offer_weights(routes, dtype, folder)
+        offers = of_all_ranks(self._actor.offer_weights, routes, dtype, folder)
         meetings = [meeting for of_rank in offers for meeting in of_rank]
-        accepted = self._actor.accept_receivers(blocking=False)
-        joined = self._rollout.join_meetings(meetings, blocking=False)
+        accepted = start(self._actor.accept_receivers)
+        joined = start(self._rollout.join_meetings, meetings)
         accepted.result()
         joined.result()
 

@@ -33,6 +33,10 @@ class DataError(VerlError, ValueError):
     """A data file, row or column is not what the loader expects."""
 
 
+class BoundaryError(VerlError, ValueError):
+    """A chat template offers no exact continuation of the tokens that a model drew."""
+
+
 class ModelError(VerlError, ValueError):
     """A model or tokenizer cannot be loaded, or its family cannot be run packed."""
 

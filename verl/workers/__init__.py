@@ -6,12 +6,15 @@ from verl.workers.reference import ReferenceWorker
 from verl.workers.reward_model import RewardModelWorker
 from verl.workers.rollout import RolloutWorker
 from verl.workers.teacher import TeacherWorker
+from verl.workers.trained import EngineWorker, TrainedWorker
 
 __all__ = [
     "ActorWorker",
     "CriticWorker",
+    "EngineWorker",
     "ReferenceWorker",
     "RewardModelWorker",
     "RolloutWorker",
     "TeacherWorker",
+    "TrainedWorker",
 ]

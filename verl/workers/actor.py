@@ -17,9 +17,9 @@ from verl.config import (
 )
 from verl.distributed.collectives import all_reduce_sum
 from verl.engine.base import TrainEngine
-from verl.engine.compile import compile_backend
 from verl.engine.flops import FlopsModel, model_flops_utilization
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.divergence import Divergence
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.lora import adapters_off
@@ -73,20 +73,8 @@ class ActorWorker(TrainedWorker):
         self.divergences: tuple[Divergence, ...] = ()
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=model_config.attention_kernel),
-            optim=actor.optim,
-            fsdp=actor.fsdp_config,
-            grad_clip=actor.grad_clip,
-            device=device,
+            EngineOptions.of(actor, device, policy=config),
             total_steps=total_steps,
-            gradient_checkpointing=model_config.enable_gradient_checkpointing,
-            checkpointing_share=model_config.gradient_checkpointing_share,
-            sequence_parallel_size=actor.ulysses_sequence_parallel_size,
-            activation_offload=model_config.enable_activation_offload,
-            compile_backend=compile_backend(
-                actor.use_torch_compile, device, model.config.model_type
-            ),
-            fused_kernels=model_config.use_fused_kernels,
-            share_prompts=actor.share_prompts,
         )
         self.flops = FlopsModel.from_model(model)
         self.proofs = ProofSchedule(rollout.fingerprint_interval)

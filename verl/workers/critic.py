@@ -1,5 +1,6 @@
 """The critic role: predict the value before each response token, and learn it."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from verl.config import CriticConfig, CriticModelConfig, update_micro_batch, value_micro_batch
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.critic import CriticModel
 from verl.models.packed import PackedValueModel, PaddedValueModel
 from verl.protocol import DataProto
@@ -66,18 +68,11 @@ class CriticWorker(TrainedWorker):
             critic.value_head.float()  # trained in full, next to the frozen bf16 body
 
         self.objective = ValueObjective(config.cliprange_value)
+        options = EngineOptions.of(config, device)
         self.engine = TrainEngine(
             _value_module(critic, config),
-            optim=config.optim,
-            fsdp=config.model.fsdp_config,
-            grad_clip=config.grad_clip,
-            device=device,
+            replace(options, share_prompts=not critic.computes_padded),
             total_steps=total_steps,
-            gradient_checkpointing=config.model.enable_gradient_checkpointing,
-            checkpointing_share=config.model.gradient_checkpointing_share,
-            sequence_parallel_size=config.ulysses_sequence_parallel_size,
-            activation_offload=config.model.enable_activation_offload,
-            share_prompts=not critic.computes_padded,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -4,8 +4,8 @@ import torch
 
 from verl.config import ActorRolloutRefConfig, RefConfig, log_prob_micro_batch
 from verl.engine.base import TrainEngine
-from verl.engine.compile import compile_backend
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.load import load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
@@ -61,18 +61,7 @@ class ReferenceWorker(EngineWorker):
             PackedCausalLM(
                 model.requires_grad_(False), attention_kernel=config.model.attention_kernel
             ),
-            optim=None,
-            fsdp=config.ref.fsdp_config,
-            grad_clip=None,
-            device=device,
-            total_steps=0,
-            gradient_checkpointing=False,
-            sequence_parallel_size=config.ref.ulysses_sequence_parallel_size,
-            compile_backend=compile_backend(
-                config.ref.use_torch_compile, device, model.config.model_type
-            ),
-            fused_kernels=config.model.use_fused_kernels,
-            share_prompts=config.actor.share_prompts,
+            EngineOptions.of(config.ref, device, policy=config),
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

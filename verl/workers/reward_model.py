@@ -1,6 +1,7 @@
 """The reward model: scores what the actor has said, in tokens and a chat template of its own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from verl.config import RewardModelConfig, reward_micro_batch
 from verl.engine.base import TrainEngine
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.load import load_tokenizer
 from verl.models.reward_model import RewardModel, check_scores
 from verl.protocol import DataProto
@@ -54,15 +56,11 @@ class RewardModelWorker(EngineWorker):
         both = (config.max_length, reward_model.max_length)
         limits = [limit for limit in both if limit is not None]
         self.reader = RewardReader(tokenizer, min(limits, default=None), config.truncation)
+        options = EngineOptions.of(config, device)
         self.engine = TrainEngine(
             reward_model.packed.requires_grad_(False),
-            optim=None,
-            fsdp=model.fsdp_config,
-            grad_clip=None,
-            device=device,
-            total_steps=0,
-            gradient_checkpointing=False,
-            share_prompts=False,
+            # A score is read after the last token of a whole sequence.
+            replace(options, share_prompts=False),
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

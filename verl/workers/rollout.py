@@ -13,7 +13,13 @@ from verl.distributed.mesh import init_mesh, init_rollout_mesh
 from verl.engine.memory import reports_out_of_memory
 from verl.models.load import check_vocabulary, load_causal_lm, load_model_config
 from verl.protocol import DataProto
-from verl.rollout import assemble, check_engine_model, create_rollout_engine, generate
+from verl.rollout import (
+    assemble,
+    check_engine_model,
+    create_rollout_engine,
+    generate,
+    trajectories_of,
+)
 from verl.rollout.types import Completion, Request, SamplingParams
 from verl.single_controller import Dispatch, Worker, note_progress, register, tell
 from verl.utils.errors import RolloutError
@@ -127,9 +133,10 @@ class RolloutWorker(Worker):
         for place, row in enumerate(rows):
             for sample in range(n):
                 local_id[row * n + sample] = place * n + sample
+        prompt_of_row = [ids for ids in prompt_ids for _ in range(n)]
+        local = [replace(each, sample_id=local_id[each.sample_id]) for each in completions]
         columns = assemble(
-            [ids for ids in prompt_ids for _ in range(n)],
-            [replace(each, sample_id=local_id[each.sample_id]) for each in completions],
+            trajectories_of(prompt_of_row, local),
             prompt_length=self.config.rollout.prompt_length,
             response_length=self.config.rollout.response_length,
             pad_token_id=self.tokenizer.pad_token_id,

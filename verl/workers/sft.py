@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 from verl.config import ActorRolloutRefConfig, update_micro_batch
 from verl.distributed.collectives import all_reduce_sum
 from verl.engine.base import TrainEngine
-from verl.engine.compile import compile_backend
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.load import check_vocabulary, load_causal_lm
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
@@ -57,20 +57,8 @@ class SFTWorker(TrainedWorker):
         self.objective = LanguageModelObjective()
         self.engine = TrainEngine(
             PackedCausalLM(model, attention_kernel=section.attention_kernel),
-            optim=actor.optim,
-            fsdp=actor.fsdp_config,
-            grad_clip=actor.grad_clip,
-            device=device,
+            EngineOptions.of(actor, device, policy=config),
             total_steps=total_steps,
-            gradient_checkpointing=section.enable_gradient_checkpointing,
-            checkpointing_share=section.gradient_checkpointing_share,
-            sequence_parallel_size=actor.ulysses_sequence_parallel_size,
-            activation_offload=section.enable_activation_offload,
-            compile_backend=compile_backend(
-                actor.use_torch_compile, device, model.config.model_type
-            ),
-            fused_kernels=section.use_fused_kernels,
-            share_prompts=actor.share_prompts,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)

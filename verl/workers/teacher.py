@@ -6,8 +6,8 @@ import torch
 
 from verl.config import ActorRolloutRefConfig, DistillationConfig, log_prob_micro_batch
 from verl.engine.base import TrainEngine
-from verl.engine.compile import compile_backend
 from verl.engine.microbatch import TokenBudget
+from verl.engine.options import EngineOptions
 from verl.models.load import check_vocabulary, load_causal_lm, load_tokenizer
 from verl.models.packed import PackedCausalLM
 from verl.protocol import DataProto
@@ -57,21 +57,7 @@ class TeacherWorker(EngineWorker):
             model.requires_grad_(False), attention_kernel=roles.model.attention_kernel
         )
         check_vocabulary(model, tokenizer)
-        self.engine = TrainEngine(
-            packed,
-            optim=None,
-            fsdp=config.fsdp_config,
-            grad_clip=None,
-            device=device,
-            total_steps=0,
-            gradient_checkpointing=False,
-            sequence_parallel_size=config.ulysses_sequence_parallel_size,
-            compile_backend=compile_backend(
-                config.use_torch_compile, device, model.config.model_type
-            ),
-            fused_kernels=roles.model.use_fused_kernels,
-            share_prompts=roles.actor.share_prompts,
-        )
+        self.engine = TrainEngine(packed, EngineOptions.of(config, device, policy=roles))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:

@@ -26,7 +26,7 @@ from verl.rollout.embedded.tensor_parallel import TensorParallel, check_tensor_p
 from verl.rollout.local import LocalEngine, not_finite
 from verl.rollout.sampling import sample_keys
 from verl.rollout.stopping import StopRule
-from verl.rollout.types import Completion, Request, SamplingParams
+from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.utils.devices import GIB
 from verl.utils.errors import RolloutError
 from verl.utils.imports import require
@@ -82,6 +82,7 @@ class EmbeddedEngine(LocalEngine):
 
         self.runner = self._make_runner()
         self._run: _Run | None = None
+        self._reserved = Room()
         self._has_slept = False
         self._pages = PageAllocator(0)
         # version of the weights that computed the keys in the pages
@@ -91,6 +92,10 @@ class EmbeddedEngine(LocalEngine):
     def has_work(self) -> bool:
         """See `RolloutEngine.has_work`."""
         return self._run is not None
+
+    def reserve(self, room: Room) -> None:
+        """Size the tables of later runs for `room`; see `RolloutEngine.reserve`."""
+        self._reserved = room
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
@@ -262,6 +267,9 @@ class EmbeddedEngine(LocalEngine):
         # One more page for each prompt that has samples yet to start.
         prompts = len({id(sample.group) for sample in samples})
         useful = sum(sorted(most, reverse=True)[: self.config.max_num_seqs]) + prompts
+        # One page more for each sequence, as for prompts.
+        reserved = min(self._reserved.sequences, self.config.max_num_seqs)
+        useful = max(useful, reserved * (-(-self._reserved.tokens // size) + 1))
         wanted = self.config.num_pages or min(useful, self._most_bytes() // self.runner.page_bytes)
 
         if wanted < max(most, default=0):
@@ -326,9 +334,11 @@ class EmbeddedEngine(LocalEngine):
             # Keys have other bits when they are computed in another batch, or after the prompt.
             prefix_caching=self.config.enable_prefix_caching and not self.config.deterministic,
             redraw=self.config.deterministic,
-            least_slots=slots,
+            least_slots=max(slots, self._reserved.sequences),
+            least_tokens=self._reserved.tokens,
         )
-        self.runner.begin(params, sum(sample.limit for sample in samples))
+        reserved = self._reserved.sequences * self._reserved.tokens
+        self.runner.begin(params, max(reserved, sum(sample.limit for sample in samples)))
         return _Run(params, rule, scheduler, _Progress(len(samples)))
 
     def _begin_again(self, run: "_Run", samples: Sequence[Sample]) -> None:

@@ -91,6 +91,7 @@ class Scheduler:
         prefix_caching: bool = False,
         redraw: bool = False,
         least_slots: int = 0,
+        least_tokens: int = 0,
     ) -> None:
         self.waiting = deque(samples)
         self.pages = pages
@@ -103,9 +104,11 @@ class Scheduler:
 
         slots = min(max_num_seqs, max(len(self.waiting), least_slots))
         longest = max((sample.limit for sample in self.waiting), default=1)
+        longest = max(longest, least_tokens)
         longest_sequence = max(
             (len(sample.group.prompt) + sample.limit for sample in self.waiting), default=1
         )
+        longest_sequence = max(longest_sequence, least_tokens)
         self.running: NDArray[np.int64] = np.empty(0, np.int64)
         self.table = np.zeros((slots, -(-longest_sequence // page_size)), np.int64)
         # tokens whose keys are in the pages, or will be by what is launched

@@ -1,0 +1,92 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verl.agents.tools import ToolResponse
+from verl.agents.tools.answers import TextLimit, describe_failure, read_answer, text_limit
+from verl.utils.errors import ConfigError
+
+ANY = TextLimit(None)
+
+
+@pytest.mark.parametrize(
+    ("side", "cut"),
+    [
+        ("left", "01234...(truncated)"),
+        ("right", "(truncated)...56789"),
+        ("middle", "01...(truncated)...89"),
+    ],
+)
+def test_a_long_text_is_cut_as_verl_cuts_it(side, cut):
+    assert text_limit(5, side).cut("0123456789") == cut
+    assert text_limit(10, side).cut("0123456789") == "0123456789"
+
+
+def test_no_limit_and_a_limit_of_zero():
+    assert text_limit(None, "left").cut("x" * 1000) == "x" * 1000
+    assert text_limit(0, "middle").cut("abc") == "...(truncated)..."
+    assert text_limit(0, "right").cut("abc") == "(truncated)..."
+
+
+def test_wrong_limits_are_refused():
+    with pytest.raises(ConfigError, match="tool_response_truncate_side.*'center'"):
+        text_limit(5, "center")
+    with pytest.raises(ConfigError, match="max_tool_response_length"):
+        text_limit(-1, "left")
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "reward", "metrics"),
+    [
+        ("hi", "hi", None, {}),
+        (("hi", 0.5, {"a": 1}), "hi", 0.5, {"a": 1}),
+        (("hi", 1), "hi", 1.0, {}),
+        (("hi",), "hi", None, {}),
+        ((ToolResponse(text="hi"), np.float32(0.5), None), "hi", 0.5, {}),
+        ({"text": "hi"}, "hi", None, {}),
+        (None, "", None, {}),
+        ({"answer": 42}, '{"answer": 42}', None, {}),
+        ([1, "ä"], '[1, "ä"]', None, {}),
+        (3, "3", None, {}),
+    ],
+)
+def test_all_shapes_of_answers_are_read(value, text, reward, metrics):
+    answer = read_answer(value, ANY)
+    assert (answer.text, answer.reward, answer.metrics) == (text, reward, metrics)
+
+
+def test_images_and_videos_come_from_dicts_and_responses():
+    for value in (
+        {"text": "see", "image": ["i"], "video": ["v"]},
+        ToolResponse(text="see", image=["i"], video=["v"]),
+        SimpleNamespace(text="see", image=["i"], video=["v"]),
+    ):
+        answer = read_answer(value, ANY)
+        assert (answer.text, answer.images, answer.videos) == ("see", ["i"], ["v"])
+
+
+@pytest.mark.parametrize(
+    "value", [("a", "b"), ("a", float("nan")), ("a", 1, {}, 2), (), ("a", 1, [3])]
+)
+def test_other_shapes_are_errors(value):
+    with pytest.raises((TypeError, ValueError)):
+        read_answer(value, ANY)
+
+
+def test_metrics_become_plain_values():
+    metrics = {"n": np.int64(3), "s": "x" * 1000, "o": object(), "l": [np.float64(0.5)]}
+    plain = read_answer(("a", 0, metrics), ANY).metrics
+    assert plain["n"] == 3
+    assert plain["l"] == [0.5]
+    assert len(plain["s"]) == 200
+    assert json.loads(json.dumps(plain)) == plain
+
+
+def test_an_error_is_one_short_line():
+    error = ValueError("first\nsecond" + "x" * 10_000)
+    line = describe_failure(error, TextLimit(100, "left"))
+    assert line.startswith("Error: ValueError: first second")
+    assert len(line) <= 120
+    assert "\n" not in line

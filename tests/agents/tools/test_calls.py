@@ -1,0 +1,442 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tests.agents.tools.user_tools import (
+    BadStart,
+    Hostile,
+    HostileInThread,
+    NewCounter,
+    OldCounter,
+    call,
+    one,
+    schema,
+    tool_set,
+)
+from verl.agents.formats.base import ToolCall
+from verl.agents.tools import BaseTool, ToolSet
+from verl.agents.tools.results import plain_row_kwargs
+from verl.utils.errors import ConfigError, DataError, RolloutError
+
+
+def counter(**config):
+    return OldCounter(config, None)
+
+
+def run_with(tools, scenario):
+    """Run a scenario with a set of tools, and close it."""
+
+    async def run():
+        try:
+            return await scenario(tools)
+        finally:
+            await tools.aclose()
+
+    return asyncio.run(run())
+
+
+def test_a_tool_keeps_its_state_for_a_trajectory_and_gives_its_reward_at_the_end():
+    row = {
+        "old_counter": {
+            "create_kwargs": {"start": 10},
+            "execute_kwargs": {"factor": 2},
+            "calc_reward_kwargs": {"bonus": 0.5},
+            "release_kwargs": None,
+        },
+        "new_counter": {"create_kwargs": {"start": 100}},
+        "unused": None,
+    }
+    old, new = counter(), NewCounter({}, None)
+
+    async def scenario(tools):
+        session = await tools.open("test", row)
+        assert set(old.totals.values()) == {10}
+        first = await session.call([call("old_counter", n=1)], turn=0, agent_data="data")
+        second = await session.call([call("old_counter", n=2)], turn=1, agent_data="data")
+        third = await session.call([call("new_counter", n=3)], turn=2, agent_data="data")
+        return [*first, *second, *third], await session.finish()
+
+    results, rewards = run_with(tool_set(old, new), scenario)
+    texts = [result.text for result in results]
+    assert texts == ["total 12", "total 16", "total 103 for data"]
+    assert [result.reward for result in results] == [0.5, 0.5, 0.0]
+    assert rewards == {"old_counter": 16.5, "new_counter": 103.0}
+    assert old.totals == {}
+
+
+def test_trajectories_do_not_share_instances():
+    async def scenario(tools):
+        one_session = await tools.open("one")
+        other = await tools.open("other")
+        texts = []
+        for session in (one_session, other, one_session):
+            texts.append((await one(session, "old_counter", n=1)).text)
+        return texts, await one_session.finish(), await other.finish()
+
+    texts, rewards, other_rewards = run_with(tool_set(counter()), scenario)
+    assert texts == ["total 1", "total 1", "total 2"]
+    assert (rewards, other_rewards) == ({"old_counter": 2.0}, {"old_counter": 1.0})
+
+
+def test_results_come_in_the_order_of_the_calls_whatever_order_they_finish_in():
+    async def slow(delay_s: float) -> str:
+        """Wait."""
+        await asyncio.sleep(delay_s)
+        return f"waited {delay_s}"
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        began = time.monotonic()
+        calls = [call("slow", delay_s=delay) for delay in (0.4, 0.2, 0.0)]
+        results = await session.call(calls, turn=0)
+        took = time.monotonic() - began
+        await session.finish()
+        return [result.text for result in results], took
+
+    texts, took = run_with(tool_set(slow, max_parallel_calls=3), scenario)
+    assert texts == ["waited 0.4", "waited 0.2", "waited 0.0"]
+    assert took < 0.6  # one after the other: 0.6
+
+
+@pytest.mark.parametrize(("parallel", "texts"), [(None, ["total 1", "total 3"]), (True, None)])
+def test_calls_on_one_instance_come_one_after_the_other_unless_the_tool_is_parallel(
+    parallel, texts
+):
+    async def scenario(tools):
+        session = await tools.open("test")
+        calls = [call("old_counter", n=1, delay_s=0.2), call("old_counter", n=2, delay_s=0.0)]
+        results = await session.call(calls, turn=0)
+        await session.finish()
+        return [result.text for result in results]
+
+    tools = tool_set(counter(parallel=parallel) if parallel else counter(), max_parallel_calls=2)
+    answers = run_with(tools, scenario)
+    assert answers == (texts or ["total 1", "total 2"])
+
+
+def test_every_call_is_answered():
+    broken = ToolCall(name="old_counter", arguments=None, error="expected JSON, got {n: 1", raw="{")
+    calls = [
+        broken,
+        call("oldcounter", n=1),
+        call("old_counter", n=1),
+        call("old_counter", n=1),
+        call("nothing"),
+    ]
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        results = await session.call(calls, turn=0)
+        await session.finish()
+        return results, tools.counts(reset=True), tools.counts()
+
+    tools = tool_set(counter(), max_parallel_calls=3, policy="drop")
+    results, counts, after = run_with(tools, scenario)
+    outcomes = [result.outcome for result in results]
+    assert outcomes == ["malformed", "unknown", "ok", "over_cap", "over_cap"]
+    assert results[0].text == "Error: expected JSON, got {n: 1"
+    assert results[1].text == "Error: there is no tool 'oldcounter'. Tools: old_counter."
+    assert "at most 3 tool calls are allowed in one turn" in results[3].text
+    assert {result.consequence for result in results} == {"continue"}
+
+    assert counts["tools/old_counter/malformed"] == 1
+    assert counts["tools/old_counter/ok"] == 1
+    assert counts["tools/old_counter/over_cap"] == 1
+    assert counts["tools/unknown_tool/unknown"] == 1
+    assert counts["tools/unknown_tool/over_cap"] == 1
+    assert counts["tools/old_counter/seconds/max"] >= counts["tools/old_counter/seconds/mean"] > 0
+    assert after == {}
+
+
+def test_a_row_may_offer_some_of_the_tools():
+    async def scenario(tools):
+        session = await tools.open("test", names=["new_counter"])
+        result = await one(session, "old_counter", n=1)
+        await session.finish()
+        return result, tools.schemas(["new_counter"]), tools.schemas()
+
+    result, some, every = run_with(tool_set(counter(), NewCounter({}, None)), scenario)
+    assert result.outcome == "unknown"
+    assert result.text.endswith("Tools: new_counter.")
+    assert [each["function"]["name"] for each in some] == ["new_counter"]
+    assert [each["function"]["name"] for each in every] == ["old_counter", "new_counter"]
+
+
+def test_long_answers_are_cut_and_counted_in_characters():
+    def long() -> str:
+        """Return a lot."""
+        return "ä" * 1000
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        result = await one(session, "long")
+        await session.finish()
+        return result.text
+
+    tools = tool_set(long, max_tool_response_length=10, tool_response_truncate_side="left")
+    assert run_with(tools, scenario) == "ä" * 10 + "...(truncated)"
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcome", "consequence"),
+    [("text", "error", "continue"), ("mask", "error", "mask"), ("drop", "dropped", "drop")],
+)
+def test_a_failure_has_the_consequence_of_the_policy(policy, outcome, consequence):
+    async def scenario(tools):
+        session = await tools.open("test")
+        bad = await one(session, "hostile", harm="raise")
+        good = await one(session, "hostile", turn=1, harm="none")
+        await session.finish()
+        return bad, good, session.consequence, tools.counts()
+
+    tools = tool_set(Hostile({}, None), policy=policy)
+    bad, good, of_session, counts = run_with(tools, scenario)
+    assert bad.text == "Error: KeyError: 'no such thing'"
+    assert (bad.outcome, bad.failure, bad.consequence) == (outcome, "error", consequence)
+    assert (good.outcome, good.failure, good.consequence) == ("ok", None, "continue")
+    assert of_session == consequence
+    assert counts["tools/hostile/error"] == 1
+
+
+def test_a_tool_may_ask_for_retries():
+    attempts = []
+
+    class Flaky(BaseTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            attempts.append(time.monotonic())
+            if len(attempts) < 3:
+                raise ConnectionError("down")
+            return "up"
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        result = await one(session, "flaky")
+        await session.finish()
+        return result, tools.counts()
+
+    flaky = Flaky({"retries": 2, "retry_delay_s": 0.1}, schema("flaky"))
+    result, counts = run_with(tool_set(flaky), scenario)
+    assert (result.text, result.outcome) == ("up", "ok")
+    assert counts["tools/flaky/retried"] == 2
+    assert attempts[1] - attempts[0] >= 0.1
+    assert attempts[2] - attempts[1] >= 0.2
+
+
+def test_retries_end_with_the_deadline():
+    async def scenario(tools):
+        session = await tools.open("test")
+        result = await one(session, "hostile", harm="raise")
+        await session.finish()
+        return result
+
+    hostile = Hostile({"retries": 1000, "retry_delay_s": 0.05, "timeout_s": 0.4}, None)
+    result = run_with(tool_set(hostile), scenario)
+    assert result.outcome == "error"
+    assert result.seconds < 0.5
+
+
+@pytest.mark.parametrize("tool_class", [Hostile, HostileInThread])
+@pytest.mark.parametrize("harm", ["sleep", "busy"])
+def test_a_call_that_hangs_ends_at_its_deadline(tool_class, harm):
+    async def scenario(tools):
+        session = await tools.open("test")
+        result = await one(session, "hostile", harm=harm)
+        after = await one(session, "hostile", turn=1, harm="none")
+        await session.finish()
+        return result, after
+
+    result, after = run_with(tool_set(tool_class({}, None), timeout_s=0.3), scenario)
+    assert result.outcome == "timeout"
+    assert result.text == "Error: the tool 'hostile' did not answer within 0.3 s"
+    assert 0.3 <= result.seconds < 1.5
+    assert after.text == "fine"
+
+
+def test_a_coroutine_that_blocks_does_not_hold_up_other_trajectories():
+    async def scenario(tools):
+        session = await tools.open("test")
+        blocking = asyncio.ensure_future(one(session, "hostile", harm="block"))
+        await asyncio.sleep(0.9)  # until its loop is found to be blocked
+        began = time.monotonic()
+        other = await tools.open("other")
+        result = await one(other, "hostile", harm="none")
+        took = time.monotonic() - began
+        late = await blocking
+        await session.finish()
+        await other.finish()
+        return result, took, late
+
+    result, took, late = run_with(tool_set(Hostile({}, None), timeout_s=1.2), scenario)
+    assert result.outcome == "ok"
+    assert took < 0.5
+    assert late.outcome == "timeout"
+
+
+@pytest.mark.parametrize("harm", ["exit", "deaf"])
+def test_odd_coroutines_do_not_get_away(harm):
+    async def scenario(tools):
+        session = await tools.open("test")
+        result = await one(session, "hostile", harm=harm)
+        after = await one(session, "hostile", turn=1, harm="none")
+        await session.finish()
+        return result, after
+
+    result, after = run_with(tool_set(Hostile({}, None), timeout_s=0.3), scenario)
+    assert result.outcome == {"exit": "error", "deaf": "timeout"}[harm]
+    assert after.text == "fine"
+
+
+def test_a_cancelled_trajectory_releases_its_tools():
+    old = counter()
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        assert (await one(session, "old_counter", n=1)).text == "total 1"
+
+        async def episode():
+            try:
+                await one(session, "old_counter", turn=1, n=1, delay_s=3600)
+            finally:
+                await session.finish()
+
+        task = asyncio.ensure_future(episode())
+        await asyncio.sleep(0.1)
+        assert old.totals
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return tools.counts()
+
+    counts = run_with(tool_set(old), scenario)
+    assert old.totals == {}
+    assert counts["tools/old_counter/cancelled"] == 1
+
+
+def test_closing_releases_what_was_left_open():
+    old = counter()
+    tools = tool_set(old)
+
+    async def leave_open():
+        session = await tools.open("test")
+        await one(session, "old_counter", n=1)
+
+    asyncio.run(leave_open())
+    assert old.totals
+    tools.close()
+    assert old.totals == {}
+    with pytest.raises(RolloutError, match="closed"):
+        asyncio.run(leave_open())
+
+
+def test_finish_can_be_called_twice():
+    async def scenario(tools):
+        session = await tools.open("test")
+        await one(session, "old_counter", n=4)
+        return await session.finish(), await session.finish()
+
+    first, second = run_with(tool_set(counter()), scenario)
+    assert first == second == {"old_counter": 4.0}
+
+
+class Faulty(OldCounter):
+    """Fails in the method that its config names."""
+
+    async def create(self, instance_id=None, **kwargs):
+        self.check("create")
+        return await super().create(instance_id)
+
+    async def calc_reward(self, instance_id, bonus=0.0, **kwargs):
+        self.check("calc_reward")
+        return await super().calc_reward(instance_id)
+
+    async def release(self, instance_id, **kwargs):
+        await super().release(instance_id)
+        self.check("release")
+
+    def check(self, method):
+        if self.config["fails"] == method:
+            raise OSError(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "outcome", "rewards"),
+    [
+        ("create", "error", {}),
+        ("calc_reward", "ok", {}),
+        ("release", "ok", {"old_counter": 1.0}),
+    ],
+)
+def test_failures_around_a_call_are_counted_and_release_is_called(method, outcome, rewards):
+    faulty = Faulty({"fails": method}, None)
+
+    async def scenario(tools):
+        session = await tools.open("test", {"old_counter": {"create_kwargs": {"a": 1}}})
+        result = await one(session, "old_counter", n=1)
+        return result, await session.finish(), tools.counts(), session.consequence
+
+    result, got, counts, consequence = run_with(tool_set(faulty, policy="mask"), scenario)
+    assert result.outcome == outcome
+    assert got == rewards
+    assert counts[f"tools/old_counter/{method}_error"] == 1
+    assert consequence == ("continue" if method == "release" else "mask")
+    assert faulty.totals == {}
+
+
+def test_the_callers_loop_may_be_busy_while_tools_run():
+    async def scenario(tools):
+        session = await tools.open("test")
+        waiting = asyncio.ensure_future(one(session, "old_counter", n=1, delay_s=0.2))
+        await asyncio.sleep(0.05)
+        time.sleep(0.5)  # a step of the engine
+        began = time.monotonic()
+        await waiting
+        await session.finish()
+        return time.monotonic() - began
+
+    assert run_with(tool_set(counter()), scenario) < 0.15
+
+
+def test_rows_with_unknown_tools_and_wrong_settings_are_refused():
+    async def scenario(tools):
+        with pytest.raises(DataError, match="names the tool 'counter'.*old_counter"):
+            await tools.open("test", {"counter": {"create_kwargs": {}}})
+        with pytest.raises(ConfigError, match="No tool is named 'x'"):
+            await tools.open("test", names=["x"])
+        with pytest.raises(ConfigError, match="No tool is named 'y'"):
+            tools.schemas(["y"])
+
+    run_with(tool_set(counter()), scenario)
+    with pytest.raises(ConfigError, match="policy.*text, mask, drop, got 'ignore'"):
+        tool_set(policy="ignore")
+    with pytest.raises(ConfigError, match="max_parallel_calls must be above 0"):
+        tool_set(max_parallel_calls=0)
+    with pytest.raises(ConfigError, match="isolation=process"):
+        tool_set(counter(isolation="process"))
+    with pytest.raises(ConfigError, match="a BaseTool or a function, got int"):
+        tool_set(3)
+
+
+def test_a_class_without_a_schema_is_refused():
+    with pytest.raises(ConfigError, match="needs a tool_schema"):
+        BaseTool({}, None)
+
+
+def test_values_of_none_in_a_row_are_absent():
+    row = {"a": {"create_kwargs": None, "execute_kwargs": {"x": None}}, "b": None}
+    assert plain_row_kwargs(row) == {"a": {"execute_kwargs": {"x": None}}}
+    assert plain_row_kwargs(None) == {}
+
+
+def test_a_tool_that_cannot_be_made_ends_the_start_without_threads(tmp_path):
+    path = tmp_path / "tools.yaml"
+    name = f"{BadStart.__module__}.BadStart"
+    path.write_text(f"tools: [{{class_name: {name}, config: {{isolation: thread}}}}]")
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="no licence"):
+        ToolSet.from_config(path)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before

@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+
+from tests.agents.tools.user_tools import OldCounter
+from verl.agents.tools import ToolType, get_tool_class, initialize_tools_from_config
+from verl.agents.tools.config_file import read_tool_config
+from verl.utils.errors import ConfigError
+
+COUNTER = "tests.agents.tools.user_tools.OldCounter"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "tools.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_tools_are_made_in_order_with_config_and_schema(write, monkeypatch):
+    monkeypatch.setenv("START", "7")
+    path = write(
+        f"""
+tools:
+  - class_name: "{COUNTER}"
+    config: {{type: native, start: "${{oc.env:START}}"}}
+    tool_schema:
+      type: "function"
+      function:
+        name: "mine"
+        description: "Counts."
+        parameters:
+          type: "object"
+          properties:
+            n: {{type: "array", items: {{type: "integer"}}}}
+          required: ["n"]
+  - class_name: {COUNTER}
+    config: {{}}
+"""
+    )
+    mine, other = initialize_tools_from_config(path)
+    assert isinstance(mine, OldCounter)
+    assert (mine.name, other.name) == ("mine", "old_counter")
+    assert mine.config["start"] == "7"
+    parameters = mine.tool_schema.for_prompt()["function"]["parameters"]
+    assert parameters["properties"]["n"]["items"] == {"type": "integer"}
+
+
+def test_classes_of_this_package_live_in_this_process(write):
+    path = write(
+        f"""
+tools:
+  - class_name: {COUNTER}
+  - class_name: {COUNTER}
+    config: {{isolation: thread}}
+  - class_name: verl.agents.tools.builtin.answer_check.Gsm8kTool
+  - class_name: verl.agents.tools.builtin.answer_check.Geo3kTool
+    config: {{isolation: process}}
+"""
+    )
+    isolations = [entry.isolation for entry in read_tool_config(path)]
+    assert isolations == ["process", "thread", "thread", "process"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: 3", "list of tools under the key 'tools'"),
+        ("[1", "not a YAML file"),
+        ("tools: [3]", "tools entry 1: expected keys"),
+        (f"tools: [{{class_name: {COUNTER}, configs: {{}}}}]", "entry 1: unknown key 'configs'"),
+        ("tools: [{config: {}}]", "entry 1, class_name: expected a class"),
+        (f"tools: [{{class_name: {COUNTER}, config: 3}}]", "entry 1, config: expected a mapping"),
+        ("tools: [{class_name: nowhere.Tool}]", "entry 1 .*class_name: cannot import 'nowhere'"),
+        ("tools: [{class_name: json.Tool}]", "class_name: 'json.Tool': the module has no 'Tool'"),
+        ("tools: [{class_name: json.dumps}]", "must be a class"),
+        ("tools: [{class_name: json.JSONDecoder}]", "raised TypeError"),
+        ("tools: [{class_name: Tool}]", "package.module.Class"),
+        (
+            f"tools: [{{class_name: {COUNTER}}}, {{class_name: {COUNTER}}}]",
+            "entry 2 .*'old_counter' is taken by .*entry 1",
+        ),
+        (f"tools: [{{class_name: {COUNTER}, config: {{type: remote}}}}]", "config.type"),
+        (f"tools: [{{class_name: {COUNTER}, config: {{isolation: vm}}}}]", "config.isolation"),
+        (f"tools: [{{class_name: {COUNTER}, config: {{timeout_s: 0}}}}]", "config.timeout_s"),
+        (f"tools: [{{class_name: {COUNTER}, config: {{retries: -1}}}}]", "config.retries"),
+        (f"tools: [{{class_name: {COUNTER}, config: {{type: mcp}}}}]", "mcp_servers_config_path"),
+        (
+            f"tools: [{{class_name: {COUNTER}, tool_schema: {{function: {{}}}}}}]",
+            "entry 1 .*function.name",
+        ),
+        (
+            "tools: [{class_name: tests.agents.tools.user_tools.BadStart}]",
+            "entry 1 .*BadStart.*raised RuntimeError: no licence",
+        ),
+    ],
+)
+def test_errors_name_file_entry_and_key(write, text, message):
+    path = write(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        initialize_tools_from_config(path)
+    assert "tools.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_an_error():
+    with pytest.raises(ConfigError, match=r"tool_config_path.*nowhere.yaml"):
+        read_tool_config("nowhere.yaml")
+
+
+def test_a_class_may_come_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    pass\n")
+    assert get_tool_class(f"{path}:Mine").__name__ == "Mine"
+
+
+def test_kinds_of_entries():
+    assert [kind.value for kind in ToolType] == ["native", "mcp"]

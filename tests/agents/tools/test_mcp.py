@@ -1,0 +1,180 @@
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.agents.tools.user_tools import one
+from verl.agents.tools import ToolSet
+from verl.agents.tools.mcp import MCPBaseTool
+from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, read_servers
+from verl.utils.errors import ConfigError
+
+SERVER = str(Path(__file__).parent / "mcp_server.py")
+STDIO = {"command": sys.executable, "args": [SERVER], "env": {"KEY": "value"}}
+
+
+class Shouting(MCPBaseTool):
+    """A user's class, which reads answers in its own way."""
+
+    def _parse_tool_result(self, content):
+        return content[0].text.upper() + "!", {"parts": len(content)}
+
+
+def write_config(folder, server, class_name="verl.agents.tools.mcp.MCPSearchTool", **mcp):
+    servers = folder / "servers.json"
+    servers.write_text(json.dumps({"mcpServers": {"small": server}}))
+    entry = {
+        "class_name": class_name,
+        "config": {"type": "mcp", "rate_limit": 1000, "timeout": 20, "isolation": "thread"},
+        "mcp": {"mcp_servers_config_path": str(servers), **mcp},
+    }
+    path = folder / "tools.yaml"
+    path.write_text(json.dumps({"tools": [entry]}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    path = write_config(tmp_path_factory.mktemp("mcp"), STDIO)
+    made = ToolSet.from_config(path, timeout_s=30)
+    yield made
+    made.close()
+
+
+def calls_of(tools, *calls):
+    async def run():
+        session = await tools.open("test")
+        results = []
+        for turn, (name, arguments) in enumerate(calls):
+            results.append(await one(session, name, turn=turn, **arguments))
+        await session.finish()
+        return results
+
+    return asyncio.run(run())
+
+
+def test_the_tools_of_a_server_have_its_schemas(tools):
+    assert tools.names == ["add", "search", "fail", "picture", "leave", "environment"]
+    (schema,) = tools.schemas(["add"])
+    assert schema["function"]["description"] == "Add two numbers."
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert schema["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+
+
+def test_calls_reach_the_server(tools):
+    results = calls_of(
+        tools,
+        ("add", {"a": 1, "b": 2}),
+        ("search", {"query": "x"}),
+        ("fail", {}),
+        ("picture", {}),
+        ("environment", {"name": "KEY"}),
+    )
+    assert [result.outcome for result in results] == ["ok", "ok", "error", "ok", "ok"]
+    assert results[0].text == "3"
+    assert results[1].metrics == {"query_count": 1, "total_results": 2}
+    assert "broken" in results[2].text
+    assert results[3].images[0].size == (1, 1)
+    assert results[4].text == "value"
+
+
+def test_a_server_that_died_is_started_again(tools):
+    died, after = calls_of(tools, ("leave", {}), ("add", {"a": 1, "b": 2}))
+    assert died.outcome == "error"
+    assert after.text == "3"
+
+
+def test_a_users_class_reads_answers_and_its_servers_end_with_the_tools(tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    name = f"{Shouting.__module__}.Shouting"
+    path = write_config(tmp_path, STDIO, name, tool_selected_list=["search"])
+    tools = ToolSet.from_config(path, timeout_s=30)
+    started = set(psutil.Process().children(recursive=True)) - before
+    (result,) = calls_of(tools, ("search", {"query": "x"}))
+    tools.close()
+    assert tools.names == ["search"]
+    assert result.text == '{"RESULTS": ["X 1", "X 2"]}!'
+    assert result.metrics == {"parts": 1}
+
+    assert started
+    deadline = time.monotonic() + 5
+    while any(process.is_running() for process in started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(process.is_running() for process in started)
+
+
+@pytest.fixture(scope="module")
+def url():
+    """Address of a server over HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with socket.socket() as trial:
+            if trial.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+def test_a_server_over_http(tmp_path, url):
+    path = write_config(tmp_path, {"url": url, "auth_token": "secret"})
+    tools = ToolSet.from_config(path, timeout_s=30)
+    (result,) = calls_of(tools, ("add", {"a": 1, "b": 2}))
+    tools.close()
+    assert result.text == "3"
+
+
+def test_the_manager_can_be_used_as_in_verl(tmp_path, url):
+    write_config(tmp_path, {"url": url})
+
+    async def run():
+        manager = MCPClientManager()
+        await manager.initialize(tmp_path / "servers.json", rate_limit=100.0)
+        schemas = await manager.fetch_tool_schemas(["add"])
+        result = await manager.call_tool("add", {"a": 1, "b": 2}, timeout=20)
+        await asyncio.to_thread(manager.close)
+        return schemas, result
+
+    schemas, result = asyncio.run(run())
+    assert [schema["function"]["name"] for schema in schemas] == ["add"]
+    assert result.content[0].text == "3"
+    assert isinstance(ClientManager, MCPClientManager)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a JSON file"),
+        ("{}", "under the key 'mcpServers'"),
+        ('{"mcpServers": {"a": {}}}', "server 'a': expected one of 'url' and 'command'"),
+        ('{"mcpServers": {"a": {"url": "x", "token": "y"}}}', "server 'a': unknown key 'token'"),
+    ],
+)
+def test_wrong_files_of_servers_are_refused(tmp_path, content, message):
+    path = tmp_path / "servers.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_servers(path)
+
+
+def test_wrong_entries_are_refused(tmp_path, url):
+    path = write_config(tmp_path, {"command": "/nowhere/server"})
+    with pytest.raises(ConfigError, match=r"tools.yaml, tools entry 1 .*cannot be reached"):
+        ToolSet.from_config(path)
+    path = write_config(tmp_path, {"url": url}, "tests.agents.tools.user_tools.OldCounter")
+    with pytest.raises(ConfigError, match="needs a subclass of MCPBaseTool"):
+        ToolSet.from_config(path)
+    path = write_config(tmp_path, {"url": url}, tool_selected_list=["ad"])
+    with pytest.raises(ConfigError, match="tool_selected_list names 'ad'.*add"):
+        ToolSet.from_config(path)

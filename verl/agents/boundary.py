@@ -1,0 +1,259 @@
+"""The tokens that a chat template puts between turns, derived by rendering.
+
+A model drew the ids of its reply; the next prompt must begin with exactly these ids, since text that
+is tokenized again may give others. So only the part behind the reply is rendered and encoded: the
+rest of the end of the turn, the new messages and the generation prompt.
+
+The history before it is the shortest that the template accepts. So it does not matter that many
+templates rewrite earlier turns (drop reasoning, move the tools, write JSON anew). Checks at
+construction, and once for each shape of messages, show that this is exact for the template at hand.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from verl.agents.rendering import ChatTemplate
+from verl.agents.turns import (
+    PROBE_TOOL,
+    REPLY,
+    Messages,
+    Tools,
+    TurnPlan,
+    Turns,
+    asking,
+    calling,
+    saying,
+    tool_result,
+)
+from verl.data.chat import Message
+from verl.utils.errors import BoundaryError, DataError
+
+# Replies of the check at construction: texts that tokens may span, that templates trim or parse.
+_REPLIES = ("Two words.", "A line\n\nÄ {brace} 好 🙂", '{"a": [1]}', "x")
+
+
+class ChatBoundary:
+    """Continues a conversation behind the ids that the model drew.
+
+    Args:
+        tokenizer: A transformers tokenizer, with or without chat template.
+        chat_template_kwargs: Variables of the template, such as `enable_thinking`.
+        stop_ids: Ids that end a reply, in addition to the tokenizer's and the usual ones.
+
+    Raises BoundaryError, here or in `extension`, where the template allows no exact continuation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        self._template = ChatTemplate(tokenizer, chat_template_kwargs)
+        self._turns = Turns(self._template, stop_ids)
+        self._checked = self._check()
+
+    # ------------------------------------------------------------ for callers
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+        """Return the ids of a conversation with the generation prompt.
+
+        Raises DataError where the template refuses the messages.
+        """
+        return self._template.encode(self._template.render(messages, tools=tools))
+
+    def extension(
+        self,
+        history: Messages,
+        reply: Message,
+        new: Messages,
+        tools: Tools = None,
+        *,
+        drawn: Sequence[int],
+    ) -> list[int]:
+        """Return the ids to append behind `drawn`.
+
+        They hold the rest of the end of the turn, the new messages and the generation prompt.
+
+        Args:
+            history: The messages before the reply.
+            reply: The assistant's message that was drawn, with its `tool_calls`.
+            new: The messages after the reply, from tools or the user.
+            tools: OpenAI schemas of the tools in the prompt.
+            drawn: The ids of the reply, with the one that ended it if there was one.
+
+        Raises BoundaryError where the template refuses the messages or moves them elsewhere.
+        """
+        plan = self._turns.plan(reply, new, tools)
+        ids = self._template.encode_part(self._turns.behind(plan, history, reply, new, tools))
+        return ids[self._already_drawn(plan, drawn, ids) :]
+
+    def rewrites(
+        self,
+        history: Messages,
+        reply: Message,
+        new: Messages,
+        tools: Tools = None,
+        *,
+        drawn: Sequence[int] | None = None,
+    ) -> bool:
+        """Return whether rendering the whole conversation changes the text before `new`.
+
+        Then a caller that follows the template has to begin a new sample. With `drawn`, compares
+        with the text that was drawn, to the last character; without, with the reply as the template
+        writes it while nothing follows. Raises DataError where the template refuses the messages.
+        """
+        prompt = self._template.render(history, tools=tools)
+        whole = self._template.render([*history, reply, *new], tools=tools)
+        if not whole.startswith(prompt):
+            return True
+        if drawn is None:
+            return self._rewrites_reply(prompt, whole, history, reply, tools)
+
+        try:
+            plan = self._turns.plan(reply, new, tools)
+            behind = self._turns.behind(plan, history, reply, new, tools)
+        except BoundaryError:
+            return True
+        return whole != prompt + self._drawn_text(plan, drawn) + behind
+
+    def has_tools(self) -> bool:
+        """Return whether the template describes tools to the model."""
+        try:
+            text = self._template.render(self._turns.start, tools=[PROBE_TOOL])
+        except DataError:
+            return False
+        return PROBE_TOOL["function"]["name"] in text
+
+    def report(self) -> str:
+        """Return one line for the log: the texts between turns, and what the template knows."""
+        reply, new = self._checked[0]
+        tail = self._template.decode(self._turns.plan(reply, new, None).tail_ids)
+        separator = self._turns.head(reply, new).removeprefix(tail)
+
+        prompt = self._template.render(self._turns.start)
+        closed = self._template.render(self._turns.start, generate=False)
+        generation = prompt.removeprefix(closed) if prompt.startswith(closed) else prompt
+        return (
+            f"Chat template: a reply ends with {tail!r}, a {new[0]['role']}'s message begins with "
+            f"{separator!r}, the generation prompt is {generation!r}; "
+            f"{'describes' if self.has_tools() else 'ignores'} tools, "
+            f"{'drops' if self._drops_reasoning() else 'keeps'} earlier reasoning."
+        )
+
+    # ------------------------------------------------------------ drawn ids
+
+    def _already_drawn(self, plan: TurnPlan, drawn: Sequence[int], ids: Sequence[int]) -> int:
+        """Return how many ids of the text behind a reply its last drawn ids stand for."""
+        for end in (plan.tail_ids, plan.end_ids):
+            if _ends_with(drawn, end) and tuple(ids[: len(end)]) == end:
+                return len(end)
+        if not drawn or drawn[-1] not in self._turns.stop_ids:
+            return 0
+
+        # Another end token, such as <|return|>. Where only the role of the next message ends a
+        # turn, that role has to follow it.
+        own_end = plan.end_ids[-1] if plan.end_ids else None
+        if drawn[-1] != own_end and not plan.closes:
+            return 0
+        if tuple(ids[: len(plan.end_ids)]) != plan.end_ids:
+            raise BoundaryError(
+                "The chat template must end every turn alike, but here it does not write "
+                f"{self._template.decode(plan.end_ids)!r} behind a reply."
+            )
+        return len(plan.end_ids)
+
+    def _drawn_text(self, plan: TurnPlan, drawn: Sequence[int]) -> str:
+        """Return the text of drawn ids without the part that is written behind a reply anyway."""
+        for end in (plan.tail_ids, plan.end_ids):
+            if _ends_with(drawn, end):
+                return self._template.decode_part(drawn[: len(drawn) - len(end)])
+        return self._template.decode_part(drawn)
+
+    def _rewrites_reply(
+        self, prompt: str, whole: str, history: Messages, reply: Message, tools: Tools
+    ) -> bool:
+        """Return whether a reply is written otherwise while nothing follows it."""
+        content = reply.get("content") or ""
+        if content not in whole[len(prompt) :]:
+            return True
+
+        alone = self._template.render([*history, reply], tools=tools, generate=False)
+        if content and not reply.get("tool_calls"):
+            end = alone.rfind(content) + len(content)
+        else:
+            tail = self._turns.tail
+            end = len(alone) - len(tail) if alone.endswith(tail) else len(prompt)
+        return not whole.startswith(alone[:end])
+
+    def _drops_reasoning(self) -> bool:
+        reply = saying(f"<think>\nverlThought\n</think>\n\n{REPLY}")
+        try:
+            text = self._template.render([*self._turns.start, reply, asking("verlQuestion")])
+        except DataError:
+            return False
+        return "verlThought" not in text
+
+    # ------------------------------------------------------------ the check at construction
+
+    def _check(self) -> list[tuple[Message, list[Message]]]:
+        """Check extensions against the template's own text. Return the pairs that it accepts.
+
+        Each is a reply and the messages after it. Raises BoundaryError.
+        """
+        answer = [tool_result()]
+        by_user = (saying(REPLY), [asking("verlNextQuestion")])
+        by_tool = (calling({}, answer), answer)
+
+        accepted = []
+        refusals = []
+        for reply, new in (by_user, by_tool):
+            try:
+                plan = self._turns.plan(reply, new, None)
+            except BoundaryError as error:
+                refusals.append(error)
+                continue
+            self._check_new(plan, new)
+            accepted.append((reply, new))
+
+        # A template without tools, or one for tools alone, is good for the other.
+        if not accepted:
+            raise refusals[0]
+        return accepted
+
+    def _check_new(self, plan: TurnPlan, new: list[Message]) -> None:
+        replies = [saying(content) for content in _REPLIES]
+        if plan.with_calls:
+            replies = [calling({}, new)]
+
+        for reply in replies:
+            for history in [self._turns.start, *self._turns.longer]:
+                behind = self._turns.behind(plan, history, reply, new, None)
+                whole = self._template.render([*history, reply, *new])
+                if not whole.endswith(behind):
+                    raise BoundaryError(
+                        "The chat template must write the same text behind any reply, but behind "
+                        f"{reply['content']!r} it does not write {behind!r}. Use another template "
+                        "(data.custom_chat_template)."
+                    )
+                self._check_ids(whole, behind)
+
+    def _check_ids(self, whole: str, behind: str) -> None:
+        """Check that the text behind a reply has the ids that it has in the whole conversation."""
+        ids = self._template.encode_part(behind)
+        whole_ids = self._template.encode(whole)
+        same_ids = whole_ids[len(whole_ids) - len(ids) :] == ids
+        same_text = self._template.decode(whole_ids).endswith(self._template.decode_part(ids))
+
+        # Without a special token in between, a token of the whole text may span the boundary.
+        starts_apart = bool(ids) and ids[0] == self._template.first_special(behind)
+        if not same_text or (starts_apart and not same_ids):
+            raise BoundaryError(
+                f"The tokenizer must give the text {behind!r} behind a reply the ids that it has "
+                "in the whole conversation, but it gives others."
+            )
+
+
+def _ends_with(drawn: Sequence[int], end: tuple[int, ...]) -> bool:
+    return bool(end) and tuple(drawn[-len(end) :]) == end

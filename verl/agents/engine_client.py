@@ -1,0 +1,255 @@
+"""The engine as agents see it: `await generate(...)`, many at a time, in one asyncio loop."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.rollout.base import RolloutEngine
+from verl.rollout.types import Completion, Request, SamplingParams
+from verl.utils.errors import RolloutError
+
+# Rows of a batch are below this, so that a sample id holds row, turn and branch side by side.
+_ROWS = 1 << 32
+_TURNS = 1 << 20
+_BRANCHES = 1 << 10
+# Rounds of the event loop between two steps of the engine. Agents that a completion wakes come to
+# their next request within a few rounds, and requests that come together are prefilled together.
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """The calls before one step of an engine: requests to submit, samples to abort."""
+
+    requests: list[Request]
+    abandoned: set[int]
+
+
+@dataclass(frozen=True)
+class EngineSteps:
+    """Makes the calls of `Work` on an engine: alike on every rank that shares it.
+
+    Args:
+        engine: with weights.
+        params: of all turns. A turn's own limit may be lower than `max_new_tokens`.
+        seed: of the run.
+        step: of the training.
+    """
+
+    engine: RolloutEngine
+    params: SamplingParams
+    seed: int
+    step: int
+
+    def take(self, work: Work) -> tuple[list[Completion], dict[int, RolloutError]]:
+        """Take one step. Return the finished samples, and the errors of refused ones by id."""
+        if work.abandoned:
+            self.engine.abort(work.abandoned)
+        errors: dict[int, RolloutError] = {}
+        if work.requests:
+            self._submit(work.requests, errors)
+        return self.engine.step(), errors
+
+    def _submit(self, requests: list[Request], errors: dict[int, RolloutError]) -> None:
+        """Submit all requests, or each by itself where the engine refuses one of them."""
+        try:
+            self.engine.submit(requests, self.params, seed=self.seed, step=self.step)
+        except RolloutError as error:
+            if len(requests) == 1:
+                errors.update(dict.fromkeys(requests[0].sample_ids, error))
+                return
+            for request in requests:
+                self._submit([request], errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The tokens that the engine drew in one turn.
+
+    Args:
+        token_ids: the tokens, the end-of-turn token included where one was drawn.
+        log_probs: one for each token.
+        finish_reason: "stop", "length" or "abort".
+        version: number of the weights that drew them.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    version: int = 0
+
+
+def merged(requests: Sequence[Request]) -> list[Request]:
+    """Join requests for one sample each that have the same prompt, which is then computed once."""
+    together: dict[tuple[int, ...], list[Request]] = {}
+    for request in requests:
+        together.setdefault(request.prompt_ids, []).append(request)
+
+    joined = []
+    for prompt_ids, same in together.items():
+        sample_ids = tuple(request.sample_ids[0] for request in same)
+        limits = tuple(request.limits[0] for request in same if request.limits)
+        assert len(limits) == len(same), "every turn has a limit"
+        joined.append(Request(prompt_ids=prompt_ids, sample_ids=sample_ids, limits=limits))
+    return joined
+
+
+def turn_id(row: int, turn: int, branch: int = 0) -> int:
+    """Return the sample id of a turn, which fixes its noise. That of turn 0 is `row` itself."""
+    assert 0 <= row < _ROWS
+    assert 0 <= turn < _TURNS
+    assert 0 <= branch < _BRANCHES
+    return (branch * _TURNS + turn) * _ROWS + row
+
+
+class EngineClient:
+    """Submits turns to an engine and steps it while any agent waits for tokens.
+
+    The noise of a turn is a function of (seed, step, row, turn, position), so the order in which
+    agents or their tools come back changes no draw.
+
+    Args:
+        steps: the calls on an idle engine, which has weights.
+        max_model_len: most tokens of a prompt and its response together.
+        version: number of the weights.
+        announce: called before every step of the engine with its work, where other ranks share the
+            engine and must make the same calls.
+    """
+
+    def __init__(
+        self,
+        steps: EngineSteps,
+        *,
+        max_model_len: int,
+        version: int = 0,
+        announce: Callable[[Work], Any] | None = None,
+    ) -> None:
+        if steps.engine.has_work:
+            raise RolloutError("The engine is busy; agents need one that has no work.")
+        self.steps = steps
+        self.max_model_len = max_model_len
+        self.version = version
+        self.counters: dict[str, float] = {}
+        self._announce = announce
+        self._new: dict[int, Request] = {}
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._abandoned: set[int] = set()
+        self._arrived = asyncio.Event()
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters of all turns."""
+        return self.steps.params
+
+    async def generate(
+        self,
+        *,
+        prompt_ids: Sequence[int],
+        row: int,
+        turn: int = 0,
+        limit: int | None = None,
+        branch: int = 0,
+    ) -> Generated:
+        """Draw one turn after `prompt_ids`. A caller that is cancelled aborts it.
+
+        Args:
+            row: number of the sample in the whole batch.
+            turn: number of the model's turn in the episode.
+            limit: most tokens; None: those of the sampling parameters.
+            branch: number of the agent or branch, where several share the row.
+
+        Raises RolloutError for a prompt that the engine cannot continue.
+        """
+        sample_id = turn_id(row, turn, branch)
+        if sample_id in self._waiting:
+            raise RolloutError(
+                f"Turn {turn} of sample {row} is being generated already. Give each request of an "
+                "episode a turn or a branch of its own."
+            )
+        most = self.params.max_new_tokens
+        limits = (most if limit is None else min(limit, most),)
+        request = Request(prompt_ids=tuple(prompt_ids), sample_ids=(sample_id,), limits=limits)
+
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[sample_id] = answer
+        self._new[sample_id] = request
+        self._arrived.set()
+        try:
+            completion = await answer
+        except asyncio.CancelledError:
+            self._abandon(sample_id)
+            raise
+        return Generated(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            finish_reason=completion.finish_reason,
+            version=self.version,
+        )
+
+    async def serve(self, work: Awaitable[Any]) -> Any:
+        """Step the engine until `work` is done. Return its result.
+
+        An error of the engine ends the work, and the other way round; nothing stays in the engine.
+        """
+        worker = asyncio.ensure_future(work)
+        stepper = asyncio.ensure_future(self._run())
+        try:
+            await asyncio.wait({worker, stepper}, return_when=asyncio.FIRST_COMPLETED)
+            if stepper.done():
+                stepper.result()  # it ends by an error alone
+            return await worker
+        finally:
+            for task in (worker, stepper):
+                task.cancel()
+            await asyncio.gather(worker, stepper, return_exceptions=True)
+            self.steps.engine.abort()
+
+    async def _run(self) -> None:
+        while True:
+            for _ in range(_ROUNDS):
+                await asyncio.sleep(0)
+            if self._new or self.steps.engine.has_work:
+                self._step()
+                continue
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def _step(self) -> None:
+        """Submit the turns that have come, and take one step of the engine."""
+        # By id, so that the order of arrival within a round has no effect.
+        requests = merged([self._new[sample_id] for sample_id in sorted(self._new)])
+        abandoned = self._abandoned
+        self._new = {}
+        self._abandoned = set()
+        if self._announce is not None:
+            self._announce(Work(requests, abandoned))
+
+        completions, errors = self.steps.take(Work(requests, abandoned))
+        for sample_id, error in errors.items():
+            answer = self._waiting.pop(sample_id, None)
+            if answer is not None and not answer.done():
+                answer.set_exception(error)
+        for completion in completions:
+            answer = self._waiting.pop(completion.sample_id, None)
+            if answer is not None and not answer.done():
+                answer.set_result(completion)
+        if not self.steps.engine.has_work:
+            self._count()
+
+    def _abandon(self, sample_id: int) -> None:
+        self._waiting.pop(sample_id, None)
+        if self._new.pop(sample_id, None) is None:
+            self._abandoned.add(sample_id)
+            self._arrived.set()
+
+    def _count(self) -> None:
+        """Add the counters of the run of the engine that has just ended."""
+        for name, value in self.steps.engine.statistics().items():
+            if name.startswith(("peak_", "num_", "memory_", "capture_", "update_")):
+                self.counters[name] = max(value, self.counters.get(name, 0.0))
+            elif name != "tokens_per_s":
+                self.counters[name] = self.counters.get(name, 0.0) + value
+        seconds = self.counters.get("generate_s", 0.0)
+        if seconds and "generated_tokens" in self.counters:
+            self.counters["tokens_per_s"] = self.counters["generated_tokens"] / seconds

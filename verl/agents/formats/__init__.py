@@ -1,0 +1,28 @@
+"""Tool-call formats: how models write calls of tools, and how to read them."""
+
+from verl.agents.formats import (  # noqa: F401 - each registers its format
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    hermes,
+    kimi,
+    llama3_json,
+    mistral,
+    qwen3_coder,
+)
+from verl.agents.formats.base import ParsedReply, ToolCall, ToolFormat, tool_formats
+from verl.agents.formats.recognise import recognise_format
+from verl.agents.formats.tool_parser import FunctionCall, ToolParser, parse_reply, tool_format
+
+__all__ = [
+    "FunctionCall",
+    "ParsedReply",
+    "ToolCall",
+    "ToolFormat",
+    "ToolParser",
+    "parse_reply",
+    "recognise_format",
+    "tool_format",
+    "tool_formats",
+]

@@ -1,0 +1,83 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]f[ARGS]{...}`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.agents.formats.base import (
+    THINK,
+    MalformedCallError,
+    ParsedReply,
+    ToolCall,
+    call_from,
+    joined,
+    malformed,
+    name_within,
+    parse_after_reasoning,
+    read_json_at,
+    tool_formats,
+    with_id,
+    without_end,
+)
+
+_TAG = "[TOOL_CALLS]"
+_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
+_THINK = ("[THINK]", "[/THINK]")
+_LIST = '[TOOL_CALLS][{"name": "<tool>", "arguments": {...}}]'
+_NAMED = "[TOOL_CALLS]TOOL[ARGS]{...}"
+
+
+@tool_formats.register("mistral")
+class MistralFormat:
+    """A JSON list behind one tag (until 2024), or one tag for each call (since then)."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+        """See `ToolFormat.parse`."""
+        tags = _THINK if _THINK[1] in text or _THINK[0] in text else THINK
+        return parse_after_reasoning(without_end(text, extra=("</s>",)), _parse, tags)
+
+
+def _parse(text: str, start: int) -> ParsedReply:
+    before, *segments = text[start:].split(_TAG)
+    pieces = [text[:start], before]
+    calls: list[ToolCall] = []
+    for segment in segments:
+        stripped = segment.lstrip()
+        read = _read_list if stripped.startswith(("[", "{")) else _read_named
+        found, rest = read(stripped)
+        calls.extend(found)
+        pieces.append(rest)
+    return ParsedReply(content=joined(pieces, calls), calls=tuple(calls))
+
+
+def _read_list(text: str) -> tuple[list[ToolCall], str]:
+    """Return the calls of a JSON list (or of one object), and the text behind it."""
+    try:
+        value, end = read_json_at(text, 0)
+    except MalformedCallError as problem:
+        raw = _TAG + text
+        return [malformed(str(problem), _LIST, raw=raw, name=name_within(text))], ""
+
+    raw = _TAG + text[:end]
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        return [malformed("the list of calls is empty", _LIST, raw=raw)], text[end:]
+    return [call_from(each, raw=raw, expected=_LIST) for each in values], text[end:]
+
+
+def _read_named(text: str) -> tuple[list[ToolCall], str]:
+    """Return the call whose name stands before its arguments, and the text behind it."""
+    brace = text.find("{")
+    head = text[:brace] if brace >= 0 else text
+    head, _, _ = head.partition(_ARGUMENTS)
+    name, _, call_id = head.partition(_ID)
+    name = name.strip()
+
+    if not name or brace < 0:
+        problem = "the arguments are missing" if name else "the name of the tool is missing"
+        return [malformed(problem, _NAMED, raw=_TAG + text, name=name[:128])], ""
+    try:
+        arguments, end = read_json_at(text, brace)
+    except MalformedCallError as problem:
+        return [malformed(str(problem), _NAMED, raw=_TAG + text, name=name)], ""
+    call = ToolCall(name=name, arguments=arguments, raw=_TAG + text[:end])
+    return [with_id(call, call_id.strip())], text[end:]

@@ -1,0 +1,135 @@
+"""Arguments that are written as text, converted by the tool's JSON schema."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.agents.formats.base import MalformedCallError, ToolCall, malformed, read_json
+
+# In the order in which several allowed types are tried: a text is anything, so it comes last.
+_ORDER = ("null", "boolean", "integer", "number", "object", "array", "string")
+
+
+def parameter_schemas(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """Return the schema of each parameter of a tool; empty for an unknown tool."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or function.get("name") != name:
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        return properties if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def call_of_texts(
+    name: str,
+    texts: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    raw: str,
+    expected: str,
+) -> ToolCall:
+    """Return the call of `name` whose arguments are texts, each converted to its schema's type."""
+    schemas = parameter_schemas(tools, name)
+    arguments: dict[str, Any] = {}
+    for key, text in texts.items():
+        try:
+            arguments[key] = convert(text, schemas.get(key))
+        except MalformedCallError as problem:
+            return malformed(f"parameter '{key}' {problem}", expected, raw=raw, name=name)
+    return ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+def convert(text: str, schema: Any) -> Any:
+    """Return the value of a text by a JSON schema. An unknown type stays a text.
+
+    Raises MalformedCallError where the text is no value of any allowed type.
+    """
+    types = allowed_types(schema)
+    if not types:
+        return text
+
+    for kind in _ORDER:
+        if kind not in types:
+            continue
+        try:
+            return _READ[kind](text)
+        except MalformedCallError:
+            continue
+    choice = " or ".join(kind for kind in _ORDER if kind in types)
+    raise MalformedCallError(f"must be of type {choice}, got {text.strip()[:60]!r}")
+
+
+def allowed_types(schema: Any) -> frozenset[str]:
+    """Return the JSON types that a schema allows; empty where it does not say or is not understood."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        kinds = [kind]
+    elif isinstance(kind, Sequence):
+        kinds = [each for each in kind if isinstance(each, str)]
+    else:
+        kinds = []
+        for key in ("anyOf", "oneOf"):
+            options = schema.get(key)
+            for option in options if isinstance(options, Sequence) else ():
+                types = allowed_types(option)
+                if not types:
+                    return frozenset()
+                kinds.extend(types)
+
+    known = frozenset(kinds)
+    return known if known <= set(_ORDER) else frozenset()
+
+
+def _read_null(text: str) -> None:
+    if text.strip().lower() not in ("null", "none"):
+        raise MalformedCallError("is not null")
+
+
+def _read_boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("true", "false"):
+        raise MalformedCallError("is not a boolean")
+    return word == "true"
+
+
+def _read_number(text: str) -> int | float:
+    value = read_json(text)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedCallError("is not a number")
+    return value
+
+
+def _read_integer(text: str) -> int:
+    value = _read_number(text)
+    if value != value // 1 or value in (float("inf"), float("-inf")):
+        raise MalformedCallError("is not an integer")
+    return int(value)
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise MalformedCallError("is not an object")
+    return value
+
+
+def _read_array(text: str) -> list[Any]:
+    value = read_json(text)
+    if not isinstance(value, list):
+        raise MalformedCallError("is not an array")
+    return value
+
+
+_READ = {
+    "null": _read_null,
+    "boolean": _read_boolean,
+    "integer": _read_integer,
+    "number": _read_number,
+    "object": _read_object,
+    "array": _read_array,
+    "string": str,
+}

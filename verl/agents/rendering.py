@@ -1,0 +1,170 @@
+"""A chat template as the boundary sees it: messages to text, text to ids, ids to text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.data.chat import Message, encode_rendered, render_conversation
+from verl.utils.errors import DataError
+
+_PROBE_VALUE = "verlArgumentValue"
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer with fixed variables.
+
+    Arguments of tool calls may be given as objects or as JSON texts; the template gets the form that
+    it can write. Methods that render raise DataError where the template refuses the messages.
+    """
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._variables = dict(variables or {})
+        self._special_tokens = _added_tokens(tokenizer)
+        self._special_texts = tuple(self._special_tokens)
+        self._anchors = self._usable_anchors()
+        self._arguments_as_text = self._wants_text_arguments()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generate: bool = True,
+    ) -> str:
+        """Return the text of a conversation, with the generation prompt if `generate`."""
+        return render_conversation(
+            self.tokenizer,
+            [self._with_arguments(message) for message in messages],
+            add_generation_prompt=generate,
+            tools=tools,
+            template_kwargs=self._variables,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a whole conversation."""
+        return encode_rendered(self.tokenizer, [text])[0]
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the ids of a text that stands behind other text.
+
+        Nothing is put in front, as tokenizers do at the beginning of a text.
+        """
+        # A special token is split off before anything else, so nothing can join it.
+        if text.startswith(self._special_texts):
+            return self._plain_ids(text)
+
+        for anchor, before in self._anchors:
+            ids = self._plain_ids(anchor + text)
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self._plain_ids(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        text: str = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def decode_part(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids that stand behind other ids.
+
+        Some tokenizers drop a space in front of the first id of a text.
+        """
+        before = self._plain_ids("a")
+        return self.decode([*before, *token_ids])[len(self.decode(before)) :]
+
+    def special_id(self, token: str) -> int | None:
+        """Return the id of a token that is never part of ordinary text; None if there is none."""
+        return self._special_tokens.get(token)
+
+    def first_special(self, text: str) -> int | None:
+        """Return the first id of a text that is never part of ordinary text, if it has one."""
+        known = frozenset(self._special_tokens.values())
+        return next((each for each in self.encode_part(text) if each in known), None)
+
+    # ------------------------------------------------------------ tokenizing
+
+    def _usable_anchors(self) -> list[tuple[str, list[int]]]:
+        """Return texts to put in front of another that then decodes to itself, and their ids."""
+        eos = self.tokenizer.eos_token
+        usable = []
+        for anchor in [eos, "a", "."] if eos in self._special_tokens else ["a", "."]:
+            before = self._plain_ids(anchor)
+            both = self._plain_ids(f"{anchor}\n:")
+            if self.decode(both) == self.decode(before) + "\n:":
+                usable.append((anchor, before))
+        return usable
+
+    def _plain_ids(self, text: str) -> list[int]:
+        encoded: Any = self.tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    # ------------------------------------------------------------ arguments of calls
+
+    def _wants_text_arguments(self) -> bool:
+        """Return whether the template writes arguments that are JSON texts, and no objects."""
+        call = {"name": "verl_probe", "arguments": {"key": _PROBE_VALUE}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [_tool_call(call)]}
+        conversation = [{"role": "user", "content": "Hi"}, reply]
+        try:
+            text = render_conversation(
+                self.tokenizer, conversation, template_kwargs=self._variables
+            )
+        except DataError:
+            return self._takes(conversation)
+
+        # Python's own notation of a dict is the sign of a template that expected a text.
+        return f"'{_PROBE_VALUE}'" in text and "{'key'" in text and self._takes(conversation)
+
+    def _takes(self, conversation: list[Message]) -> bool:
+        """Return whether the conversation renders with arguments as text."""
+        as_text = [with_arguments(message, as_text=True) for message in conversation]
+        try:
+            render_conversation(self.tokenizer, as_text, template_kwargs=self._variables)
+        except DataError:
+            return False
+        return True
+
+    def _with_arguments(self, message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        return with_arguments(message, as_text=self._arguments_as_text)
+
+
+def with_arguments(message: Message, *, as_text: bool) -> Message:
+    """Return the message with the arguments of its calls as JSON texts, or as objects."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            arguments = _as_object(arguments)
+
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _as_object(text: str) -> Any:
+    """Return the object of a JSON text; the text itself if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": "call00000", "type": "function", "function": dict(function)}
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens that the tokenizer splits off before it looks at ordinary text."""
+    return {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}

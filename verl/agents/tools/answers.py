@@ -1,0 +1,153 @@
+"""Read what a tool returns, in the shapes of all verl versions, as plain bounded values."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from verl.agents.tools.schemas import ToolResponse
+from verl.rewards.texts import text_of
+from verl.utils.errors import ConfigError
+
+SIDES = ("left", "middle", "right")
+MAX_METRIC_CHARACTERS = 200
+MAX_ERROR_CHARACTERS = 1_000
+_MEDIA = {"text", "image", "video"}
+
+
+class TextLimit(NamedTuple):
+    """Longest text of an answer, in characters, and the side that verl 0.5 keeps or cuts.
+
+    "left" keeps the beginning, "right" the end, "middle" half of the limit at each end. The mark
+    of the cut comes on top. `characters` None: no limit.
+    """
+
+    characters: int | None = None
+    side: str = "middle"
+
+    def cut(self, text: str) -> str:
+        """Return the text within the limit."""
+        limit = self.characters
+        if limit is None or len(text) <= limit:
+            return text
+        if self.side == "left":
+            return text[:limit] + "...(truncated)"
+        if self.side == "right":
+            return "(truncated)..." + text[len(text) - limit :]
+
+        half = limit // 2
+        return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+
+def text_limit(characters: int | None, side: str) -> TextLimit:
+    """Return the limit that the two settings describe.
+
+    Raises:
+        ConfigError: an unknown side or a negative length.
+    """
+    if side not in SIDES:
+        raise ConfigError(
+            f"multi_turn.tool_response_truncate_side must be one of {', '.join(SIDES)}, got "
+            f"{side!r}."
+        )
+    if characters is not None and characters < 0:
+        raise ConfigError(
+            f"multi_turn.max_tool_response_length must be at least 0, got {characters}. Set it to "
+            "null for no limit."
+        )
+    return TextLimit(characters, side)
+
+
+@dataclass
+class ToolAnswer:
+    """What one call of `execute` returned."""
+
+    text: str = ""
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def read_answer(value: Any, limit: TextLimit) -> ToolAnswer:
+    """Return the answer in `value`: a text, dict or ToolResponse, alone or with reward and metrics.
+
+    Raises:
+        TypeError, ValueError: the value has none of these shapes.
+    """
+    reward = None
+    metrics: Any = None
+    if isinstance(value, tuple):
+        if not 1 <= len(value) <= 3:
+            raise ValueError(
+                "a tool must return (answer), (answer, reward) or (answer, reward, metrics), got "
+                f"a tuple of {len(value)}"
+            )
+        value, reward, metrics = (*value, None, None)[:3]
+
+    answer = _read_content(value)
+    answer.text = limit.cut(answer.text)
+    answer.reward = None if reward is None else finite(reward, "the step reward")
+    answer.metrics = _plain_metrics(metrics)
+    return answer
+
+
+def finite(value: Any, name: str) -> float:
+    """Return a number as a float.
+
+    Raises:
+        TypeError, ValueError: it is none, or not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def describe_failure(error: BaseException, limit: TextLimit) -> str:
+    """Return an error as the model reads it: one line, cut."""
+    text = " ".join(text_of(error)[: 2 * MAX_ERROR_CHARACTERS].split())
+    line = f"Error: {type(error).__name__}: {text}" if text else f"Error: {type(error).__name__}"
+    return limit.cut(line[:MAX_ERROR_CHARACTERS])
+
+
+def _read_content(value: Any) -> ToolAnswer:
+    """Read a text, a dict, a ToolResponse, or a value that JSON can write."""
+    if value is None:
+        return ToolAnswer()
+    if isinstance(value, str):
+        return ToolAnswer(text=value)
+    if isinstance(value, Mapping) and value and set(value) <= _MEDIA:
+        return _read_content(ToolResponse.model_validate(dict(value)))
+    if all(hasattr(value, name) for name in _MEDIA):
+        return _read_response(value)
+    return ToolAnswer(text=json.dumps(value, ensure_ascii=False, default=text_of))
+
+
+def _read_response(value: Any) -> ToolAnswer:
+    """Read a ToolResponse, ours or that of a package with the same fields."""
+    return ToolAnswer(value.text or "", list(value.image or []), list(value.video or []))
+
+
+def _plain_metrics(metrics: Any) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"the metrics of a call must be a dict, got {type(metrics).__name__}")
+    return {str(name): _plain(value) for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON holds as it is; text for any other."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return value[:MAX_METRIC_CHARACTERS]
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        return _plain(value.item())
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    return text_of(value)[:MAX_METRIC_CHARACTERS]

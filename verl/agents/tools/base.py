@@ -1,0 +1,181 @@
+"""The base class of tools, and how its methods are called in the ways of all verl versions.
+
+    class Weather(BaseTool):
+        async def create(self, instance_id=None, city="", **kwargs):
+            self.cities[instance_id] = city
+            return instance_id, ToolResponse()          # or the identifier alone, as in verl 0.5
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            return ToolResponse(text="sunny"), 0.0, {}  # or "sunny", 0.0, {}
+
+A trajectory has one instance of each tool that it uses: `create` when the tool is first called, or
+at the start where the row has arguments for it; `calc_reward` and `release` at its end, whatever
+happened.
+
+Keys of `config` that the calls read, next to those of the class:
+
+    isolation        "process": in helper processes, which are replaced when they hang or die. The
+                     default, except for classes of this package. "thread": in this process.
+    timeout_s        deadline of a call, with its retries; default: that of the run
+    retries          further attempts after an error or a crash; default 0
+    retry_delay_s    wait before the first of them, doubled each time; default 0.5
+    parallel         whether one instance takes several calls of a turn at once. The default is no
+                     for a class with `create`: the order of calls may change its state.
+
+A class without `create`, `calc_reward` and `release` of its own keeps nothing between calls, and
+none of the three is called.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.errors import ConfigError
+
+
+class ToolArgumentError(ValueError):
+    """The model's arguments do not fit. Its text is the answer, and the call counts as malformed.
+
+    A tool raises it for a mistake of the model, which no error policy of the run applies to.
+    """
+
+
+class BaseTool:
+    """A tool of which every trajectory has an instance, known by an identifier.
+
+    All methods are coroutines; a plain method of a subclass runs in a thread.
+
+    Args:
+        config: settings of the class and of its calls, see the module.
+        tool_schema: what the model reads; None: that of `get_openai_tool_schema`.
+
+    Raises:
+        ConfigError: there is no schema.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+    ) -> None:
+        self.config = config
+        self.tool_schema: Any = tool_schema
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs a tool_schema. Write one in the tool configuration, "
+                "or return it from get_openai_tool_schema."
+            )
+        self.tool_schema = as_schema(self.tool_schema)
+        self.name: str = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """Return the schema of a class that brings its own."""
+        return self.tool_schema
+
+    async def create(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> "str | tuple[str, ToolResponse]":
+        """Make the instance of a trajectory and return its identifier.
+
+        Args:
+            kwargs: `create_kwargs` of the row, each under its name, and all of them as
+                `create_kwargs`.
+        """
+        return instance_id or str(uuid4())
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a call and return (answer, step reward, metrics), or the first of these alone.
+
+        The answer is a text, a ToolResponse or a dict with `text`, `image` and `video`.
+        """
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the reward of the whole trajectory, for the state of the instance."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Drop the instance."""
+
+    def shut_down(self) -> None:
+        """Free what all instances share. Called once, at the end of the run."""
+
+
+def as_schema(schema: Any) -> OpenAIFunctionToolSchema:
+    """Return a schema from one, from plain values, or from another class with the same fields.
+
+    Raises:
+        ConfigError: it is none; the message names the field.
+    """
+    if isinstance(schema, OpenAIFunctionToolSchema):
+        return schema
+    if hasattr(schema, "model_dump"):
+        schema = schema.model_dump(exclude_unset=True)
+    try:
+        return OpenAIFunctionToolSchema.model_validate(schema)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "tool_schema"
+        raise ConfigError(
+            f"tool_schema must be {{type: function, function: {{name, description, parameters}}}}; "
+            f"{place}: {first['msg']}."
+        ) from error
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function declares a parameter of this name."""
+    return name in _parameters(function)
+
+
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Whether a function has `**kwargs`."""
+    kinds = [parameter.kind for parameter in _parameters(function).values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def create_arguments(
+    create: Callable[..., Any], create_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keywords of `create`, for the signatures of verl 0.5 and of later versions.
+
+    verl 0.5 gives each value under its name, later versions give all as `create_kwargs`. A
+    function gets both where it takes both.
+    """
+    keywords = dict(create_kwargs)
+    takes_all = takes_any_keyword(create)
+    if takes(create, "create_kwargs"):
+        if not takes_all:
+            keywords = {name: value for name, value in keywords.items() if takes(create, name)}
+        keywords["create_kwargs"] = dict(create_kwargs)
+    elif takes_all and create_kwargs:
+        keywords["create_kwargs"] = dict(create_kwargs)
+    return keywords
+
+
+def keeps_instances(tool: BaseTool) -> bool:
+    """Whether the class has `create`, `calc_reward` or `release` of its own."""
+    for name in ("create", "calc_reward", "release"):
+        if getattr(type(tool), name, None) is not getattr(BaseTool, name):
+            return True
+    return False
+
+
+def created_id(answer: Any, instance_id: str) -> str:
+    """Return the identifier in the answer of `create`; None stands for the one it was given."""
+    if isinstance(answer, tuple) and answer:
+        answer = answer[0]
+    if answer is None:
+        return instance_id
+    if not isinstance(answer, str):
+        raise TypeError(
+            f"create must return the identifier of its instance, a str, or (identifier, "
+            f"ToolResponse), got {type(answer).__name__}"
+        )
+    return answer
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters

@@ -1,0 +1,1 @@
+"""Tools that come with this package. They run in the trainer's process."""

@@ -1,0 +1,136 @@
+"""Search through a retrieval service with the protocol of Search-R1.
+
+    POST {"queries": [...], "topk": 3, "return_scores": true}
+    -> {"result": [[{"document": {"contents": "title\\ntext"}, "score": 1.5}, ...], ...]}
+
+`python -m verl.agents.tools.local_retriever corpus.jsonl` is such a service.
+"""
+
+import json
+from typing import Any
+
+from verl.agents.tools.base import BaseTool, ToolArgumentError
+from verl.agents.tools.rate_limit import RateLimit
+from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.threads import run_in_thread
+from verl.config.reward import RequestsConfig
+from verl.rewards.json_client import JsonClient
+from verl.utils.errors import ConfigError, RewardError
+
+MAX_RETRIES = 10
+BACKOFF_S = 0.5
+_BETWEEN_QUERIES = "\n---\n"
+
+
+class SearchTool(BaseTool):
+    """Finds documents for a list of queries.
+
+    Config:
+        retrieval_service_url: where queries are posted; required.
+        topk: documents of a query; default 3.
+        timeout: seconds of one request; default 30.
+        num_workers, rate_limit: requests under way at once, at most; default 120 each.
+        enable_global_rate_limit: whether `rate_limit` holds; default true.
+        requests_per_s: requests that begin in a second, at most; default: no limit.
+
+    A lost connection and the statuses 429, 500, 502, 503 and 504 are tried again up to ten times,
+    with growing waits, until the deadline of the call.
+
+    Raises:
+        ConfigError: there is no address, or it is none.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None
+    ) -> None:
+        super().__init__(config, tool_schema)
+        url = config.get("retrieval_service_url")
+        if not url:
+            raise ConfigError(
+                f"The tool '{self.name}' needs config.retrieval_service_url, such as "
+                "http://127.0.0.1:8000/retrieve."
+            )
+        self._topk = int(config.get("topk", 3))
+        self._client = JsonClient(
+            url,
+            key=f"retrieval_service_url of the tool '{self.name}'",
+            max_concurrent=max_concurrent(config, default=120),
+            requests=RequestsConfig(
+                timeout_s=float(config.get("timeout", 30)),
+                max_retries=MAX_RETRIES,
+                backoff_s=BACKOFF_S,
+            ),
+        )
+        self._rate = RateLimit(config.get("requests_per_s"))
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        queries = {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "Queries, each of which is searched for.",
+        }
+        function = {
+            "name": "search",
+            "description": "Search for documents on the given queries.",
+            "parameters": {
+                "type": "object",
+                "properties": {"query_list": queries},
+                "required": ["query_list"],
+            },
+        }
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
+            {"type": "function", "function": function}
+        )
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Return the documents as JSON text, {"result": "Doc 1 (Title: ...) ..."}.
+
+        Raises:
+            ToolArgumentError: `query_list` is no list of texts.
+            RuntimeError: the service gave no answer.
+        """
+        queries = parameters.get("query_list")
+        if isinstance(queries, str):
+            queries = [queries]
+        if not queries or not isinstance(queries, list):
+            raise ToolArgumentError(f"'{self.name}' needs query_list, a list of strings")
+
+        found = await run_in_thread(self._search, [str(query) for query in queries])
+        texts = [_as_text(documents) for documents in found]
+        metrics = {
+            "query_count": len(queries),
+            "total_results": sum(len(documents) for documents in found),
+        }
+        result = json.dumps({"result": _BETWEEN_QUERIES.join(texts)}, ensure_ascii=False)
+        return ToolResponse(text=result), 0.0, metrics
+
+    def _search(self, queries: list[str]) -> list[list[Any]]:
+        self._rate.wait()
+        body = {"queries": queries, "topk": self._topk, "return_scores": True}
+        try:
+            found = self._client.post("", body).get("result")
+        except RewardError as error:
+            raise RuntimeError(f"the search failed: {error}") from error
+        if not isinstance(found, list) or not all(isinstance(each, list) for each in found):
+            raise RuntimeError("the search failed: the service answered no list of documents")
+        return found
+
+
+def max_concurrent(config: dict[str, Any], *, default: int) -> int:
+    """Return how many requests may be under way, by `num_workers` and verl's `rate_limit`."""
+    limits = [int(config.get("num_workers", default))]
+    if config.get("enable_global_rate_limit", True):
+        limits.append(int(config.get("rate_limit", default)))
+    return max(min(limits), 1)
+
+
+def _as_text(documents: list[Any]) -> str:
+    blocks = []
+    for number, entry in enumerate(documents, 1):
+        document = entry.get("document", entry) if isinstance(entry, dict) else entry
+        contents = document.get("contents", "") if isinstance(document, dict) else document
+        title, _, text = str(contents).partition("\n")
+        blocks.append(f"Doc {number} (Title: {title})\n{text}")
+    return "\n\n".join(blocks)

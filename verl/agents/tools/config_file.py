@@ -1,0 +1,259 @@
+"""Tools from the YAML file that `multi_turn.tool_config_path` names.
+
+tools:
+  - class_name: package.module.Class        # or path/to/file.py:Class
+    config: {type: native}                  # settings of the class and of its calls
+    tool_schema: {type: function, function: {...}}   # unless the class brings its own
+  - class_name: verl.tools.mcp_search_tool.MCPSearchTool
+    config: {type: mcp, rate_limit: 120}
+    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from verl.agents.tools.base import BaseTool, as_schema
+from verl.utils.errors import ConfigError, VerlError
+from verl.utils.imports import load_module
+from verl.utils.registry import nearest_names
+
+_KEYS = ("class_name", "config", "tool_schema", "mcp")
+OWN_PACKAGE = "verl."  # classes under it come with this package
+
+
+class ToolType(Enum):
+    """Kinds of entries: a class of Python, or the tools of MCP servers."""
+
+    NATIVE = "native"
+    MCP = "mcp"
+
+
+@dataclass
+class ToolEntry:
+    """One checked entry of a tool configuration.
+
+    `place` names file and entry, for errors; `number` counts from 1.
+    """
+
+    place: str
+    number: int
+    class_name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    tool_schema: dict[str, Any] | None = None
+    mcp: dict[str, Any] | None = None
+
+    @property
+    def isolation(self) -> str:
+        """Where its calls run: "process", or "thread" for a class of this package."""
+        default = "thread" if self.class_name.startswith(OWN_PACKAGE) else "process"
+        return self.config.get("isolation") or default
+
+
+def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool]:
+    """Return the tools of a YAML file, made in this process.
+
+    Raises:
+        ConfigError: the file, an entry or a key is wrong, or a class failed; the message names it.
+    """
+    return [tool for _, tool in build_tools(read_tool_config(tools_config_file))]
+
+
+def read_tool_config(path: str | Path) -> list[ToolEntry]:
+    """Return the entries of a YAML file. No class is imported.
+
+    Raises:
+        ConfigError: file, entry and key that are wrong.
+    """
+    content = _load_yaml(path)
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(
+            f"{path}: expected a list of tools under the key 'tools', got "
+            f"{type(entries).__name__}. Write: tools: [{{class_name: package.module.Class, "
+            "config: {type: native}, tool_schema: {...}}]"
+        )
+    return [_check_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
+
+
+def build_tools(entries: Sequence[ToolEntry]) -> list[tuple[int, BaseTool]]:
+    """Return (number of the entry, tool) for the tools of entries, in their order.
+
+    Raises:
+        ConfigError: a class is missing or failed, or two tools have the same name.
+    """
+    tools: list[tuple[int, BaseTool]] = []
+    places: dict[str, str] = {}
+    for entry in entries:
+        for tool in build_entry(entry):
+            if tool.name in places:
+                raise ConfigError(
+                    f"{entry.place}: the tool name '{tool.name}' is taken by "
+                    f"{places[tool.name]}. Give one of them another function.name."
+                )
+            places[tool.name] = entry.place
+            tools.append((entry.number, tool))
+    return tools
+
+
+def build_entry(entry: ToolEntry) -> list[BaseTool]:
+    """Return the tools of one entry: one, or those of its MCP servers."""
+    try:
+        tool_class = get_tool_class(entry.class_name)
+    except VerlError as error:
+        raise ConfigError(f"{entry.place}, class_name: {error}") from error
+
+    if entry.config.get("type", ToolType.NATIVE.value) == ToolType.MCP.value:
+        from verl.agents.tools.mcp import mcp_tools  # only where an entry asks for it
+
+        assert entry.mcp is not None
+        return mcp_tools(tool_class, entry.config, entry.mcp, place=entry.place)
+
+    schema = entry.tool_schema
+    try:
+        tool = tool_class(entry.config, None if schema is None else as_schema(schema))
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{entry.place}: {entry.class_name}(config, tool_schema) raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(tool, "execute") or not isinstance(getattr(tool, "name", None), str):
+        raise ConfigError(
+            f"{entry.place}, class_name: {entry.class_name} must be a subclass of "
+            "verl.agents.tools.BaseTool."
+        )
+    return [tool]
+
+
+def get_tool_class(cls_name: str) -> type[Any]:
+    """Return the class `package.module.Class`, or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: no such module or class.
+    """
+    file, colon, name = cls_name.rpartition(":")
+    module_name, dot, class_name = cls_name.rpartition(".")
+    if colon and file.endswith(".py"):
+        module = load_module(file)
+    elif dot:
+        module = _import(module_name)
+        name = class_name
+    else:
+        raise ConfigError(
+            f"expected package.module.Class or path/to/file.py:Class, got '{cls_name}'."
+        )
+
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise ConfigError(
+            f"'{cls_name}': the module has no '{name}'. Nearest names in it: "
+            f"{nearest_names(name, public)}."
+        ) from None
+    if not isinstance(found, type):
+        raise ConfigError(f"'{cls_name}' must be a class, it is a {type(found).__name__}.")
+    return found
+
+
+def _import(name: str) -> Any:
+    """Import a module; what its own code raises becomes a ConfigError."""
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"cannot import '{name}': {type(error).__name__}: {error}. Install it, or add its "
+            "folder to PYTHONPATH."
+        ) from error
+
+
+def _load_yaml(path: str | Path) -> Any:
+    from omegaconf import OmegaConf  # interpolations such as ${oc.env:HOME}, as in verl
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(
+            f"multi_turn.tool_config_path: expected a YAML file at '{path}', found none."
+        )
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except Exception as error:
+        raise ConfigError(f"{path} is not a YAML file of tools: {error}") from error
+
+
+def _check_entry(path: str | Path, number: int, entry: Any) -> ToolEntry:
+    place = f"{path}, tools entry {number}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{place}: expected keys {', '.join(_KEYS)}, got {entry!r}.")
+    for key in entry:
+        if key not in _KEYS:
+            raise ConfigError(
+                f"{place}: unknown key '{key}'. Nearest known: {nearest_names(key, list(_KEYS))}."
+            )
+
+    class_name = entry.get("class_name")
+    if not isinstance(class_name, str) or not class_name:
+        raise ConfigError(
+            f"{place}, class_name: expected a class such as package.module.Class, got "
+            f"{class_name!r}."
+        )
+    config = _mapping(place, entry, "config") or {}
+    checked = ToolEntry(
+        place=f"{place} ({class_name})",
+        number=number,
+        class_name=class_name,
+        config=config,
+        tool_schema=_mapping(place, entry, "tool_schema"),
+        mcp=_mapping(place, entry, "mcp"),
+    )
+    _check_config(checked)
+    return checked
+
+
+def _mapping(place: str, entry: dict[str, Any], key: str) -> dict[str, Any] | None:
+    value = entry.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{place}, {key}: expected a mapping, got {value!r}.")
+    return value
+
+
+def _check_config(entry: ToolEntry) -> None:
+    kinds = [kind.value for kind in ToolType]
+    kind = entry.config.get("type", ToolType.NATIVE.value)
+    if kind not in kinds:
+        raise ConfigError(
+            f"{entry.place}, config.type: expected one of {', '.join(kinds)}, got {kind!r}."
+        )
+    if kind == ToolType.MCP.value and not (entry.mcp or {}).get("mcp_servers_config_path"):
+        raise ConfigError(
+            f"{entry.place}, mcp.mcp_servers_config_path: config.type=mcp needs the JSON file of "
+            "its servers."
+        )
+    if entry.tool_schema is not None:
+        try:
+            as_schema(entry.tool_schema)
+        except ConfigError as error:
+            raise ConfigError(f"{entry.place}: {error}") from error
+    check_call_settings(entry.config, f"{entry.place}, config")
+
+
+def check_call_settings(config: dict[str, Any], place: str) -> None:
+    """Check the keys of a tool's `config` that decide how it is called.
+
+    Raises:
+        ConfigError: the key and its value.
+    """
+    isolation = config.get("isolation")
+    if isolation not in (None, "thread", "process"):
+        raise ConfigError(f"{place}.isolation: expected thread or process, got {isolation!r}.")
+    for key, least in (("timeout_s", None), ("retries", 0), ("retry_delay_s", 0)):
+        value = config.get(key)
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or (value <= 0 if least is None else value < least):
+            bound = "above 0" if least is None else f"at least {least}"
+            raise ConfigError(f"{place}.{key}: expected a number {bound}, got {value!r}.")

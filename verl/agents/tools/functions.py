@@ -1,0 +1,315 @@
+"""Tools from plain functions.
+
+    @function_tool
+    def add(a: int, b: int = 0) -> str:
+        '''Add two numbers.
+
+        Args:
+            a: the first number
+            b: the second number
+        '''
+        return str(a + b)
+
+The schema comes from signature and docstring. Arguments are checked against it, and converted. A
+function returns a text, a dict, a ToolResponse, or one of them with step reward and metrics. A
+parameter named `agent_data` is not part of the schema; it gets the data of the agent loop. A plain
+function runs in a thread, a coroutine function in the event loop of the tools.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from verl.agents.tools.base import BaseTool, ToolArgumentError, as_schema
+from verl.agents.tools.config_file import check_call_settings
+from verl.agents.tools.threads import run_in_thread
+from verl.utils.errors import ConfigError
+from verl.utils.imports import load_module
+
+_MARK = "_verl_function_tool"
+_AGENT_DATA = "agent_data"
+_ARGUMENT_SECTIONS = ("args", "arguments", "parameters")
+_SECTION = re.compile(r"^(\w[\w ]*):\s*$")
+_ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+
+
+class FunctionTool(BaseTool):
+    """A function that a model can call. It keeps nothing between calls.
+
+    Args:
+        name, description: instead of those of the function.
+        config: settings of its calls, see `verl.agents.tools.base`.
+
+    Raises:
+        ConfigError: no docstring, a parameter without annotation, or one that JSON has no name
+            for.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.function = function
+        self._arguments = _arguments_model(function)
+        schema = _schema(function, self._arguments, name, description)
+        super().__init__(dict(config or {}), as_schema(schema))
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], agent_data: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call the function with the model's arguments, and the row's `execute_kwargs`.
+
+        Raises:
+            ToolArgumentError: the arguments do not fit the signature.
+        """
+        arguments = self._check({**parameters, **kwargs})
+        if _AGENT_DATA in inspect.signature(self.function).parameters:
+            arguments[_AGENT_DATA] = agent_data
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+
+        value = await run_in_thread(self.function, **arguments)
+        return await value if inspect.isawaitable(value) else value
+
+    def _check(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        try:
+            checked = self._arguments.model_validate(parameters)
+        except ValidationError as error:
+            problems = [_describe(problem) for problem in error.errors()]
+            raise ToolArgumentError(
+                f"the arguments of '{self.name}' do not fit: {'; '.join(problems[:5])}"
+            ) from None
+        fields = type(checked).model_fields
+        return {field.alias or name: getattr(checked, name) for name, field in fields.items()}
+
+
+def function_tool(
+    function: Any = None,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    **config: Any,
+) -> Any:
+    """Mark a function as a tool: `@function_tool`, or `@function_tool(timeout_s=5)`.
+
+    The function stays as it is. Marking does nothing by itself: name its file in
+    `multi_turn.function_tool_path`, or give the function to `ToolSet.from_config(tools=...)`.
+
+    Args:
+        config: settings of its calls, such as `isolation`, `timeout_s` and `retries`.
+    """
+    if isinstance(function, str):  # @function_tool("name")
+        name, function = function, None
+    settings = {"name": name, "description": description, "config": config}
+
+    def mark(marked: Any) -> Any:
+        setattr(marked, _MARK, settings)
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+def as_tool(value: Any) -> BaseTool:
+    """Return a tool for a tool or a function.
+
+    Raises:
+        ConfigError: it is neither, or cannot be one.
+    """
+    if isinstance(value, BaseTool):
+        return value
+    if not callable(value):
+        raise ConfigError(f"A tool must be a BaseTool or a function, got {type(value).__name__}.")
+    settings = getattr(value, _MARK, {})
+    config = settings.get("config", {})
+    tool = FunctionTool(value, **settings)
+    check_call_settings(config, f"@function_tool of '{tool.name}'")
+    return tool
+
+
+def load_function_tools(path: str) -> list[BaseTool]:
+    """Return the tools of a Python file, in the order of the file.
+
+    These are the functions that `@function_tool` marks; in a file without a mark, all public
+    functions that it defines.
+
+    Raises:
+        ConfigError: the file fails, has no function, or two of its tools have one name.
+    """
+    module = load_module(path)
+    functions = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    marked = [function for function in functions if hasattr(function, _MARK)]
+    public = [function for function in functions if not function.__name__.startswith("_")]
+    chosen = marked or public
+    if not chosen:
+        raise ConfigError(
+            f"multi_turn.function_tool_path: '{path}' defines no function. Write one with "
+            "@function_tool (verl.agents.tools)."
+        )
+
+    tools = []
+    for function in dict.fromkeys(chosen):
+        try:
+            tools.append(as_tool(function))
+        except ConfigError as error:
+            raise ConfigError(f"'{path}': {error}") from error
+    check_names(tools, f"'{path}'")
+    return tools
+
+
+def check_names(tools: Sequence[BaseTool], place: str) -> None:
+    """Raise ConfigError if two tools have one name."""
+    seen: set[str] = set()
+    for tool in tools:
+        if tool.name in seen:
+            raise ConfigError(
+                f"{place}: two tools are named '{tool.name}'. Give one of them another name."
+            )
+        seen.add(tool.name)
+
+
+def _arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
+    """Return a model of the arguments, which checks and converts them."""
+    label = f"the tool function '{_name(function)}'"
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:
+        raise ConfigError(f"{label}: an annotation cannot be read: {error}.") from error
+
+    descriptions = read_docstring(inspect.getdoc(function) or "")[1]
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == _AGENT_DATA:
+            continue
+        _check_parameter(label, parameter, hints)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        settings: dict[str, Any] = {}
+        if parameter.name in descriptions:
+            settings["description"] = descriptions[parameter.name]
+        # Under an alias: names such as `schema` or `_x` would clash with the model's own.
+        described = Field(default, alias=parameter.name, **settings)
+        fields[f"argument_{len(fields)}"] = (hints[parameter.name], described)
+
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    return create_model(_name(function), __config__=config, **fields)
+
+
+def _check_parameter(label: str, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> None:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise ConfigError(f"{label} has '{parameter}'. Name each parameter, with its type.")
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise ConfigError(f"{label}: '{parameter.name}' must be allowed as a keyword.")
+    if parameter.name not in hints:
+        raise ConfigError(
+            f"{label}: the parameter '{parameter.name}' has no type. Annotate it, such as "
+            f"{parameter.name}: str."
+        )
+
+
+def _schema(
+    function: Callable[..., Any],
+    arguments: type[BaseModel],
+    name: str | None,
+    description: str | None,
+) -> dict[str, Any]:
+    described = description or read_docstring(inspect.getdoc(function) or "")[0]
+    if not described:
+        raise ConfigError(
+            f"the tool function '{_name(function)}' has no docstring. Write one: the model reads "
+            "it."
+        )
+    try:
+        parameters = _simple(arguments.model_json_schema())
+    except Exception as error:
+        raise ConfigError(
+            f"the tool function '{_name(function)}' has a parameter that JSON cannot hold: {error}"
+        ) from error
+
+    parameters.pop("additionalProperties", None)
+    parameters.setdefault("properties", {})
+    parameters.setdefault("required", [])
+    function_schema = {
+        "name": name or _name(function),
+        "description": described,
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function_schema}
+
+
+def _simple(schema: Any) -> Any:
+    """Return a JSON schema without titles, and without null as an alternative to one type."""
+    if isinstance(schema, list):
+        return [_simple(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+
+    simple = {}
+    for key, value in schema.items():
+        if key == "properties":
+            simple[key] = {name: _simple(entry) for name, entry in value.items()}
+        elif key == "default":
+            if value is not None:
+                simple[key] = value
+        elif key != "title":
+            simple[key] = _simple(value)
+
+    others = [entry for entry in simple.get("anyOf", []) if entry != {"type": "null"}]
+    if len(others) == 1:
+        del simple["anyOf"]
+        simple = {**others[0], **simple}
+    return simple
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return the description of a Google docstring, and that of each argument.
+
+    The description is the text before the first section.
+    """
+    description: list[str] = []
+    argument_lines: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        header = _SECTION.match(line)
+        if header:
+            section = header.group(1).lower()
+        elif not section:
+            description.append(line)
+        elif section in _ARGUMENT_SECTIONS and line.strip():
+            argument_lines.append(line)
+    return "\n".join(description).strip(), _read_arguments(argument_lines)
+
+
+def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
+    """Return {name: description}. Lines that are indented further go on with the one before."""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    first_indent = min(indents, default=0)
+    arguments: dict[str, str] = {}
+    current = ""
+    for line, indent in zip(lines, indents):
+        found = _ARGUMENT.match(line.strip())
+        if found and indent == first_indent:
+            current = found.group(1)
+            arguments[current] = found.group(2)
+        elif current:
+            arguments[current] = f"{arguments[current]} {line.strip()}".strip()
+    return arguments
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    return f"{place}: {problem['msg']}"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,319 @@
+"""Connections to MCP servers, of the JSON file that a tool configuration names.
+
+    {"mcpServers": {"files": {"command": "npx", "args": ["-y", "server"], "env": {"KEY": "..."}},
+                    "web": {"url": "https://host/mcp", "auth_token": "..."}}}
+
+A server with `command` is started and spoken to over its standard streams; one with `url` over
+streamable HTTP. All connections live in an event loop of their own, whatever loop uses them.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.agents.tools.rate_limit import RateLimit
+from verl.agents.tools.threads import LoopThread
+from verl.utils.errors import ConfigError, DataError
+from verl.utils.imports import require
+from verl.utils.registry import nearest_names
+
+START_TIMEOUT_S = 60.0
+INSTALL = "pip install 'verl[mcp]'"
+_SERVER_KEYS = {"url", "auth_token", "headers", "command", "args", "env", "cwd"}
+# What newer files add for other programs, which has no meaning here.
+_IGNORED_KEYS = {"type", "transport", "disabled", "autoApprove", "timeout", "description"}
+
+
+class McpToolError(RuntimeError):
+    """A server answered that a call failed."""
+
+
+class MCPClientManager:
+    """Connections to servers, opened when they are first used and again after they were lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: LoopThread | None = None
+        self._servers: dict[tuple[str, str], _Server] = {}  # by file and name
+        self._homes: dict[str, _Server] = {}  # by tool
+        self._rates: dict[str, RateLimit] = {}  # by tool
+
+    async def initialize(self, config_path: str | Path, rate_limit: float = 10.0) -> None:
+        """Connect to the servers of a file.
+
+        Args:
+            rate_limit: calls that begin in a second, at most.
+
+        Raises:
+            ConfigError: the file is wrong, or a server cannot be reached.
+        """
+        await asyncio.wrap_future(self._submit_connect(config_path, rate_limit))
+
+    async def fetch_tool_schemas(
+        self, tool_selected_list: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the schemas of all tools, or of those that are named, as plain values.
+
+        Raises:
+            ConfigError: no server has one of the names.
+        """
+        known = {name: server.schemas[name] for name, server in self._homes.items()}
+        return list(_select(known, tool_selected_list).values())
+
+    async def call_tool(
+        self, tool_name: str, parameters: dict[str, Any], timeout: float | None = None
+    ) -> Any:
+        """Make a call and return the server's result, with `content` and `is_error`.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            McpToolError: no answer in time, or no connection.
+            DataError: no server has the tool.
+        """
+        server = self._homes.get(tool_name)
+        if server is None:
+            raise DataError(
+                f"No MCP server has the tool '{tool_name}'. Nearest known: "
+                f"{nearest_names(tool_name, list(self._homes))}."
+            )
+        await asyncio.sleep(self._rates[tool_name].reserve())
+        call = server.call(tool_name, parameters, timeout)
+        return await asyncio.wrap_future(self._running().submit(call))
+
+    def connect(
+        self, config_path: str | Path, rate_limit: float, selected: Sequence[str] | None
+    ) -> list[dict[str, Any]]:
+        """Connect to the servers of a file and return the schemas of their tools. Waits.
+
+        Raises:
+            ConfigError: as `initialize` and `fetch_tool_schemas`; or two servers have one tool.
+        """
+        servers = self._submit_connect(config_path, rate_limit).result()
+        schemas: dict[str, dict[str, Any]] = {}
+        for server in servers:
+            schemas |= server.schemas
+        return list(_select(schemas, selected).values())
+
+    def close(self) -> None:
+        """End all connections, and the servers that were started. The next use opens them again."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        for server in self._servers.values():
+            with contextlib.suppress(concurrent.futures.TimeoutError):  # it is ended all the same
+                loop.submit(server.disconnect()).result(timeout=10)
+        loop.close()
+
+    def _running(self) -> LoopThread:
+        with self._lock:
+            if self._loop is None:
+                self._loop = LoopThread("verl-mcp")
+            return self._loop
+
+    def _submit_connect(
+        self, config_path: str | Path, rate_limit: float
+    ) -> "concurrent.futures.Future[list[_Server]]":
+        require("mcp", "A tool of an MCP server", INSTALL)
+        configs = read_servers(config_path)
+        return self._running().submit(self._connect_all(str(config_path), configs, rate_limit))
+
+    async def _connect_all(
+        self, path: str, configs: dict[str, dict[str, Any]], rate_limit: float
+    ) -> "list[_Server]":
+        servers = []
+        for name, config in configs.items():
+            server = self._servers.get((path, name))
+            if server is None or server.config != config:
+                server = self._servers[path, name] = _Server(f"{path}, {name}", config)
+            servers.append(server)
+        await asyncio.gather(*(server.connect() for server in servers))
+
+        rate = RateLimit(rate_limit)
+        for server in servers:
+            for tool in server.schemas:
+                if self._homes.setdefault(tool, server) is not server:
+                    raise ConfigError(
+                        f"{server.place}: another server has a tool '{tool}' as well "
+                        f"({self._homes[tool].place}). Configure one of them."
+                    )
+                self._rates[tool] = rate
+        return servers
+
+
+class _Server:
+    """One server and its connection. Used from one event loop."""
+
+    def __init__(self, place: str, config: dict[str, Any]) -> None:
+        self.place = place
+        self.schemas: dict[str, dict[str, Any]] = {}
+        self.config = config
+        self._client: Any = None
+        self._closing: asyncio.Event | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def connect(self) -> None:
+        """Open the connection unless it is, and read which tools the server has."""
+        async with self._connecting:
+            if self._client is not None:
+                return
+            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._closing = asyncio.Event()
+            # The client must be closed by the task that opened it.
+            self._serving = asyncio.ensure_future(self._serve(ready, self._closing))
+            try:
+                self._client = await asyncio.wait_for(ready, START_TIMEOUT_S)
+            except Exception as error:
+                self._closing.set()
+                raise ConfigError(
+                    f"{self.place}: the MCP server cannot be reached: {_cause(error)}. Start it, "
+                    "or correct its entry."
+                ) from error
+
+    async def disconnect(self) -> None:
+        """Close the connection."""
+        self._client = None
+        if self._closing is not None and self._serving is not None:
+            self._closing.set()
+            await asyncio.wait({self._serving}, timeout=5)
+
+    async def call(self, tool: str, parameters: dict[str, Any], timeout: float | None) -> Any:
+        """Make a call; one that finds the connection lost is made once more."""
+        for is_last in (False, True):
+            await self.connect()
+            client = self._client
+            try:
+                return await client.call_tool(tool, parameters, read_timeout_seconds=timeout)
+            except Exception as error:
+                if is_last or not _is_lost(error):
+                    raise McpToolError(_cause(error)) from error
+                if self._client is client:
+                    await self.disconnect()
+        raise AssertionError("the loop above returns or raises")
+
+    async def _serve(self, ready: "asyncio.Future[Any]", closing: asyncio.Event) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                client = await stack.enter_async_context(self._open(stack))
+                self.schemas = await _read_schemas(client)
+                if not ready.done():
+                    ready.set_result(client)
+                await closing.wait()
+        except Exception as error:  # noqa: BLE001  (`connect` raises it)
+            if not ready.done():
+                ready.set_exception(error)
+
+    def _open(self, stack: contextlib.AsyncExitStack) -> Any:
+        mcp = require("mcp", "A tool of an MCP server", INSTALL)
+        config = self.config
+        if "command" in config:
+            parameters = mcp.StdioServerParameters(
+                command=config["command"],
+                args=config.get("args", []),
+                env=config.get("env"),
+                cwd=config.get("cwd"),
+            )
+            return mcp.Client(parameters)
+
+        headers = dict(config.get("headers") or {})
+        if config.get("auth_token"):
+            headers["Authorization"] = f"Bearer {config['auth_token']}"
+        if not headers:
+            return mcp.Client(config["url"])
+
+        http = require("mcp.client.streamable_http", "A tool of an MCP server", INSTALL)
+        client = http.create_mcp_http_client(headers=headers)
+        stack.push_async_callback(client.aclose)
+        return mcp.Client(http.streamable_http_client(config["url"], http_client=client))
+
+
+def read_servers(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return {name: settings} of the servers in a JSON file.
+
+    Raises:
+        ConfigError: the file, an entry or a key is wrong.
+    """
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"mcp.mcp_servers_config_path: '{path}' is not a JSON file of MCP servers: {error}."
+        ) from error
+
+    servers = content.get("mcpServers") if isinstance(content, dict) else None
+    if not isinstance(servers, dict) or not servers:
+        raise ConfigError(
+            f"'{path}': expected servers under the key 'mcpServers': {{name: {{url: ...}}}} or "
+            "{name: {command: ..., args: [...]}}."
+        )
+    for name, config in servers.items():
+        if not isinstance(config, dict) or ("url" in config) == ("command" in config):
+            raise ConfigError(f"'{path}', server '{name}': expected one of 'url' and 'command'.")
+        for key in config:
+            if key not in _SERVER_KEYS | _IGNORED_KEYS:
+                raise ConfigError(
+                    f"'{path}', server '{name}': unknown key '{key}'. Nearest known: "
+                    f"{nearest_names(key, sorted(_SERVER_KEYS))}."
+                )
+    return servers
+
+
+async def _read_schemas(client: Any) -> dict[str, dict[str, Any]]:
+    """Return {tool: schema} of a server, all pages of its list."""
+    schemas: dict[str, dict[str, Any]] = {}
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            function = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            schemas[tool.name] = {"type": "function", "function": function}
+        cursor = page.next_cursor
+        if not cursor:
+            return schemas
+
+
+def _select(
+    schemas: dict[str, dict[str, Any]], selected: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+    if selected is None:
+        return schemas
+    for name in selected:
+        if name not in schemas:
+            raise ConfigError(
+                f"mcp.tool_selected_list names '{name}', which no server of the file has. Nearest "
+                f"known: {nearest_names(name, list(schemas))}."
+            )
+    return {name: schemas[name] for name in selected}
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a call failed because the connection was lost, not by the server's answer."""
+    types = require("mcp_types", "A tool of an MCP server", INSTALL)
+    anyio = require("anyio", "A tool of an MCP server", INSTALL)
+    answer = getattr(error, "error", None)
+    if getattr(answer, "code", None) == types.CONNECTION_CLOSED:
+        return True
+    return isinstance(error, (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError))
+
+
+def _cause(error: BaseException) -> str:
+    """Return the text of an error, or of the first one in a group of errors."""
+    while isinstance(getattr(error, "exceptions", None), Sequence):
+        error = error.exceptions[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+# Connections that a program of the user's makes itself; an entry of a configuration has its own.
+ClientManager = MCPClientManager()

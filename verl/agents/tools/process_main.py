@@ -1,0 +1,95 @@
+"""The helper process of `verl.agents.tools.processes`: makes the tools, then answers calls."""
+
+import asyncio
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from verl.utils.errors import ConfigError, sendable
+
+
+def main() -> None:
+    """Answer calls until the parent closes the connection, also by being killed."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    watch = threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True)
+    watch.start()
+    asyncio.run(_serve(connection))
+
+
+def _end_with_parent(connection: int) -> None:
+    """Wait until the parent is gone; then end this process and all that its tools have started."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)  # the process leads a session of its own
+
+
+async def _serve(connection: socket.socket) -> None:
+    from verl.agents.tools.host import LocalHost
+    from verl.agents.tools.processes import pack_frame, read_frame
+
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    first = pickle.loads((await read_frame(reader))[1])
+    sys.path[:] = first["path"]
+    try:
+        tools = await asyncio.to_thread(_make_tools, first)
+        host = LocalHost(tools, in_process=True)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a user's file; the parent raises it)
+        writer.write(pack_frame(0, _sendable(error)))
+        await writer.drain()
+        return
+
+    writer.write(pack_frame(0, host.facts))
+    tasks: dict[int, asyncio.Task[None]] = {}
+    while True:
+        try:
+            number, body = await read_frame(reader)
+        except (EOFError, OSError):
+            return
+        work = pickle.loads(body)
+        if work is None:
+            if number in tasks:
+                tasks[number].cancel()
+            continue
+        tasks[number] = asyncio.ensure_future(_answer(host, writer, number, work))
+        tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))
+
+
+async def _answer(host: Any, writer: asyncio.StreamWriter, number: int, work: Any) -> None:
+    """Make a call and send its outcome."""
+    from verl.agents.tools.host import Done
+    from verl.agents.tools.processes import pack_frame
+
+    done = await host.perform(host, work)
+    try:
+        frame = pack_frame(number, (done, host.is_worn))
+    except Exception as error:  # noqa: BLE001  (images of a user's class)
+        text = f"Error: the answer cannot be sent from its process: {error}"
+        failure = Done("error", text=work.limit.cut(text))
+        frame = pack_frame(number, (failure, host.is_worn))
+    writer.write(frame)
+
+
+def _make_tools(first: dict[str, Any]) -> list[Any]:
+    """Return ((kind, position), tool) for all tools of this process."""
+    from verl.agents.tools.homes import ordered_tools
+
+    return ordered_tools(first["entries"], first["function_path"])
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """Return the error, or a ConfigError with its text where it does not survive the way."""
+    sent = sendable(error)
+    if isinstance(sent, Exception):
+        return sent
+    return ConfigError(f"Making the tools raised {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

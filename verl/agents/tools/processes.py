@@ -1,0 +1,336 @@
+"""Tools in helper processes, each of which serves many trajectories.
+
+A trajectory stays with its process, where its instances are. Calls and answers are numbered, so
+that many are under way at once. A process that dies, or does not answer in time, is replaced: its
+calls end as "crashed", and its trajectories make their instances anew in another one.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from verl.agents.tools.config_file import ToolEntry
+from verl.agents.tools.host import Done, ToolFacts, Work, late_text
+from verl.rewards.helper import PACKAGE_ROOT, START_TIMEOUT_S
+from verl.rewards.texts import describe_error
+from verl.utils.errors import VerlError
+from verl.utils.logging import logger
+
+# How much longer than its deadline a call may take before its process counts as hanging.
+GRACE_S = 5.0
+NUM_PROCESSES = 4
+EPISODES_PER_PROCESS = 8  # before another process starts
+MAX_FRAME_BYTES = 64 * 1024**2
+_HEADER = struct.Struct(">QQ")
+
+
+class ToolProcessError(VerlError, RuntimeError):
+    """A helper process of tools did not start."""
+
+
+class ProcessHost:
+    """Tools of a user, in up to `num_processes` processes.
+
+    Args:
+        entries: tools by class.
+        function_path: file of function tools, or None.
+
+    Raises:
+        VerlError: the first process raised it when it made the tools.
+        ToolProcessError: it ended, or was late.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[ToolEntry],
+        function_path: str | None,
+        *,
+        num_processes: int = NUM_PROCESSES,
+    ) -> None:
+        self._first = {
+            "path": sys.path,
+            "entries": list(entries),
+            "function_path": function_path,
+        }
+        self._num_processes = num_processes
+        self._processes: list[ToolProcess] = []
+        self._seats: dict[str, ToolProcess] = {}  # by episode
+        self._alive: set[subprocess.Popen[bytes]] = set()
+        self._end = weakref.finalize(self, _kill_all, self._alive)  # at exit too
+        self.facts: Sequence[ToolFacts] = ()
+
+    async def start(self) -> None:
+        """Start the first process and learn which tools it has."""
+        process = self._add_process()
+        await process.until_ready()
+        self.facts = process.facts
+
+    async def place(self, episode: str) -> "ToolProcess":
+        seat = self._seats.get(episode)
+        if seat is None or seat.is_over:
+            seat = self._choose()
+            self._seats[episode] = seat
+            seat.episodes += 1
+        await seat.until_ready()
+        return seat
+
+    async def perform(self, place: "ToolProcess", work: Work) -> Done:
+        return await place.perform(work)
+
+    def leave(self, episode: str) -> None:
+        seat = self._seats.pop(episode, None)
+        if seat is None:
+            return
+        seat.episodes -= 1
+        if seat.is_worn and seat.episodes == 0:
+            seat.kill("too many of its threads hang")
+
+    def close(self) -> None:
+        for process in list(self._processes):
+            process.kill(None)
+        self._end()
+
+    def _choose(self) -> "ToolProcess":
+        """Return the process with the fewest trajectories; start one where all have many."""
+        fit = [process for process in self._processes if not process.is_worn]
+        room = len(fit) < self._num_processes
+        ready = [process for process in fit if process.is_ready]
+        least = min(ready or fit, key=lambda process: process.episodes, default=None)
+        if least is None or (room and least.episodes >= EPISODES_PER_PROCESS):
+            started = self._add_process()
+            return least if least is not None and least.is_ready else started
+        return least
+
+    def _add_process(self) -> "ToolProcess":
+        process = ToolProcess(self._first, self._alive, self._replace)
+        self._processes.append(process)
+        return process
+
+    def _replace(self, process: "ToolProcess") -> None:
+        """Start another process for one that has ended with trajectories."""
+        self._processes.remove(process)
+        if process.reason is not None and process.was_ready:
+            self._add_process()
+
+
+class ToolProcess:
+    """One process, and the calls that it has under way."""
+
+    def __init__(self, first: dict[str, Any], alive: set[Any], on_end: Any) -> None:
+        self.episodes = 0
+        self.facts: Sequence[ToolFacts] = ()
+        self.is_over = False
+        self.was_ready = False
+        self.is_worn = False  # no new trajectories
+        self.reason: str | None = None
+        self._on_end = on_end
+        self._alive = alive
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._number = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._serving = asyncio.ensure_future(self._serve(first))
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has made its tools and lives."""
+        return self.was_ready and not self.is_over
+
+    async def until_ready(self) -> None:
+        """Wait until it has made its tools.
+
+        Raises:
+            VerlError: it raised that instead.
+            ToolProcessError: it ended, or was late.
+        """
+        await asyncio.wait({self._started})
+        self._started.result()
+
+    async def perform(self, work: Work) -> Done:
+        """Make a call and wait for its answer. A process that does not answer is ended."""
+        if self.is_over or self._writer is None:
+            return self._lost(work)
+        try:
+            frame = pack_frame(self._next_number(), work)
+        except Exception as error:  # noqa: BLE001  (whatever the row or the agent's data hold)
+            text = f"Error: the arguments cannot be sent to a process: {describe_error(error)}"
+            return Done("error", text=text)
+
+        number = self._number
+        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        self._writer.write(frame)
+        try:
+            await asyncio.wait({answer}, timeout=work.timeout_s + GRACE_S)
+            if answer.done():
+                return answer.result()
+            self._pending.pop(number, None)
+            self.kill(f"it did not answer a call of '{work.tool}'")
+            return Done("timeout", text=late_text(work))
+        except asyncio.CancelledError:
+            if not self.is_over:
+                self._writer.write(pack_frame(number, None))
+            raise
+        finally:
+            self._pending.pop(number, None)
+
+    def kill(self, reason: str | None) -> None:
+        """End the process and all that it has started. Its calls end as crashed."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.reason = reason
+        if self._process is not None:
+            _kill(self._process)
+        if self._writer is not None:
+            self._writer.close()
+
+        lost, self._pending = self._pending, {}
+        for answer in lost.values():
+            if not answer.done():
+                answer.set_result(Done("crashed", text="Error: the tool stopped unexpectedly"))
+        if reason is not None and self.was_ready:
+            logger.warning(
+                "A process of tools was replaced: %s. Calls lost: %d; trajectories with instances "
+                "in it: %d.",
+                reason,
+                len(lost),
+                self.episodes,
+            )
+        self._serving.cancel()
+        self._on_end(self)
+        self._fail_start(ToolProcessError(f"A process of tools was ended: {reason or 'closed'}."))
+
+    async def _serve(self, first: dict[str, Any]) -> None:
+        """Start the process, then take its answers until it ends."""
+        try:
+            reader = await self._open(first)
+            _, greeting = await asyncio.wait_for(read_frame(reader), START_TIMEOUT_S)
+            self._greet(pickle.loads(greeting))
+            while not self.is_over:
+                self._take_answer(*await read_frame(reader))
+        except asyncio.TimeoutError:
+            self.kill(f"it did not start within {START_TIMEOUT_S:g} s")
+        except (EOFError, OSError) as error:
+            self.kill(self._cause_of_death(error))
+        finally:
+            if self._process is not None:
+                _kill(self._process)
+                self._alive.discard(self._process)
+
+    def _greet(self, greeting: Any) -> None:
+        """Take the facts about the tools, or the error that making them raised."""
+        if isinstance(greeting, BaseException):
+            self._fail_start(greeting)
+            self.kill("its tools cannot be made")
+            return
+        self.facts = greeting
+        self.was_ready = True
+        self._started.set_result(None)
+
+    def _take_answer(self, number: int, body: bytes) -> None:
+        answer = self._pending.pop(number, None)
+        if answer is None or answer.done():
+            return
+        try:
+            done, is_worn = pickle.loads(body)
+        except Exception as error:  # noqa: BLE001  (images of a user's class)
+            text = f"Error: the answer cannot be read here: {describe_error(error)}"
+            answer.set_result(Done("error", text=text))
+            return
+        self.is_worn = self.is_worn or is_worn
+        answer.set_result(done)
+        if done.kind == "crashed":  # the process lives, but can run no coroutine any more
+            self.kill("calls block all its event loops")
+
+    async def _open(self, first: dict[str, Any]) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = _start(theirs)
+        self._alive.add(self._process)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._writer.write(pack_frame(0, first))
+        return reader
+
+    def _cause_of_death(self, error: Exception) -> str:
+        assert self._process is not None or isinstance(error, OSError)
+        if self._process is None or not isinstance(error, (EOFError, ConnectionError)):
+            return describe_error(error)
+        _kill(self._process)
+        return f"it ended with exit code {self._process.returncode} (negative: a signal)"
+
+    def _fail_start(self, error: BaseException) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)
+            self._started.exception()  # seen, also where no trajectory waits for it
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _lost(self, work: Work) -> Done:
+        return Done("crashed", text=f"Error: the tool '{work.tool}' stopped unexpectedly")
+
+
+def pack_frame(number: int, value: Any) -> bytes:
+    """Return a pickled value with its length and a number in front.
+
+    Raises:
+        ValueError: more than MAX_FRAME_BYTES.
+    """
+    body = pickle.dumps(value)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"{len(body) / 1024**2:.0f} MiB, at most {MAX_FRAME_BYTES // 1024**2} can be sent"
+        )
+    return _HEADER.pack(len(body), number) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Return number and pickled value of the next frame.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    length, number = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return number, await reader.readexactly(length)
+
+
+def _start(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    paths = [PACKAGE_ROOT]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl.agents.tools.process_main", str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # prints of tools go to stderr
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C is for the trainer
+    )
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process with its session, and wait for it."""
+    if process.returncode is not None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+    process.wait()
+
+
+def _kill_all(alive: "set[subprocess.Popen[bytes]]") -> None:
+    for process in list(alive):
+        _kill(process)
+    alive.clear()

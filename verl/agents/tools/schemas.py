@@ -1,0 +1,104 @@
+"""Schemas of tools and of the calls that a model makes, as verl names them.
+
+Keys that no field declares (`items` of an array, nested objects) are kept and reach the prompt.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIFunctionPropertySchema(_Schema):
+    """One parameter. `type` is absent where the schema says `anyOf` instead."""
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(_Schema):
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = {}
+    required: list[str] = []
+
+
+class OpenAIFunctionSchema(_Schema):
+    name: str
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(_Schema):
+    """A tool as OpenAI-style chat templates print it."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+    def for_prompt(self) -> dict[str, Any]:
+        """Return the plain values that a chat template prints: only keys that were given."""
+        return self.model_dump(exclude_unset=True, exclude_none=True)
+
+
+class OpenAIFunctionParsedSchema(_Schema):
+    """A call as a parser finds it. `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(_Schema):
+    """A call with decoded arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> "tuple[OpenAIFunctionCallSchema, bool]":
+        """Return the decoded call, and whether decoding failed.
+
+        Text that is not a JSON object counts as a failure and gives a call without arguments.
+        """
+        try:
+            arguments = json.loads(parsed_schema.arguments)
+        except ValueError:
+            arguments = None
+
+        failed = not isinstance(arguments, dict)
+        call = OpenAIFunctionCallSchema(
+            name=parsed_schema.name, arguments={} if failed else arguments
+        )
+        return call, failed
+
+
+class OpenAIFunctionToolCall(_Schema):
+    """A call with its identifier, as an assistant message holds it."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionCallSchema
+
+
+class ToolResponse(BaseModel):
+    """Answer of a tool: text, images, videos, or several of them."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def is_empty(self) -> bool:
+        """Whether there is no text, no image and no video."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """Whether there is text, and no image or video."""
+        return bool(self.text) and not (self.image or self.video)

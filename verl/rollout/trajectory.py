@@ -1,0 +1,72 @@
+"""A trajectory: the tokens of one episode with the source of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MODEL = "model"  # drawn by the engine: the only tokens that are trained on
+SOURCES = (MODEL, "tool", "user", "template")
+
+
+@dataclass(kw_only=True)
+class Segment:
+    """Consecutive tokens of one source.
+
+    Args:
+        source: one of `SOURCES`. "template" is text that a chat template puts between turns.
+        token_ids: the tokens, as the model saw or drew them.
+        log_probs: one for each token of the model; None for other sources.
+        version: number of the weights that drew the tokens.
+        turn: number of the model's turn within its episode, from 0.
+        is_trained: whether the model's tokens are learned from.
+    """
+
+    source: str
+    token_ids: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    version: int = 0
+    turn: int = 0
+    is_trained: bool = True
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the engine drew these tokens."""
+        return self.source == MODEL
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """A prompt and the segments that follow it. One row of a batch.
+
+    An episode has several of them where its context was rewritten between two turns, or where
+    several agents took part.
+
+    Args:
+        row: number of the sample in the whole batch: prompt number * n + sample of the prompt.
+        prompt_ids: the tokens before the first segment.
+        segments: at least one of the model.
+        part: number of this trajectory among those of its episode.
+        reward: score of the episode, from the agent loop; None: the reward function gives it.
+        turn_rewards: reward of single turns, by the number of the turn.
+        num_turns: messages of the conversation, the prompt counted as one.
+        is_dropped: whether the episode failed, so that nothing is learned from it.
+        extra: what the reward function gets in `extra_info` in addition to the row's own.
+    """
+
+    row: int
+    prompt_ids: Sequence[int]
+    segments: list[Segment]
+    part: int = 0
+    reward: float | None = None
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    num_turns: int = 2
+    is_dropped: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def response_ids(self) -> list[int]:
+        """All tokens after the prompt."""
+        ids: list[int] = []
+        for segment in self.segments:
+            ids += segment.token_ids
+        return ids
