@@ -32,13 +32,14 @@ class CalculatorEnvironment:
     async def reset(
         self, question: str | None = None, ground_truth: Any = None, **row: Any
     ) -> Observation:
-        """Ask `question`, of the row or its `extra_info`.
+        """Ask `question`, of the row or its `extra_info`, unless the row's prompt has asked.
 
         Raises ValueError for a row without question or right answer.
         """
         truth = (row.get("reward_model") or {}).get("ground_truth", ground_truth)
         question = question or (row.get("extra_info") or {}).get("question")
-        if question is None or truth is None:
+        is_asked = bool(row.get("raw_prompt"))
+        if truth is None or (question is None and not is_asked):
             raise ValueError(
                 "The calculator environment needs a question and a ground_truth (or "
                 "extra_info.question and reward_model.ground_truth) in every row."
@@ -46,7 +47,7 @@ class CalculatorEnvironment:
         self.turns = 0
         self.calls = 0
         self.truth = str(truth)
-        return Observation([user_message(question)])
+        return Observation([] if is_asked else [user_message(str(question))])
 
     async def step(self, action: str) -> Observation:
         """Answer the calls of a turn, or end the episode."""
