@@ -7,7 +7,7 @@ a call. Pretraining ends before the model copies without mistakes, so that reinf
 has something to improve.
 
 Run `python examples/toy/make_calculator.py`. One thread and a fixed seed give the same result on
-the same machine; it takes about four minutes on one CPU core.
+the same machine; it takes about five minutes on one CPU core.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def _texts_for_tokens() -> list[str]:
 
 
 def make_model() -> LlamaForCausalLM:
-    """An untrained Llama of 0.32 million parameters."""
+    """An untrained Llama of 0.31 million parameters."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=96,
