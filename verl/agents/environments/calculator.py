@@ -1,14 +1,12 @@
 """The calculator task as an environment: the tool is called inside the world, without a tool loop."""
 
-import json
-import re
 from typing import Any
 
 from verl.agents.environments.base import Observation, environments, user_message
+from verl.agents.formats.base import ToolCall
+from verl.agents.formats.hermes import HermesFormat
 from verl.agents.tools.calculator import calculator
 from verl.rewards.builtin.calculator import score
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @environments.register("calculator")
@@ -52,7 +50,7 @@ class CalculatorEnvironment:
     async def step(self, action: str) -> Observation:
         """Answer the calls of a turn, or end the episode."""
         self.turns += 1
-        calls = _CALL.findall(action)
+        calls = HermesFormat().parse(action, ()).calls
         self.calls += len(calls)
         info = {"turns": self.turns, "calls": self.calls}
         if not calls:
@@ -67,9 +65,14 @@ class CalculatorEnvironment:
         """Nothing to free."""
 
 
-def _answer(call: str) -> str:
-    """Evaluate the JSON of a call; mistakes are answered with a sentence for the model."""
+def _answer(call: ToolCall) -> str:
+    """Evaluate a call; mistakes are answered with a sentence for the model."""
+    if call.arguments is None:
+        return f"Error: {call.error}"
+    expression = call.arguments.get("expression")
+    if call.name != "calculator" or not isinstance(expression, str):
+        return "Error: the only tool is calculator(expression), with a text as expression."
     try:
-        return calculator(json.loads(call)["arguments"]["expression"])
-    except (ValueError, KeyError, TypeError) as error:
+        return calculator(expression)
+    except ValueError as error:
         return f"Error: {error}"
