@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,8 @@ def test_any_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer):
 
 @torch.no_grad()
 def test_the_base_model_repeats_texts_and_never_calls_a_tool(tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(resolve_path("calculator"), dtype=torch.float32)
+    path = resolve_path("calculator")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     script = load_script("toy/make_calculator.py")
     assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
 
