@@ -22,8 +22,9 @@ def _own_log() -> Iterator[None]:
     `caplog`."""
     say_once.cache_clear()
     yield
-    left_disabled = logger.disabled
+    left_disabled = logger.disabled or logging.root.manager.disable > 0
     logger.disabled = False
+    logging.disable(logging.NOTSET)
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.NOTSET)
