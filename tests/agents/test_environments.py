@@ -121,6 +121,14 @@ def test_a_bad_call_is_answered_with_its_error(action):
     assert seen[-1].done
 
 
+def test_a_question_that_the_prompt_asks_is_not_asked_again():
+    asked = [{"role": "user", "content": "What is 12 * 34?"}]
+    row = {"raw_prompt": asked, "reward_model": {"ground_truth": "408"}}
+    _, seen = play(make_environment("calculator"), [call("12 * 34"), "#### 408"], **row)
+    assert texts(seen) == ["408"]
+    assert seen[-1].reward == 1.0
+
+
 def test_a_row_without_question_ends_the_episode():
     session, seen = play(make_environment("calculator"), [])
     assert session.failure is not None
@@ -260,9 +268,9 @@ class Sky:
 def test_a_users_class_in_gyms_shape_from_a_file(tmp_path):
     (tmp_path / "worlds.py").write_text(GYM_FILE)
     chosen = {"name": "worlds.py:Counter", "config": {"target": 3}, "timeout_s": 20}
-    session = open_environment(chosen, folder=tmp_path)
-    assert session.timeout_s == 20.0
-    _, seen = play(session.environment, ["1", "1"], seed=1, question="Where?")
+    assert open_environment(chosen, folder=tmp_path).timeout_s == 20.0
+    world = make_environment("worlds.py:Counter", tmp_path, target=3)
+    _, seen = play(world, ["1", "1"], seed=1, question="Where?")
     assert texts(seen) == ["at 1, asked Where?", "at 2", "at 3"]
     assert [step.reward for step in seen] == [0.0, 2.0, 3.0]
     assert [step.done for step in seen] == [False, False, True]
@@ -273,8 +281,47 @@ def test_a_users_class_in_skyrls_shape_from_a_file(tmp_path):
     (tmp_path / "worlds.py").write_text(GYM_FILE)
     world = make_environment(str(tmp_path / "worlds.py") + ":Sky")
     _, seen = play(world, ["hello"], raw_prompt=[{"role": "system", "content": "Be brief."}])
-    assert texts(seen) == ["Be brief.", "begin"]
+    assert texts(seen) == ["begin"]
+    assert not seen[0].replaces_prompt
     assert (seen[1].reward, seen[1].done, seen[1].info) == (2.0, True, {"said": "hello"})
+
+
+def test_an_opening_that_rewrites_the_prompt_replaces_it():
+    class Rewriting:
+        def init(self, prompt):
+            return [{"role": "system", "content": "Be brief."}, *prompt], {}
+
+    asked = [{"role": "user", "content": "Hi"}]
+    _, seen = play(SkyRLEnvironment(Rewriting()), [], raw_prompt=asked)
+    assert texts(seen) == ["Be brief.", "Hi"]
+    assert seen[0].replaces_prompt
+
+
+def test_an_environment_is_made_in_the_thread_of_its_episode_with_a_deadline(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import threading, time\n"
+        "from verl.agents.environments import Observation\n"
+        "class Slow:\n"
+        "    def __init__(self, seconds):\n"
+        "        time.sleep(seconds)\n"
+        "        self.made_in = threading.get_ident()\n"
+        "    def reset(self):\n"
+        "        same = self.made_in == threading.get_ident()\n"
+        "        return Observation([{'role': 'user', 'content': str(same)}])\n"
+        "    def step(self, action):\n"
+        "        return Observation([], done=True)\n"
+    )
+
+    async def main(seconds):
+        chosen = {"name": "slow.py:Slow", "config": {"seconds": seconds}, "timeout_s": 0.5}
+        async with open_environment(chosen, folder=tmp_path) as session:
+            return await session.reset(), session
+
+    quick, _ = asyncio.run(main(0))
+    assert texts([quick]) == ["True"]
+    late, session = asyncio.run(main(30))
+    assert (late.done, late.info["outcome"]) == (True, "timeout")
+    assert session.outcomes == {"timeout": 1}
 
 
 @pytest.mark.parametrize(

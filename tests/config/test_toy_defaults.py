@@ -4,9 +4,15 @@ import pytest
 
 from verl.config import TrainConfig, load_config
 from verl.config.keys import keys_of, value_at
-from verl.config.toy_defaults import TOY_DATA_DEFAULTS, TOY_MODEL_DEFAULTS
+from verl.config.toy_defaults import (
+    CALCULATOR_DATA_DEFAULTS,
+    CALCULATOR_MODEL_DEFAULTS,
+    TOY_DATA_DEFAULTS,
+    TOY_MODEL_DEFAULTS,
+)
 
 TOY_DEFAULTS = {**TOY_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
+CALCULATOR_DEFAULTS = {**CALCULATOR_DATA_DEFAULTS, **CALCULATOR_MODEL_DEFAULTS}
 
 
 def test_the_toy_set_needs_nothing_else(log: pytest.LogCaptureFixture):
@@ -60,3 +66,14 @@ def test_another_model_keeps_its_own_learning_rate():
 
 def test_the_tables_name_keys_that_exist():
     assert set(TOY_DEFAULTS) <= set(keys_of(TrainConfig))
+    assert set(CALCULATOR_DEFAULTS) <= set(keys_of(TrainConfig))
+
+
+def test_the_calculator_set_has_defaults_of_its_own():
+    config = load_config(["data.dataset_name=calculator", "data.train_batch_size=4"])
+    expected = {**CALCULATOR_DEFAULTS, "data.train_batch_size": 4}
+    assert {path: value_at(config, path) for path in expected} == expected
+    other = load_config(
+        ["data.dataset_name=calculator", "actor_rollout_ref.model.path=facebook/opt-125m"]
+    )
+    assert other.actor_rollout_ref.actor.optim.lr == 1e-6

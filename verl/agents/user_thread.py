@@ -5,7 +5,9 @@ import inspect
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from verl.utils.logging import say_once
 
 _UNSTUCK_GRACE_S = 0.25  # a loop that answers later than this after a deadline is abandoned
 _SLOW_START_S = 1.0  # a call that waits longer for its loop is worth a line of the log
+
+_Outcome = tuple[Any, BaseException | None]  # the value of a call, or the error that it raised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +59,8 @@ class UserThread:
         its result is dropped. If the caller is cancelled, so is the call.
         """
         begin = time.monotonic()
-        loop = self._running_loop()
-        work = self._run(function, args, kwargs, begin)
-        waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+        loop, running = self._submit(self._run(function, args, kwargs, begin))
+        waiting = asyncio.wrap_future(running)
         try:
             await asyncio.wait([waiting], timeout=timeout_s)
         finally:
@@ -77,15 +80,18 @@ class UserThread:
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
+    def _submit(
+        self, work: Coroutine[Any, Any, _Outcome]
+    ) -> tuple[asyncio.AbstractEventLoop, "Future[_Outcome]"]:
+        """Queue a coroutine in the loop, and start one if there is none."""
+        with self._lock:  # so that `stop` cannot close the loop in between
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 serve = threading.Thread(
                     target=_serve, args=(self._loop,), name=self.name, daemon=True
                 )
                 serve.start()
-            return self._loop
+            return self._loop, asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _run(
         self,
@@ -93,7 +99,7 @@ class UserThread:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         asked_at: float,
-    ) -> tuple[Any, BaseException | None]:
+    ) -> _Outcome:
         """Return the value or the error of a call. Runs in the loop of the thread."""
         if time.monotonic() - asked_at > _SLOW_START_S:
             say_once(
@@ -166,7 +172,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 async def _in_a_thread(function: Callable[[], Any], name: str) -> Any:
     """Run a plain function in a daemon thread: one that hangs must not keep the program alive."""
     loop = asyncio.get_running_loop()
-    finished: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    finished: asyncio.Future[_Outcome] = loop.create_future()
 
     def deliver(value: Any, error: BaseException | None) -> None:
         if not finished.done():
@@ -178,7 +184,7 @@ async def _in_a_thread(function: Callable[[], Any], name: str) -> Any:
             value = function()
         except BaseException as raised:  # noqa: BLE001 - handed to whoever waits
             error = raised
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop was closed, so no call waits for it
             loop.call_soon_threadsafe(deliver, value, error)
 
     threading.Thread(target=work, name=f"{name}-call", daemon=True).start()
@@ -190,7 +196,7 @@ async def _in_a_thread(function: Callable[[], Any], name: str) -> Any:
 
 def _result(
     function: Callable[..., Any],
-    waiting: "asyncio.Future[tuple[Any, BaseException | None]]",
+    waiting: "asyncio.Future[_Outcome]",
     in_time: bool,
     timeout_s: float,
     seconds: float,

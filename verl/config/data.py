@@ -36,8 +36,8 @@ class DataConfig:
     dataset_name: str | None = setting(
         None,
         (
-            "'toy' (ten packaged prompts, with defaults of its own), or a file or `save_to_disk` "
-            "folder"
+            "'toy' (ten packaged prompts, with defaults of its own), 'calculator' (packaged "
+            "products that need a tool), or a file or `save_to_disk` folder"
         ),
         is_path=True,
     )

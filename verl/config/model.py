@@ -20,7 +20,10 @@ class FusedKernelConfig:
 class ModelConfig:
     path: str | None = setting(
         None,
-        "folder or hub name of a Hugging Face causal LM; 'toy' is the packaged one",
+        (
+            "folder or hub name of a Hugging Face causal LM; 'toy' and 'calculator' are the "
+            "packaged ones"
+        ),
         is_path=True,
     )
     custom_chat_template: str | None = setting(

@@ -1,4 +1,5 @@
-"""Defaults of `data.dataset_name=toy`: ten prompts, a tiny model, two CPU cores."""
+"""Defaults of the packaged tasks, `data.dataset_name=toy` and `calculator`: a tiny model, two CPU
+cores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 from verl.utils.logging import logger
 
 TOY = "toy"
+CALCULATOR = "calculator"
 
 # For the ten prompts, whatever model answers them.
 TOY_DATA_DEFAULTS: dict[str, Any] = {
@@ -33,23 +35,53 @@ TOY_MODEL_DEFAULTS: dict[str, Any] = {
     "trainer.num_threads": 1,
 }
 
+# For the products, whatever model answers them.
+CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.model.path": CALCULATOR,
+    "actor_rollout_ref.rollout.n": 16,
+    "data.train_batch_size": 8,
+    "data.max_prompt_length": 64,
+    "data.max_response_length": 96,  # call, result and answer together
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    "actor_rollout_ref.rollout.val_kwargs.n": 4,
+    "trainer.test_freq": 20,
+    "trainer.project_name": "calculator",
+    "trainer.experiment_name": "calculator",
+    "trainer.total_training_steps": 60,
+}
+CALCULATOR_MODEL_DEFAULTS: dict[str, Any] = {
+    **TOY_MODEL_DEFAULTS,
+    "actor_rollout_ref.actor.optim.lr": 3e-4,
+}
+# Data set and its packaged model have the same name.
+_DEFAULTS = {
+    TOY: (TOY_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
+    CALCULATOR: (CALCULATOR_DATA_DEFAULTS, CALCULATOR_MODEL_DEFAULTS),
+}
+
 
 def with_toy_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` (flat, aliases renamed), over the toy defaults if it asks for the toy set.
+    """Return `given` (flat, aliases renamed), over the defaults of the packaged set it asks for.
 
     One line of the log counts the defaults.
     """
-    if given.get("data.dataset_name") != TOY:
+    name = given.get("data.dataset_name")
+    if name not in _DEFAULTS:
         return dict(given)
-    defaults = dict(TOY_DATA_DEFAULTS)
-    if given.get("actor_rollout_ref.model.path", TOY) == TOY:
-        defaults |= TOY_MODEL_DEFAULTS
+
+    for_data, for_model = _DEFAULTS[name]
+    defaults = dict(for_data)
+    if given.get("actor_rollout_ref.model.path", name) == name:
+        defaults |= for_model
     if "trainer.total_epochs" in given:
         del defaults["trainer.total_training_steps"]
     applied = {path: value for path, value in defaults.items() if path not in given}
     if applied:
         logger.info(
-            "data.dataset_name=toy sets %d keys that you left unset (--cfg job prints them).",
+            "data.dataset_name=%s sets %d keys that you left unset (--cfg job prints them).",
+            name,
             len(applied),
         )
     return {**applied, **given}

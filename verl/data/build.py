@@ -9,7 +9,7 @@ from verl.data.files import has_split
 from verl.data.loader import MapDataset
 from verl.data.rl_dataset import RLDataset
 from verl.data.sampler import Sampler
-from verl.data.toy import TOY, toy_files
+from verl.data.toy import PACKAGED, packaged_files
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.imports import load_extern_type
 from verl.utils.logging import logger
@@ -57,12 +57,12 @@ def _limit(dataset: MapDataset, data: DataConfig, split: str) -> None:
 
 
 def data_files(data: DataConfig, split: str) -> Any:
-    """Files of a split. Without `val_files`, the toy set validates on itself, and a folder of
-    several splits on its validation or test split; otherwise there is no validation set (None)."""
+    """Files of a split. Without `val_files`, a packaged set has its own, and a folder of several
+    splits its validation or test split; otherwise there is no validation set (None)."""
     if split == "val" and data.val_files:
         return data.val_files
-    if data.dataset_name == TOY:
-        return toy_files()
+    if data.dataset_name in PACKAGED:
+        return packaged_files(data.dataset_name, split)
     if split == "val":
         folder = data.dataset_name
         return [folder] if folder is not None and has_split(folder, "val") else None
@@ -74,8 +74,9 @@ def data_files(data: DataConfig, split: str) -> Any:
         and files
         and not Path(files).expanduser().exists()
     ):
+        known = ", ".join(f"'{name}'" for name in PACKAGED)
         raise DataError(
-            f"data.dataset_name must be '{TOY}', a file, or a folder written by datasets' "
+            f"data.dataset_name must be {known}, a file, or a folder written by datasets' "
             f"save_to_disk, found none at '{files}'. A set of the hub is made a file by a script "
             "of examples/data_preprocess."
         )

@@ -1,16 +1,44 @@
-"""The packaged toy: ten sums with one right answer each, and a tiny model that gives it a third of
-the time.
+"""The packaged tasks: prompts that `data.dataset_name` knows by name, each with a tiny model.
 
-`examples/toy/make_toy_model.py` made both.
+`toy`: ten sums with one right answer each, and a model that gives it a third of the time.
+`calculator`: products of two three-digit numbers, which need the packaged tool; with five demos
+for a supervised start. `examples/toy` has the scripts that made them.
 """
 
 from pathlib import Path
 
+_FOLDER = Path(__file__).parent
+
 TOY = "toy"  # what `data.dataset_name` and a model path say for the packaged ones
-TOY_MODEL = Path(__file__).parent / "toy_model"
-_TOY_PROMPTS = Path(__file__).parent / "toy_prompts.jsonl"
+TOY_MODEL = _FOLDER / "toy_model"
+CALCULATOR = "calculator"
+CALCULATOR_MODEL = _FOLDER / "calculator" / "model"
+
+_FILES = {
+    (TOY, "train"): _FOLDER / "toy_prompts.jsonl",
+    (TOY, "val"): _FOLDER / "toy_prompts.jsonl",
+    (CALCULATOR, "train"): _FOLDER / "calculator" / "train.jsonl",
+    (CALCULATOR, "val"): _FOLDER / "calculator" / "test.jsonl",
+}
+PACKAGED = tuple(dict.fromkeys(name for name, _ in _FILES))
+
+
+def packaged_files(name: str, split: str) -> list[str]:
+    """Return the files of a packaged set, as `RLDataset` takes them.
+
+    Args:
+        name: "toy" or "calculator".
+        split: "train" or "val". The toy set validates on itself.
+    """
+    return [str(_FILES[name, split])]
 
 
 def toy_files() -> list[str]:
-    """Files of the toy set, as `RLDataset` takes them."""
-    return [str(_TOY_PROMPTS)]
+    """Return the files of the toy set."""
+    return packaged_files(TOY, "train")
+
+
+def calculator_demos() -> str:
+    """Return the file of five demos of the calculator task, for `data.train_files` of `main_sft`
+    with `data.multiturn.enable=True`."""
+    return str(_FOLDER / "calculator" / "demos.jsonl")

@@ -30,6 +30,8 @@ from verl.utils.errors import ModelError
 from verl.utils.logging import say_once
 
 TOY = "toy"
+_DATA = Path(__file__).parents[1] / "data"
+_PACKAGED = {TOY: _DATA / "toy_model", "calculator": _DATA / "calculator" / "model"}
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,12 +55,12 @@ DTYPES = {
 def resolve_path(path: str | Path) -> str:
     """Return a model path for transformers.
 
-    `toy` is the packaged model, a local folder becomes absolute, and any other text is a hub id.
+    `toy` and `calculator` are the packaged models, a local folder becomes absolute, and any other text is a hub id.
     Raises ModelError for a text that looks like a folder and is none.
     """
     text = str(path)
-    if text == TOY:
-        return str(Path(__file__).parents[1] / "data" / "toy_model")
+    if text in _PACKAGED:
+        return str(_PACKAGED[text])
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())

@@ -16,12 +16,15 @@ class Observation:
         reward: for the last action.
         done: whether the episode has ended.
         info: numbers and texts for metrics and the sample log.
+        replaces_prompt: whether the opening messages are the whole conversation, in place of the
+            row's prompt, which they otherwise follow. Read after `reset` alone.
     """
 
     messages: list[dict[str, Any]]
     reward: float = 0.0
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+    replaces_prompt: bool = False
 
 
 @runtime_checkable
@@ -39,7 +42,7 @@ class Environment(Protocol):
                 parameters gets only these.
 
         Returns:
-            The opening messages.
+            The opening messages, which follow the row's prompt. There may be none.
         """
         ...
 

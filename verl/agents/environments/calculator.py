@@ -1,14 +1,12 @@
 """The calculator task as an environment: the tool is called inside the world, without a tool loop."""
 
-import json
-import re
 from typing import Any
 
 from verl.agents.environments.base import Observation, environments, user_message
+from verl.agents.formats.base import ToolCall
+from verl.agents.formats.hermes import HermesFormat
 from verl.agents.tools.calculator import calculator
 from verl.rewards.builtin.calculator import score
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @environments.register("calculator")
@@ -32,13 +30,14 @@ class CalculatorEnvironment:
     async def reset(
         self, question: str | None = None, ground_truth: Any = None, **row: Any
     ) -> Observation:
-        """Ask `question`, of the row or its `extra_info`.
+        """Ask `question`, of the row or its `extra_info`, unless the row's prompt has asked.
 
         Raises ValueError for a row without question or right answer.
         """
         truth = (row.get("reward_model") or {}).get("ground_truth", ground_truth)
         question = question or (row.get("extra_info") or {}).get("question")
-        if question is None or truth is None:
+        is_asked = bool(row.get("raw_prompt"))
+        if truth is None or (question is None and not is_asked):
             raise ValueError(
                 "The calculator environment needs a question and a ground_truth (or "
                 "extra_info.question and reward_model.ground_truth) in every row."
@@ -46,12 +45,12 @@ class CalculatorEnvironment:
         self.turns = 0
         self.calls = 0
         self.truth = str(truth)
-        return Observation([user_message(question)])
+        return Observation([] if is_asked else [user_message(str(question))])
 
     async def step(self, action: str) -> Observation:
         """Answer the calls of a turn, or end the episode."""
         self.turns += 1
-        calls = _CALL.findall(action)
+        calls = HermesFormat().parse(action, ()).calls
         self.calls += len(calls)
         info = {"turns": self.turns, "calls": self.calls}
         if not calls:
@@ -66,9 +65,14 @@ class CalculatorEnvironment:
         """Nothing to free."""
 
 
-def _answer(call: str) -> str:
-    """Evaluate the JSON of a call; mistakes are answered with a sentence for the model."""
+def _answer(call: ToolCall) -> str:
+    """Evaluate a call; mistakes are answered with a sentence for the model."""
+    if call.arguments is None:
+        return f"Error: {call.error}"
+    expression = call.arguments.get("expression")
+    if call.name != "calculator" or not isinstance(expression, str):
+        return "Error: the only tool is calculator(expression), with a text as expression."
     try:
-        return calculator(json.loads(call)["arguments"]["expression"])
-    except (ValueError, KeyError, TypeError) as error:
+        return calculator(expression)
+    except ValueError as error:
         return f"Error: {error}"

@@ -1,6 +1,7 @@
 """Environments by name: built-in ones, adapters, and users' classes."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _KEYS = ("name", "config", "timeout_s")
 def open_environment(
     chosen: str | Mapping[str, Any], *, folder: Path | None = None
 ) -> EnvironmentSession:
-    """Return a session, not yet begun, with an environment of its own.
+    """Return a session, not yet begun, whose `reset` makes an environment of its own.
 
     Args:
         chosen: a name as `make_environment` takes it, or {"name", "config", "timeout_s"}: keywords
@@ -51,8 +52,8 @@ def open_environment(
     if not isinstance(timeout_s, int | float) or timeout_s <= 0:
         raise ConfigError(f"timeout_s of an environment must be above 0, got {timeout_s!r}.")
     config: Mapping[str, Any] = given.get("config") or {}
-    made = make_environment(name, folder, **config)
-    return EnvironmentSession(made, timeout_s=float(timeout_s))
+    make = partial(find_environment(name, folder), **config)
+    return EnvironmentSession(make=make, timeout_s=float(timeout_s))
 
 
 def make_environment(name: str, folder: Path | None = None, **config: Any) -> Any:
@@ -67,9 +68,14 @@ def make_environment(name: str, folder: Path | None = None, **config: Any) -> An
     Raises:
         ConfigError: no environment has this name, or the class lacks a method.
     """
+    return find_environment(name, folder)(**config)
+
+
+def find_environment(name: str, folder: Path | None = None) -> Callable[..., Any]:
+    """Return the maker of the environment that a name stands for; see `make_environment`."""
     if not names_a_class(name):
-        return environments.get(name)(**config)
-    return adapted(load_class(name, folder), name)(**config)
+        return environments.get(name)
+    return adapted(load_class(name, folder), name)
 
 
 def adapted(cls: type, where: str) -> Callable[..., Any]:

@@ -21,17 +21,25 @@ class EnvironmentSession:
 
     Args:
         environment: an object with reset, step and close, as coroutines or plain functions.
+        make: makes the environment at `reset`, in the same thread, where `environment` is None: a
+            constructor may block as well.
         timeout_s: deadline of each call, in seconds.
     """
 
-    def __init__(self, environment: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        environment: Any = None,
+        *,
+        make: Callable[[], Any] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
         self.environment = environment
         self.timeout_s = timeout_s
+        self._make = make
         self.outcomes: Counter[str] = Counter()  # calls by "ok", "timeout", "crashed"
         self.failure: UserCall | None = None
         self.done = False
-        self._name = type(getattr(environment, "unwrapped", environment)).__name__
-        self._thread = UserThread(f"environment-{self._name}", serial=True)
+        self._thread = UserThread("environment", serial=True)
         self._is_closed = False
 
     async def __aenter__(self) -> "EnvironmentSession":
@@ -50,6 +58,12 @@ class EnvironmentSession:
             RolloutError: the environment returned something other than an Observation.
         """
         self.done = False
+        if self.environment is None:
+            assert self._make is not None, "a session needs an environment or a way to make one"
+            made = await self._call(self._make)
+            if made.outcome != "ok":
+                return self._failed(made)
+            self.environment = made.value
         return await self._observe("reset", **row)
 
     async def step(self, action: str) -> Observation:
@@ -83,12 +97,18 @@ class EnvironmentSession:
     async def _observe(self, method: str, *args: Any, **kwargs: Any) -> Observation:
         call = await self._call(getattr(self.environment, method), *args, **kwargs)
         if call.outcome != "ok":
-            self.done = True
-            return Observation([], done=True, info={"outcome": call.outcome, "error": call.error})
-
+            return self._failed(call)
         observation = checked(call.value, f"{self._name}.{method}")
         self.done = observation.done
         return observation
+
+    def _failed(self, call: UserCall) -> Observation:
+        self.done = True
+        return Observation([], done=True, info={"outcome": call.outcome, "error": call.error})
+
+    @property
+    def _name(self) -> str:
+        return type(getattr(self.environment, "unwrapped", self.environment)).__name__
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> UserCall:
         accepted = taken_by(method, kwargs)

@@ -23,10 +23,19 @@ class SkyRLEnvironment:
         self.unwrapped = environment
 
     def reset(self, prompt: Any = None, **row: Any) -> Observation:
-        """Begin an episode with the row's prompt, given as `prompt` or `raw_prompt`."""
-        messages = row.get("raw_prompt") if prompt is None else prompt
-        opening, info = self.unwrapped.init([dict(message) for message in messages or []])
-        return Observation(list(opening), info=dict(info or {}))
+        """Begin an episode with the row's prompt, given as `raw_prompt` or `prompt`.
+
+        `init` returns the whole conversation. Where it begins with the prompt, only the messages
+        after it are new; otherwise it replaces the prompt.
+        """
+        given = row.get("raw_prompt") or prompt or []
+        messages = [dict(message) for message in given]
+        opened, info = self.unwrapped.init([dict(message) for message in given])
+        opening = list(opened)
+        details = dict(info or {})
+        if opening[: len(messages)] == messages:
+            return Observation(opening[len(messages) :], info=details)
+        return Observation(opening, info=details, replaces_prompt=True)
 
     def step(self, action: str) -> Observation:
         """Apply the model's text. Raises RolloutError for a result without the four fields."""
