@@ -17,8 +17,7 @@ from torch.distributed import HashStore
 
 from tests.single_controller import workers
 from tests.single_controller.launch import Run, launch
-from verl.single_controller import WorkerGroup, links, spmd_rank
-from verl.single_controller import breadcrumbs
+from verl.single_controller import WorkerGroup, breadcrumbs, links, spmd_rank
 from verl.single_controller.breadcrumbs import (
     breadcrumb,
     format_stacks,
