@@ -75,5 +75,11 @@ COMMANDS = {
             summary="score generated responses: mean, pass@k, maj@k",
             example="verl eval data.path=out.parquet",
         ),
+        Command(
+            words="serve",
+            module="verl.jobs.main_serve",
+            summary="serve a model to clients of OpenAI's API",
+            example="verl serve merged server.port=8000",
+        ),
     )
 }

@@ -18,7 +18,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config import evaluation, generation, sft
+from verl.config import evaluation, generation, serve, sft
 from verl.config.actor import ExtraLossConfig
 from verl.config.command_line import USAGE, CommandLine, parse_command_line
 from verl.config.keys import Key, flatten, keys_of, nest, owner_of, rename_aliases
@@ -72,6 +72,14 @@ ROOTS = {
         "The shortest run: data.path=out.parquet",
         evaluation.RULES,
         doubts=lambda _: (),
+    ),
+    "serve": Root(
+        serve.ServeConfig,
+        "serve",
+        "verl.jobs.main_serve",
+        "The model may also stand first, without its key. The shortest run: verl serve toy",
+        serve.RULES,
+        doubts=serve.doubtful,
     ),
     "sft_trainer": Root(
         sft.SFTConfig,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.gateway import GatewayConfig
 from verl.config.setting import setting
 
 _RERENDERED = "drawn tokens are never tokenized again, and boundaries are proved at start"
@@ -77,7 +78,8 @@ class AgentConfig:
     default_agent_loop: str | None = setting(
         None,
         "agent loop of rows without agent_name; null: tool_agent where tools or interactions are "
-        "configured, environment_agent with an environment, else single_turn_agent",
+        "configured, environment_agent with an environment, gateway_agent with a gateway's agent, "
+        "else single_turn_agent",
     )
     agent_loop_config_path: str | None = setting(
         None, "YAML file of agent loops: a list of {name, _target_, ...}", is_path=True
@@ -110,4 +112,5 @@ class AgentConfig:
         None, "recorded tool calls that replace the tools", is_path=True
     )
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)

@@ -189,6 +189,8 @@ class RolloutConfig:
             agent.default_agent_loop,
             agent.agent_loop_config_path,
             agent.environment.name,
+            agent.gateway.path,
+            agent.gateway.command,
         )
         return turns.enable or self.mode == "async" or any(asked)
 
@@ -199,6 +201,8 @@ class RolloutConfig:
             return self.agent.default_agent_loop
         if self.agent.environment.name is not None:
             return "environment_agent"
+        if self.agent.gateway.path is not None or self.agent.gateway.command is not None:
+            return "gateway_agent"
         turns = self.multi_turn
         answering = (
             turns.tool_config_path,

@@ -4,7 +4,7 @@ import importlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +165,13 @@ class EmbeddedEngine(LocalEngine):
         if not scheduler.has_work and not run.finished:
             self._end_run()
         return aborted
+
+    def progress(self, known: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Return the tokens and log-probs that running samples drew since a caller last looked.
+
+        `known` has, by sample id, the number of tokens that the caller has already.
+        """
+        return {} if self._run is None else self._run.scheduler.drawn_since(known)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take new weights; see `RolloutEngine.update_weights`.

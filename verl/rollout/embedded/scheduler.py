@@ -5,7 +5,7 @@ The last hidden state of a prompt is the only tensor here.
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -332,6 +332,18 @@ class Scheduler:
         self.log_probs[slots, place] = log_probs
         self.drawn[slots] = place + 1
         return place + 1
+
+    def drawn_since(self, known: Mapping[int, int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Return tokens and log-probs of running samples after the first `known[sample id]`."""
+        news = {}
+        for slot in self.running.tolist():
+            sample_id = self.sample_id_of(slot)
+            begin = known.get(sample_id)
+            end = self.drawn[slot]
+            if begin is not None and begin < end:
+                token_ids = self.token_ids[slot, begin:end].tolist()
+                news[sample_id] = (token_ids, self.log_probs[slot, begin:end].tolist())
+        return news
 
     def finish(
         self, slots: Sequence[int], stopped: set[int], reason: str = "length"

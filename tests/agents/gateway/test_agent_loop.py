@@ -1,0 +1,54 @@
+"""The gateway as an agent loop of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.agents.gateway.stand_ins import END, client_of
+from tests.agents.gateway.test_loop import AGENTS
+from tests.rollout.engines import make_engine
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from verl.agents.loops import Episode
+from verl.agents.runner import AgentRunner
+from verl.config.gateway import GatewayConfig
+from verl.config.rollout import RolloutConfig
+from verl.rollout import assemble
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
+    file = tmp_path / "agents.py"
+    file.write_text(AGENTS)
+    config = RolloutConfig(prompt_length=64, response_length=128, max_model_len=256)
+    config.stop_token_ids = [END]
+    config.agent.gateway = GatewayConfig(path=str(file), name="failing")
+    config.agent.max_episodes = at_once
+    assert config.uses_agents
+    assert config.agent_loop == "gateway_agent"
+
+    tokenizer = tiny_tokenizer()
+    runner = AgentRunner(config, tokenizer)
+    prompt_ids = runner.context.boundary.prompt(MESSAGES)
+    episodes = []
+    for row in range(4):
+        fields = {"question": f"q{row}"}
+        episodes.append(Episode(row=row, messages=MESSAGES, prompt_ids=prompt_ids, fields=fields))
+
+    engine = make_engine(tiny_model("qwen2"), max_model_len=256)
+    for _ in range(2):  # a gateway for each batch
+        played = runner.play(episodes, client_of(engine))
+        assert [each.row for each in played] == [0, 1, 2, 3]
+        assert [each.is_dropped for each in played] == [False, True, False, False]
+        metrics = runner.metrics()
+        assert metrics["agent_loop/gateway/finished"] == 3
+        assert metrics["agent_loop/gateway/failed/error"] == 1
+        assert metrics["agent_loop/dropped"] == 1
+
+        columns = assemble(played, prompt_length=64, response_length=128, pad_token_id=0)
+        trained = columns["response_mask"].sum(dim=1)
+        assert trained[1] == 0, "nothing of a failed session is learned"
+        assert [float(each) for each in trained[[0, 2, 3]]] == [
+            played[row].reward for row in (0, 2, 3)
+        ]

@@ -1,0 +1,78 @@
+"""An unmodified agent, a function or a program, that talks to the model through the gateway."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from verl.agents.formats import recognise_format, tool_format
+from verl.agents.gateway import require_aiohttp
+from verl.agents.gateway.wording import Wording
+from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from verl.agents.gateway.loop import GatewayLoop
+
+GATEWAY_AGENT = "gateway_agent"
+
+
+class GatewayAgentLoop:
+    """Play each episode with the agent that `rollout.agent.gateway` names.
+
+    The gateway listens from the first episode of a batch to the last. An episode that fails has no
+    trajectory, so the runner drops it.
+    """
+
+    def __init__(self, context: AgentContext) -> None:
+        require_aiohttp("An agent behind the gateway (actor_rollout_ref.rollout.agent.gateway)")
+        self.context = context
+        self._wording = Wording(context.tokenizer, context.boundary, _parser(context))
+        self._num_playing = 0
+        self._gateway: asyncio.Future[GatewayLoop] | None = None
+        self._open = AsyncExitStack()
+
+    async def play(self, episode: Episode) -> list[Trajectory]:
+        """See `AgentLoop.play`."""
+        self._num_playing += 1
+        try:
+            if self._gateway is None:
+                self._gateway = asyncio.ensure_future(self._start())
+            gateway = await asyncio.shield(self._gateway)
+            return await gateway.play(episode)
+        finally:
+            self._num_playing -= 1
+            if self._num_playing == 0:
+                await self._stop()
+
+    async def _start(self) -> "GatewayLoop":
+        from verl.agents.gateway.loop import gateway_loop
+
+        config = self.context.config
+        starting = gateway_loop(
+            config.agent.gateway,
+            self.context.client,
+            self._wording,
+            max_prompt_tokens=config.prompt_length,
+            max_response_tokens=self.context.max_response_tokens,
+        )
+        return await self._open.enter_async_context(starting)
+
+    async def _stop(self) -> None:
+        """Stop the gateway, and note its counts. An episode that comes later starts another."""
+        started = self._gateway
+        opened = self._open
+        self._gateway = None
+        self._open = AsyncExitStack()
+        if started is not None and started.done() and started.exception() is None:
+            for name, count in started.result().counts().items():
+                self.context.tally.counts[f"gateway/{name}"] += count
+        await opened.aclose()
+
+
+def _parser(context: AgentContext) -> Any:
+    """Return the parser of tool calls; None where the chat template shows no known format."""
+    name = context.config.multi_turn.format or recognise_format(context.tokenizer.chat_template)
+    return None if name is None else tool_format(name, context.tokenizer).parse
+
+
+agent_loops.register(GATEWAY_AGENT)(GatewayAgentLoop)

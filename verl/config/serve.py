@@ -1,0 +1,127 @@
+"""The configuration tree of `verl serve`."""
+# ruff: noqa: RUF009 - `as_in` makes dataclass fields
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config.gateway import GatewayConfig
+from verl.config.model import ModelConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.setting import setting
+from verl.config.shared_keys import SharedKeys, as_in
+from verl.config.trainer import TrainerConfig
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeModelConfig:
+    path: str | None = as_in(ModelConfig, "path")
+    custom_chat_template: str | None = as_in(ModelConfig, "custom_chat_template")
+    external_lib: str | None = setting(
+        None,
+        "Python module or .py file imported at start: the place to register a rollout engine",
+        is_path=True,
+    )
+    override_config: dict[str, Any] = as_in(ModelConfig, "override_config")
+    trust_remote_code: bool = as_in(ModelConfig, "trust_remote_code")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeRolloutConfig:
+    name: str = as_in(RolloutConfig, "name")
+    seed: int = setting(0, "seed of the noise of requests without one", at_least=0)
+    temperature: float = setting(1.0, "of requests that name none", at_least=0)
+    top_k: int = setting(-1, "of requests that name none; -1: all tokens", at_least=-1)
+    top_p: float = setting(1.0, "of requests that name none", above=0, at_most=1)
+    min_p: float = setting(0.0, "of requests that name none", at_least=0, at_most=1)
+    stop: Any = setting([], "texts that end a reply, of requests that name none", many=True)
+    stop_token_ids: list[int] = as_in(RolloutConfig, "stop_token_ids")
+    max_model_len: int | None = setting(
+        None, "most tokens of prompt and reply; null: the model's, at most 8192", above=0
+    )
+    dtype: str | None = setting(
+        None,
+        "dtype of the weights; null: bfloat16 on CUDA, float32 on CPU",
+        choices=("float32", "bfloat16", "float16", "float64"),
+    )
+    gpu_memory_utilization: float = setting(
+        0.85,
+        "share of the memory left free by the weights that key-value pages may fill",
+        above=0,
+        at_most=1,
+    )
+    page_size: int = as_in(RolloutConfig, "page_size")
+    num_pages: int | None = as_in(RolloutConfig, "num_pages")
+    enable_prefix_caching: bool = as_in(RolloutConfig, "enable_prefix_caching")
+    max_num_seqs: int = setting(256, "replies drawn at once", above=0)
+    max_num_batched_tokens: int = as_in(RolloutConfig, "max_num_batched_tokens")
+    enforce_eager: bool = as_in(RolloutConfig, "enforce_eager")
+    deterministic: bool = as_in(RolloutConfig, "deterministic")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerConfig:
+    host: str = setting("127.0.0.1", "address to listen on: this machine alone")
+    port: int = setting(8000, "port to listen on; 0: a free one", at_least=0, at_most=65535)
+    api_key_env: str | None = setting(
+        None,
+        "environment variable with the key that requests must have; null: a new key is made and "
+        "printed",
+    )
+    model_name: str | None = setting(
+        None, "name of the model for clients; null: model.path as it is written"
+    )
+    tool_format: str | None = setting(
+        None, "how the model writes tool calls; null: recognized from its chat template"
+    )
+    on_unsupported: str = setting(
+        "error",
+        "a request for a feature that the engine lacks (tool_choice=required, penalties); error: it "
+        "is refused; ignore: it is answered without",
+        choices=("error", "ignore"),
+    )
+    timeout_s: float = as_in(GatewayConfig, "request_timeout_s")
+    max_request_mib: float = as_in(GatewayConfig, "max_request_mib")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeTrainerConfig:
+    device: str | None = as_in(TrainerConfig, "device")
+    num_threads: int | None = as_in(TrainerConfig, "num_threads")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeConfig:
+    model: ServeModelConfig = field(default_factory=ServeModelConfig)
+    rollout: ServeRolloutConfig = field(default_factory=ServeRolloutConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    trainer: ServeTrainerConfig = field(default_factory=ServeTrainerConfig)
+
+
+SHARED = SharedKeys(
+    (("model.", "actor_rollout_ref.model."), ("rollout.", "actor_rollout_ref.rollout."))
+)
+
+
+def model_is_named(config: ServeConfig) -> Iterator[str]:
+    if config.model.path is None:
+        yield (
+            "model.path is not set. Name a folder, a hub name of a Hugging Face causal LM, or "
+            "'toy': verl serve toy."
+        )
+
+
+RULES = (model_is_named,)
+
+
+def doubtful(config: ServeConfig) -> Iterator[str]:
+    """Yield settings that work, but are rarely intended."""
+    host = config.server.host
+    if host not in LOOPBACK:
+        yield (
+            f"server.host={host}: other machines can reach this server, and keys and texts travel "
+            "without encryption. Put it behind a proxy with TLS, or use an SSH tunnel to "
+            "127.0.0.1."
+        )
