@@ -13,8 +13,6 @@ from verl.trainer import PPOTrainer, RayPPOTrainer
 from verl.trainer.phases import phase
 from verl.workers import ActorWorker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> Any:
     trainer = kind(load_config(command_line(folder, *overrides)), **parts)

@@ -22,8 +22,6 @@ from verl.trainer import PPOTrainer
 from verl.trainer.dapo import DAPOTrainer
 from verl.workers import CriticWorker
 
-pytestmark = pytest.mark.timeout(60)
-
 KL = [
     *PPO,
     "trainer.test_freq=-1",
