@@ -18,8 +18,10 @@ TORCH ?= 'torch>=2.11'
 # One process and no ranks: keys, data, algorithms, rewards by rule, commands, and a whole toy run.
 SMOKE := tests/config tests/data tests/protocol tests/algorithms tests/tracking tests/utils \
   tests/cli tests/rewards/test_rules.py tests/trainer/test_toy.py tests/trainer/test_flat_rewards.py
-TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
-  -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
+# Compiled files are written even where the shell forbids it: without them every process compiles
+# the package, and every worker rewrites all tests.
+TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= \
+  $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-seed=0
 
 .PHONY: quickstart install smoke test check format bench docs clean
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ray would start a process for each CPU in advance, which actors with an environment of their own
+# cannot use.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import pytest
 import torch
@@ -37,7 +40,12 @@ _LONG = (
     "test_ranks.py",
     "test_ray.py",
     "test_spmd.py",
+    "test_ray_workers.py",
     "test_hostile_programs.py",
+    "test_managers.py",
+    "test_hostile_rewards.py",
+    "test_compile.py",
+    "test_plan.py",
     "test_embedded.py",
     "test_rollout_apart.py",
     "test_placement.py",

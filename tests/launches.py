@@ -8,8 +8,9 @@ import runpy
 import socket
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -21,11 +22,13 @@ import torch
 # Modules of all programs: the first test that forks starts the one server of its pytest process.
 PRELOADED = [
     "peft",
+    "tests.rewards.batches",
     "transformers.models.qwen2.modeling_qwen2",
     "tests.distributed.jobs",
     "tests.single_controller.workers",
     "verl.jobs.main_generation",
     "verl.jobs.main_sft",
+    "verl.rewards.managers",
     "verl.single_controller.spmd",
     "verl.trainer.main_ppo",
     "verl.trainer.variants",
@@ -66,20 +69,46 @@ def launch(
 ) -> Done:
     """Run `program(*arguments)`, a function of a module, on every rank, in `folder`; its result is
     the exit code. When a rank fails, the others get SIGTERM."""
-    environment = os.environ | {
+    common = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+    of_ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return _run(of_ranks, program, arguments, folder, timeout_s)
+
+
+def run_code(code: str, timeout_s: float = 150.0) -> Done:
+    """Run `python -c code` in a process that has the packages of all programs."""
+    return _run([{}], _execute, (code,), None, timeout_s)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """`python -m name arguments`, as a program of `launch`."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _execute(code: str) -> None:
+    exec(compile(textwrap.dedent(code), "<code>", "exec"), {"__name__": "__main__"})
+
+
+def _run(
+    of_processes: Sequence[Mapping[str, str]],
+    program: Callable[..., int | None],
+    arguments: tuple[Any, ...],
+    folder: Path | None,
+    timeout_s: float,
+) -> Done:
+    """Run one process for each set of variables that it has in addition to ours."""
     where = Path.cwd() if folder is None else folder
 
     with tempfile.TemporaryDirectory() as outputs:
         processes = []
-        for rank in range(ranks):
-            variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for variables in of_processes:
             process = fork_server().Process(
-                target=_rank, args=(variables, outputs, where, program, arguments)
+                target=_main, args=(os.environ | variables, outputs, where, program, arguments)
             )
             process.start()
             processes.append(process)
@@ -88,12 +117,6 @@ def launch(
         stderr = Path(outputs, "stderr").read_text()
 
     return Done(returncode, stdout, stderr)
-
-
-def run_module(name: str, arguments: list[str]) -> None:
-    """`python -m name arguments`, as a program of `launch`."""
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _wait(processes: list[BaseProcess], timeout_s: float) -> int:
@@ -119,7 +142,7 @@ def _wait(processes: list[BaseProcess], timeout_s: float) -> int:
     return returncode
 
 
-def _rank(
+def _main(
     variables: dict[str, str],
     outputs: str,
     folder: Path,

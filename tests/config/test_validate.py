@@ -162,9 +162,7 @@ def test_contradictions_name_expectation_fact_and_way_out(
     [
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.name=sglang",
-        f"{ROLLOUT}.mode=async",
-        f"{ROLLOUT}.multi_turn.enable=True",
-        f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml",
+        f"{ROLLOUT}.multi_turn.completion_callback=mine.Callback",
         "reward_model.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.hybrid_engine=False",
         "data.datagen.path=gen.py",
@@ -182,9 +180,9 @@ def test_what_is_not_built_yet_is_refused_with_what_to_set_instead(build: Load, 
 
 def test_several_problems_come_in_one_error(load: Load):
     with pytest.raises(
-        ConfigError, match="(?s)3 problems.*- .*hdfs.*- .*mode=async|3 problems.*mode=async.*hdfs"
+        ConfigError, match="(?s)3 problems.*- .*hdfs.*- .*name=vllm|3 problems.*name=vllm.*hdfs"
     ):
-        load("trainer.default_hdfs_dir=hdfs://x", f"{ROLLOUT}.mode=async", "trainer.test_freq=3")
+        load("trainer.default_hdfs_dir=hdfs://x", f"{ROLLOUT}.name=vllm", "trainer.test_freq=3")
 
 
 def test_model_and_data_must_be_named():
@@ -192,6 +190,33 @@ def test_model_and_data_must_be_named():
         load_config([])
     with pytest.raises(ConfigError, match="model.path is not set"):  # of $MODEL that is not set
         load_config(["actor_rollout_ref.model.path=", "data.train_files=a"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("multi_turn.enable=True", "multi_turn.enable=True needs something that answers"),
+        (
+            "agent.environment.name=number_guessing multi_turn.tool_config_path=tools.yaml",
+            "tools and interactions would never be reached. Leave either out",
+        ),
+        (
+            "agent.default_agent_loop=single_turn_agent multi_turn.function_tool_path=tools.py",
+            "Set it to tool_agent, or leave it out",
+        ),
+        ("agent.replay_path=a agent.record_path=b", "or record anew"),
+    ],
+)
+def test_turns_that_nothing_answers_are_an_error(build: Load, overrides: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        build(*(f"{ROLLOUT}.{override}" for override in overrides.split()))
+
+
+def test_settings_of_turns_without_agents_have_no_effect(
+    build: Load, log: pytest.LogCaptureFixture
+):
+    build(f"{ROLLOUT}.multi_turn.max_assistant_turns=5")
+    assert "multi_turn.max_assistant_turns=5 has no effect" in log.text
 
 
 @pytest.mark.parametrize("asked", ["trainer.val_only=True", "trainer.test_freq=5"])
@@ -398,8 +423,8 @@ trainer.save_freq=-1 trainer.test_freq=20 data.val_files=test.parquet trainer.to
 actor_rollout_ref.rollout.update_weights_bucket_megabytes=512
 """
 NOT_BUILT = (
-    "actor_rollout_ref.rollout.mode=async",
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml",
+    "actor_rollout_ref.rollout.multi_turn.completion_callback=mine.Callback",
+    "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.rollout.name=sglang",
 )
 

@@ -474,6 +474,21 @@ READS = {
     "symlinks",
     "devices",
 }
+# What depends on where the trainer's files are.
+OF_FILES = READS | {
+    "Python's files",
+    "disk",
+    "files left behind",
+    "inherited descriptors",
+    "inodes",
+    "own environment",
+    "programs",
+    "user's files changed",
+}
+# A program that comes after a hostile one must run as before; the larger one takes ten times as
+# long and comes after every tenth, and after those that end by the clock.
+SMALL = "total = sum([2, 3])"
+SMALL_TESTS = ["assert total == 5"]
 HONEST = """
 import asyncio, threading
 
@@ -585,7 +600,7 @@ class Trainer:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def main(isolation: str) -> dict:
+def main(isolation: str, names: list[str]) -> dict:
     from verl.config.reward import SandboxConfig
     from verl.rewards.sandbox.runner import LocalRunner
     from verl.utils.errors import ConfigError
@@ -601,12 +616,15 @@ def main(isolation: str) -> dict:
     with tempfile.TemporaryDirectory(prefix="user-", dir="/tmp") as folder:
         trainer = Trainer(Path(folder))
         try:
-            for name, code in PROGRAMS.items():
+            for number, name in enumerate(names):
                 runner = short if name in ENDLESS else patient
                 began = time.monotonic()
-                run = runner.run(trainer.program(code), ["pass"])
+                run = runner.run(trainer.program(PROGRAMS[name]), ["pass"])
                 seconds = time.monotonic() - began
-                honest = patient.run(HONEST, HONEST_TESTS)
+                if name in ENDLESS or number % 10 == 0:
+                    honest = patient.run(HONEST, HONEST_TESTS)
+                else:
+                    honest = patient.run(SMALL, SMALL_TESTS)
                 text = run.output[-100_000:] + run.error
                 results[name] = {
                     "status": run.status,
@@ -615,7 +633,7 @@ def main(isolation: str) -> dict:
                     "size": len(run.output),
                     "escaped": "ESCAPED" in text or SECRET in text,
                     "harm": trainer.harm(),
-                    "honest": honest.passed,
+                    "honest": len(honest.passed) > 0 and all(honest.passed),
                     "complaint": honest.error,
                     "seconds": seconds,
                 }
@@ -629,4 +647,4 @@ def main(isolation: str) -> dict:
 
 if __name__ == "__main__":
     os.environ["SECRET"] = SECRET
-    json.dump(main(sys.argv[1]), sys.stdout)
+    json.dump(main(sys.argv[1], sys.argv[2:]), sys.stdout)

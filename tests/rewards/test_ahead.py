@@ -150,36 +150,38 @@ def test_a_call_has_its_time_from_its_own_start(is_async):
     """Neither the wait for the batch counts, nor is a call forgiven that ended late while nobody
     looked."""
     release = threading.Event()
+    ended_late = threading.Event()
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         if solution_str == "dddd":
-            release.wait(4)
+            release.wait(2)
+            ended_late.set()
         if solution_str == "e":
-            release.wait(60)
+            release.wait(600)
         return 1.0
 
     async def compute_score_async(data_source, solution_str, ground_truth, extra_info):
-        await asyncio.sleep({"dddd": 4, "e": 60}.get(solution_str, 0))
+        try:
+            await asyncio.sleep({"dddd": 2, "e": 600}.get(solution_str, 0))
+        finally:
+            if solution_str == "dddd":
+                ended_late.set()
         return 1.0
 
     function = compute_score_async if is_async else compute_score
-    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=3.0, on_error="zero")
-    began = time.monotonic()
-    result = score_ahead(manager, batch_of(), wait=lambda: time.sleep(4.5))
+    manager = NaiveRewardManager(CharTokenizer(), 0, function, timeout_s=1.5, on_error="zero")
+    result = score_ahead(manager, batch_of(), wait=lambda: ended_late.wait(60))
     release.set()
     assert result["reward_tensor"].sum(-1).tolist() == [1, 1, 1, 0, 0, 1]
     assert result["metrics"] == {"reward/num_errors": 0, "reward/num_timeouts": 2}
-    assert time.monotonic() - began < 50
 
 
 def test_a_hanging_reward_stops_the_run_at_its_time_out():
     release = threading.Event()
-    manager = NaiveRewardManager(CharTokenizer(), 0, lambda **_: release.wait(60), timeout_s=0.2)
-    began = time.monotonic()
+    manager = NaiveRewardManager(CharTokenizer(), 0, lambda **_: release.wait(600), timeout_s=0.2)
     with pytest.raises(RewardError, match=r"failed on row 0 .*no answer within 0\.2 s"):
         score_ahead(manager, batch_of())
     release.set()
-    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize("is_async", [False, True])

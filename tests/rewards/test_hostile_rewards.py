@@ -1,14 +1,12 @@
 """Reward functions that end their process, keep the interpreter, fork, change their arguments, or
 return objects that raise."""
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import pytest
 
+from tests.launches import run_code
 from tests.rewards.batches import CharTokenizer, make_batch
 from verl.rewards.calls import Caller
 from verl.rewards.custom import load_custom_reward
@@ -42,12 +40,6 @@ def reward_file(tmp_path):
     path = tmp_path / "hostile.py"
     path.write_text(FILE)
     return str(path)
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
 
 
 @pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
@@ -119,13 +111,11 @@ def test_calls_of_one_message_fail_alone_and_are_made_once(counting):
     function, log = counting
     texts = ["1", "raises", "2", "exits", "3", "hangs", "4"]
     calls = pack_texts(texts)
-    function = function.limited(5.0)
-
     first = function.call_each(calls)
     assert [outcome.value for outcome in first] == [1.0, None, 2.0, None]
     assert isinstance(first[1].error, KeyError)
     assert "exit code 7" in str(first[3].error)
-    second = function.call_each(calls[4:])
+    second = function.limited(2.0).call_each(calls[4:])
     assert [outcome.value for outcome in second] == [3.0, None]
     assert second[1].timed_out
     assert [outcome.value for outcome in function.call_each(calls[6:])] == [4.0]
@@ -198,7 +188,7 @@ USE_RULES = """
 def run_rules(tmp_path, text, source=RULES, kind="NaiveRewardManager", timeout_s=30):
     path = tmp_path / "my_rules.py"
     path.write_text(source)
-    return run(USE_RULES.format(path=str(path), text=text, kind=kind, timeout_s=timeout_s))
+    return run_code(USE_RULES.format(path=str(path), text=text, kind=kind, timeout_s=timeout_s))
 
 
 def test_a_registered_rule_cannot_exit_in_silence(tmp_path):
@@ -231,7 +221,7 @@ def test_reward_kwargs_must_reach_the_process(reward_file):
 
 
 def test_a_function_of_python_cannot_exit_in_silence(reward_file):
-    done = run(
+    done = run_code(
         f"""
         import os
         from tests.rewards.batches import CharTokenizer, make_batch
@@ -250,7 +240,7 @@ def test_a_function_of_python_cannot_exit_in_silence(reward_file):
 
 
 def test_a_function_of_python_that_keeps_the_interpreter_ends_the_run_with_its_stack():
-    done = run(
+    done = run_code(
         """
         import re
         from verl.rewards import watch
@@ -273,11 +263,12 @@ def test_a_late_loop_of_python_is_ended():
         while True:
             pass
 
+    before = set(threading.enumerate())  # other tests leave calls behind that only wait
     manager = NaiveRewardManager(CharTokenizer(), 0, loops, timeout_s=0.2, on_error="zero")
     result = manager(make_batch(["a"] * 3), return_dict=True)
     assert result["metrics"]["reward/num_timeouts"] == 3
     ends = time.monotonic() + 60
-    while any(thread.name == "verl-reward" for thread in threading.enumerate()):
+    while any(thread.name == "verl-reward" for thread in set(threading.enumerate()) - before):
         assert time.monotonic() < ends
         time.sleep(0.01)
 

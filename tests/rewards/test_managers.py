@@ -2,9 +2,6 @@
 thousand."""
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +10,9 @@ import psutil
 import pytest
 import torch
 
+from tests.launches import run_code
 from tests.rewards.batches import CharTokenizer, make_batch
+from tests.rewards.plain_functions import fails_or_sleeps
 from verl.rewards.calls import Caller
 from verl.rewards.custom import load_custom_reward
 from verl.rewards.helper import HelperTimeout
@@ -153,20 +152,22 @@ def test_prime_survives_whatever_a_call_does(reward_file):
     function = load_custom_reward(reward_file, "moody")
     texts = ["raises", "odd", "exits", "dies", "hangs", "sleeps", "fine"]
     manager = PrimeRewardManager(
-        CharTokenizer(), 0, function, num_processes=2, timeout_s=5.0, on_error="drop"
+        CharTokenizer(), 0, function, num_processes=2, timeout_s=2.0, on_error="drop"
     )
     result = manager(make_batch(texts), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [0.0] * 6 + [1.0]
     assert result["dropped"] == [0, 1, 2, 3, 4, 5]
 
     assert result["metrics"] == {"reward/num_errors": 4, "reward/num_timeouts": 2}
-    strict = PrimeRewardManager(CharTokenizer(), 0, function, num_processes=1, timeout_s=5.0)
-    for text, told in (
-        ("raises", r"KeyError: 'the key'(?s:.)*my_rewards\.py\", line"),
-        ("odd", "Odd: 1 and 2"),
-        ("dies", "exit code 7"),
-        ("hangs", "no answer within 5 s"),
+    for text, timeout_s, told in (
+        ("raises", 60.0, r"KeyError: 'the key'(?s:.)*my_rewards\.py\", line"),
+        ("odd", 60.0, "Odd: 1 and 2"),
+        ("dies", 60.0, "exit code 7"),
+        ("hangs", 0.5, "no answer within 0.5 s"),
     ):
+        strict = PrimeRewardManager(
+            CharTokenizer(), 0, function, num_processes=1, timeout_s=timeout_s
+        )
         with pytest.raises(RewardError, match=told):
             strict(make_batch([text]))
 
@@ -184,9 +185,7 @@ def test_processes_end_with_the_trainer(reward_file):
         function = load_custom_reward({reward_file!r}, "length").limited(60)
         print(function(data_source="s", solution_str="abc", ground_truth=None)["pid"])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
-    )
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
@@ -226,7 +225,7 @@ def test_a_process_in_a_call_that_hangs_ends_with_the_trainer(tmp_path, name, wa
             os.kill(os.getpid(), signal.SIGKILL)
     """
 
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
+    done = run_code(code)
     assert done.returncode == (0 if way == "exits" else -9)
     pid = int(told.read_text())
     deadline = time.monotonic() + 60
@@ -271,7 +270,7 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
     file = tmp_path / "heavy.py"
     file.write_text(
         "import time\n"
-        "time.sleep(6)  # such as an import\n"
+        "time.sleep(1.5)  # such as an import\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    time.sleep(float(solution_str))\n"
         "    return 1.0\n"
@@ -281,7 +280,7 @@ def test_prime_counts_a_shorter_deadline_from_the_call_and_not_from_the_start_of
         CharTokenizer(), 0, load_custom_reward(str(file)), num_processes=1, timeout_s=600
     )
     samples = manager.read(make_batch(["0", "999"]))
-    quick, late = manager.call(samples, timeout_s=5.0)
+    quick, late = manager.call(samples, timeout_s=1.0)
     assert quick is not None and quick.value == 1.0  # noqa: PT018
     assert late is not None and late.timed_out  # noqa: PT018
 
@@ -325,30 +324,24 @@ def test_a_thousand_samples_of_which_one_percent_raise_and_one_percent_hang(
 @pytest.mark.parametrize("kind", [NaiveRewardManager, PrimeRewardManager])
 def test_calls_that_hang_are_late_and_the_others_are_not(reward_file, kind):
     function = load_custom_reward(reward_file, "hangs_at")
-    manager = kind(CharTokenizer(), 0, function, on_error="drop", timeout_s=5.0)
+    manager = kind(CharTokenizer(), 0, function, on_error="drop", timeout_s=2.0)
     result = manager(make_batch(["a", "hangs", "b", "c"]), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
     assert result["metrics"] == {"reward/num_errors": 0, "reward/num_timeouts": 1}
 
 
-def fails_or_sleeps(data_source, solution_str, ground_truth, extra_info=None):
-    """Stand in a module that a process can import, and run in a thread until then."""
-    if int(solution_str) % 100 == 13:
-        raise ValueError("unlucky")
-    if int(solution_str) % 100 == 57:
-        time.sleep(600)
-    return 1.0
-
-
 def test_calls_that_hang_step_after_step_move_to_processes_and_the_run_goes_on(monkeypatch, caplog):
-    monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 3)
+    monkeypatch.setattr("verl.rewards.calls.MAX_HANGING", 1)
     manager = NaiveRewardManager(
-        CharTokenizer(), 0, fails_or_sleeps, timeout_s=3.0, on_error="zero"
+        CharTokenizer(), 0, fails_or_sleeps, timeout_s=2.0, on_error="zero"
     )
-    batch = make_batch([str(number) for number in range(200)])
+    texts = ["fine"] * 50
+    texts[13] = "raises"
+    texts[37] = "sleeps"
+    batch = make_batch(texts)
     with caplog.at_level("WARNING", logger="verl"):
         metrics = [manager(batch, return_dict=True)["metrics"] for _ in range(3)]
-    assert metrics == [{"reward/num_errors": 2, "reward/num_timeouts": 2}] * 3
+    assert metrics == [{"reward/num_errors": 1, "reward/num_timeouts": 1}] * 3
     assert caplog.text.count("From now on it is called in 4 processes") == 1
     assert isinstance(manager._caller.function, ProcessFunction)
 

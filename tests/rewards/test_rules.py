@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -242,13 +241,11 @@ def test_math_works_in_threads_and_a_symbolic_blow_up_is_a_zero():
         results[answer] = math.score(answer, cases[answer])
 
     threads = [threading.Thread(target=run, args=(answer,)) for answer in cases]
-    began = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == {"\\boxed{9^{9^{9}}}": 0.0, "\\boxed{0.25}": 1.0}
-    assert time.monotonic() - began < 60
 
 
 def test_a_math_helper_that_is_killed_is_replaced_and_a_slow_one_scores_zero(monkeypatch):

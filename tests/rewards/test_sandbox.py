@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -161,14 +162,12 @@ def test_hostile_programs_fail_and_nothing_else_does(sandbox, name, tmp_path):
     if told is None:
         sandbox = short(sandbox)
     passwd = Path("/etc/passwd").read_bytes()
-    began = time.monotonic()
     run = sandbox.run(code, ["pass"])
     assert run.status == ("timeout" if told is None else "failed"), run
     assert run.passed == []
     assert (told or "") in run.error
     assert len(run.error) <= 2000
     assert len(run.output) <= 16 * 2**20
-    assert time.monotonic() - began < 30
     assert Path("/etc/passwd").read_bytes() == passwd
     assert sandbox.run("", ["assert 1 + 1 == 2"]).passed == [True], "the sandbox serves on"
 
@@ -244,18 +243,23 @@ def test_it_ends_with_a_trainer_that_is_killed_in_the_middle_of_a_run(sandbox):
         from verl.rewards.sandbox.runner import LocalRunner
         runner = LocalRunner(SandboxConfig(isolation={sandbox.settings.isolation!r}, timeout_s=600))
         runner.run("", [])
+        print("idle", flush=True)
+        input()
         threading.Thread(target=runner.run, args=("while True: pass", []), daemon=True).start()
-        time.sleep(0.3)
-        print("busy", flush=True)
         time.sleep(600)
         """
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdin is not None
     assert trainer.stdout is not None
-    assert trainer.stdout.readline() == "busy\n"
-    processes = family(trainer.pid)
-    assert len(processes) >= 3, "the trainer, the server and the run"
+
+    assert trainer.stdout.readline() == "idle\n"
+    idle = family(trainer.pid)
+    print(file=trainer.stdin, flush=True)
+    while len(processes := family(trainer.pid)) <= len(idle):  # until the run is there
+        time.sleep(0.01)
     trainer.kill()
     trainer.wait()
     deadline = time.monotonic() + 20
@@ -296,37 +300,19 @@ def test_a_server_that_never_answers_is_an_error(monkeypatch):
         runner.run("", [])
 
 
-def test_several_threads_run_side_by_side(sandbox):
-    began = time.monotonic()
-    statuses = []
-    threads = [
-        threading.Thread(
-            target=lambda: statuses.append(
-                sandbox.run("import time\ntime.sleep(1)", ["pass"]).status
-            )
-        )
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_several_threads_run_side_by_side(sandbox, monkeypatch):
+    together = threading.Barrier(3)  # broken where one waits for another's end
+    borrow = sandbox._pool._borrow
 
-    assert statuses == ["finished"] * 3
-    assert time.monotonic() - began < 2.9
+    def borrow_at_once():
+        helper = borrow()
+        together.wait(60)
+        return helper
 
-
-def test_a_thousand_programs_a_minute_on_two_cores(sandbox):
-    """On an idle machine one thread makes about 8,000; the best of five rounds, for others hold it
-    up."""
-    code = "def add(a, b):\n    return a + b\n" + "# filler\n" * 50
-    rounds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(20):
-            sandbox.run(code, ["assert add(1, 2) == 3"] * 3)
-        rounds.append(time.perf_counter() - began)
-    assert min(rounds) / 20 < 0.06, "one thread alone makes a thousand a minute"
+    monkeypatch.setattr(sandbox._pool, "_borrow", borrow_at_once)
+    with ThreadPoolExecutor(3) as threads:
+        runs = list(threads.map(lambda _: sandbox.run("", ["pass"]), range(3)))
+    assert [run.status for run in runs] == ["finished"] * 3
 
 
 def test_without_isolation_nothing_runs_unless_asked(monkeypatch):

@@ -284,8 +284,9 @@ def packed_model(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", torch.float32), ("gemma2", torch.bfloat16)]
+)
 def test_the_same_holds_on_two_threads(threads, family, dtype):
     # wide enough to be divided
     check_family(invariant_model(family, dtype=dtype, intermediate_size=1096))

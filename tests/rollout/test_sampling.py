@@ -199,16 +199,16 @@ def test_greedy_takes_the_largest_logit_and_gives_its_log_prob_at_temperature_1(
 
 
 def test_a_draw_of_128_rows_is_fast():
-    """A tenth of a decode step of the tiny benchmark model. The bound is loose: other processes
-    share the machine."""
+    """A tenth of a decode step of the tiny benchmark model, in CPU time. The bound is loose: other
+    processes share the caches."""
     logits = torch.randn(128, 1000)
     keys = keys_of(128)
     params = SamplingParams(max_new_tokens=1)
     seconds = []
     for _ in range(50):
-        start = time.perf_counter()
+        start = time.thread_time()
         sample(logits, params, keys)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 5e-3
 
 

@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 from tests.single_controller import workers
 from tests.single_controller.launch import Run, launch
 from verl.single_controller import WorkerGroup, links, spmd_rank
+from verl.single_controller import breadcrumbs
 from verl.single_controller.breadcrumbs import (
     breadcrumb,
     format_stacks,
@@ -296,8 +297,10 @@ def test_ranks_that_do_not_come_are_named(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_breadcrumbs_outlive_what_they_are_about(tmp_path):
-    breadcrumb("nobody keeps this one")
+def test_breadcrumbs_outlive_what_they_are_about(tmp_path, monkeypatch):
+    # This process must not go on writing to the file: it keeps its progress elsewhere.
+    monkeypatch.setattr(breadcrumbs._Notes, "file", None)
+    breadcrumb("lost: there is no file yet")
     keep_breadcrumbs(tmp_path, 3)
     breadcrumb("before the long one")
     breadcrumb("é" * 1000)

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,9 +198,11 @@ class Troubled(Worker):
             self._collective()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def is_at(self, done: int, total: int) -> None:
+    def is_at(self, done: int, total: int, until: Path) -> None:
+        """Stay at `done` of `total` until the file `until` exists."""
         note_progress(done, total, "mini-batches")
-        time.sleep(0.5)
+        while not until.exists():
+            time.sleep(0.001)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_exits_between_collectives(self, rank: int) -> None:
@@ -430,13 +433,15 @@ def terminated_after_a_death(pool: Any) -> None:
     time.sleep(30)
 
 
-def progress_of_two(pool: Any) -> list[list[tuple[int, int, str]]]:
-    """How far the ranks are, as their driver sees it within a method and after it."""
+def progress_of_two(pool: Any, folder: Path) -> list[list[tuple[int, int, str]]]:
+    """Return the progress of the ranks, as their driver sees it within a method and after it."""
     group = pool.start("troubled", Troubled)
-    future = group.is_at(3, 8, blocking=False)
+    seen = folder / "seen"
+    future = group.is_at(3, 8, seen, blocking=False)
     while not all(progress.total for progress in group.progress()):
-        time.sleep(0.01)
+        time.sleep(0.001)
     within = group.progress()
+    seen.touch()
     future.result()
     return [within, group.progress()]
 

@@ -3,7 +3,6 @@ ours."""
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,12 +164,10 @@ def test_a_reward_function_whose_package_is_missing(tmp_path, capfd):
 
 
 def test_a_reward_function_that_sleeps(tmp_path, capfd):
-    slow = reward_file(tmp_path, "time.sleep(30)")
-    start = time.monotonic()
+    slow = reward_file(tmp_path, "time.sleep(600)")
     text = message(capfd, run(tmp_path, *slow, "reward_model.timeout_s=0.2"))
     assert "no answer within 0.2 s" in text
     assert "reward_model.timeout_s" in text
-    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_the_run_is_the_same_with_and_without(tmp_path):
     options += [
         "actor_rollout_ref.rollout.max_num_seqs=4",
         "data.val_batch_size=2",
+        "actor_rollout_ref.rollout.val_kwargs.n=1",  # slow rewards of few responses
         "trainer.val_before_train=True",
     ]
     beside = tmp_path / "beside"

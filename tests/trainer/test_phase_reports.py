@@ -1,12 +1,14 @@
 """Long phases say their name and how far they are; short ones are quiet."""
 
 import logging
+import threading
 import time
 
 from tests.single_controller.launch import launch
 from tests.single_controller.workers import progress_of_two
 from verl.single_controller.breadcrumbs import Progress
 from verl.single_controller.spmd import LocalPool
+from verl.trainer import phase_reports
 from verl.trainer.phase_reports import PhaseReports
 
 
@@ -30,17 +32,46 @@ def test_a_long_phase_says_its_name_and_how_far_it_is(caplog):
         assert line.endswith(" s so far, 1 of 5 batches, 7 of 16 responses")
 
 
-def test_short_phases_are_quiet(caplog):
+class Clock:
+    """Time passes when a test says so. A sleeper wakes after a moment of the real time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept = threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.001)
+        self.slept.release()
+
+
+def test_short_phases_are_quiet_and_a_longer_one_is_not(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
+    clock = Clock()
+    monkeypatch.setattr(phase_reports, "time", clock)
     reports = PhaseReports(lambda: [], every_s=0.3)
-    for _ in range(100):
+
+    def pass_time(seconds: float) -> None:
         with reports.phase("adv"):
-            time.sleep(0.01)
+            clock.now_s += seconds
+            for _ in range(2):  # the first look may have begun before the time passed
+                assert clock.slept.acquire(timeout=60)
+            while clock.slept.acquire(blocking=False):
+                pass
+
+    for _ in range(40):
+        pass_time(0.01)
     assert caplog.messages == []
+    pass_time(0.4)
+    assert wait_for_lines(caplog, 1) == ["Phase adv: 0 s so far"]
 
 
-def test_the_driver_reads_how_far_the_ranks_are_while_they_run():
-    alone = progress_of_two(LocalPool())
-    two = launch(progress_of_two).value
+def test_the_driver_reads_how_far_the_ranks_are_while_they_run(tmp_path):
+    for name in ("alone", "two"):
+        (tmp_path / name).mkdir()
+    alone = progress_of_two(LocalPool(), tmp_path / "alone")
+    two = launch(progress_of_two, tmp_path / "two").value
     assert alone == [[Progress(3, 8, "mini-batches")], [Progress(0, 0, "")]]
     assert two == [[Progress(3, 8, "mini-batches")] * 2, [Progress(0, 0, "")] * 2]

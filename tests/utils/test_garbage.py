@@ -14,7 +14,8 @@ def test_the_collector_waits_while_packages_load_and_passes_over_them_later():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled()
-        assert gc.get_freeze_count() == before
+        # Others' frozen objects may have been freed meanwhile.
+        assert gc.get_freeze_count() <= before
         with loading_packages():
             made = [[]]
         assert gc.isenabled()

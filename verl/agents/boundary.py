@@ -116,7 +116,8 @@ class ChatBoundary:
             behind = self._turns.behind(plan, history, reply, new, tools)
         except BoundaryError:
             return True
-        return whole != prompt + self._drawn_text(plan, drawn) + behind
+        text = self._template.decode_part(drawn[: len(drawn) - self._overlap(plan, drawn)])
+        return whole != prompt + text + behind
 
     def has_tools(self) -> bool:
         """Return whether the template describes tools to the model."""
@@ -127,14 +128,13 @@ class ChatBoundary:
         return PROBE_TOOL["function"]["name"] in text
 
     def report(self) -> str:
-        """Return one line for the log: the texts between turns, and what the template knows."""
+        """Return one line for the log: the texts between turns, and the traits of the template."""
         reply, new = self._checked[0]
-        tail = self._template.decode(self._turns.plan(reply, new, None).tail_ids)
+        plan = self._turns.plan(reply, new, None)
+        tail = self._template.decode(plan.tail_ids) if plan.closes else ""
         separator = self._turns.head(reply, new).removeprefix(tail)
 
-        prompt = self._template.render(self._turns.start)
-        closed = self._template.render(self._turns.start, generate=False)
-        generation = prompt.removeprefix(closed) if prompt.startswith(closed) else prompt
+        generation = self._generation_prompt()
         return (
             f"Chat template: a reply ends with {tail!r}, a {new[0]['role']}'s message begins with "
             f"{separator!r}, the generation prompt is {generation!r}; "
@@ -146,30 +146,31 @@ class ChatBoundary:
 
     def _already_drawn(self, plan: TurnPlan, drawn: Sequence[int], ids: Sequence[int]) -> int:
         """Return how many ids of the text behind a reply its last drawn ids stand for."""
-        for end in (plan.tail_ids, plan.end_ids):
-            if _ends_with(drawn, end) and tuple(ids[: len(end)]) == end:
-                return len(end)
-        if not drawn or drawn[-1] not in self._turns.stop_ids:
-            return 0
+        overlap = self._overlap(plan, drawn)
+        if not overlap and drawn and drawn[-1] in self._turns.stop_ids:
+            # Another end token, such as <|return|>, or the last of several. But where only the role
+            # of the next message ends a turn, that role has to follow it.
+            own_end = plan.end_ids[-1] if plan.end_ids else None
+            if plan.closes or drawn[-1] == own_end:
+                overlap = len(plan.end_ids)
 
-        # Another end token, such as <|return|>. Where only the role of the next message ends a
-        # turn, that role has to follow it.
-        own_end = plan.end_ids[-1] if plan.end_ids else None
-        if drawn[-1] != own_end and not plan.closes:
-            return 0
-        if tuple(ids[: len(plan.end_ids)]) != plan.end_ids:
+        if tuple(ids[:overlap]) != plan.tail_ids[:overlap]:
             raise BoundaryError(
                 "The chat template must end every turn alike, but here it does not write "
-                f"{self._template.decode(plan.end_ids)!r} behind a reply."
+                f"{self._template.decode(plan.end_ids)!r} behind a reply. Use another template "
+                "(data.custom_chat_template)."
             )
-        return len(plan.end_ids)
+        return overlap
 
-    def _drawn_text(self, plan: TurnPlan, drawn: Sequence[int]) -> str:
-        """Return the text of drawn ids without the part that is written behind a reply anyway."""
-        for end in (plan.tail_ids, plan.end_ids):
-            if _ends_with(drawn, end):
-                return self._template.decode_part(drawn[: len(drawn) - len(end)])
-        return self._template.decode_part(drawn)
+    def _overlap(self, plan: TurnPlan, drawn: Sequence[int]) -> int:
+        """Return how many ids of the template's end of a turn were drawn, from its first on."""
+        for length in range(min(len(plan.tail_ids), len(drawn)), 0, -1):
+            end = plan.tail_ids[:length]
+            # Ordinary text, such as a newline, may be the reply's own.
+            is_end = not self._template.special_ids.isdisjoint(end)
+            if is_end and tuple(drawn[-length:]) == end:
+                return length
+        return 0
 
     def _rewrites_reply(
         self, prompt: str, whole: str, history: Messages, reply: Message, tools: Tools
@@ -186,6 +187,14 @@ class ChatBoundary:
             tail = self._turns.tail
             end = len(alone) - len(tail) if alone.endswith(tail) else len(prompt)
         return not whole.startswith(alone[:end])
+
+    def _generation_prompt(self) -> str:
+        prompt = self._template.encode(self._template.render(self._turns.start))
+        closed = self._template.encode(self._template.render(self._turns.start, generate=False))
+        shared = 0
+        while prompt[shared : shared + 1] == closed[shared : shared + 1] != []:
+            shared += 1
+        return self._template.decode(prompt[shared:])
 
     def _drops_reasoning(self) -> bool:
         reply = saying(f"<think>\nverlThought\n</think>\n\n{REPLY}")
@@ -228,7 +237,7 @@ class ChatBoundary:
             replies = [calling({}, new)]
 
         for reply in replies:
-            for history in [self._turns.start, *self._turns.longer]:
+            for history in self._turns.histories(reply, new):
                 behind = self._turns.behind(plan, history, reply, new, None)
                 whole = self._template.render([*history, reply, *new])
                 if not whole.endswith(behind):
@@ -247,13 +256,9 @@ class ChatBoundary:
         same_text = self._template.decode(whole_ids).endswith(self._template.decode_part(ids))
 
         # Without a special token in between, a token of the whole text may span the boundary.
-        starts_apart = bool(ids) and ids[0] == self._template.first_special(behind)
+        starts_apart = bool(ids) and ids[0] in self._template.special_ids
         if not same_text or (starts_apart and not same_ids):
             raise BoundaryError(
                 f"The tokenizer must give the text {behind!r} behind a reply the ids that it has "
                 "in the whole conversation, but it gives others."
             )
-
-
-def _ends_with(drawn: Sequence[int], end: tuple[int, ...]) -> bool:
-    return bool(end) and tuple(drawn[-len(end) :]) == end

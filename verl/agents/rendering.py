@@ -1,7 +1,7 @@
 """A chat template as the boundary sees it: messages to text, text to ids, ids to text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verl.data.chat import Message, encode_rendered, render_conversation
@@ -21,6 +21,8 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._special_tokens = _added_tokens(tokenizer)
+        # Ids that are never part of ordinary text.
+        self.special_ids = frozenset(self._special_tokens.values())
         self._special_texts = tuple(self._special_tokens)
         self._anchors = self._usable_anchors()
         self._arguments_as_text = self._wants_text_arguments()
@@ -75,14 +77,10 @@ class ChatTemplate:
         before = self._plain_ids("a")
         return self.decode([*before, *token_ids])[len(self.decode(before)) :]
 
-    def special_id(self, token: str) -> int | None:
-        """Return the id of a token that is never part of ordinary text; None if there is none."""
-        return self._special_tokens.get(token)
-
-    def first_special(self, text: str) -> int | None:
-        """Return the first id of a text that is never part of ordinary text, if it has one."""
-        known = frozenset(self._special_tokens.values())
-        return next((each for each in self.encode_part(text) if each in known), None)
+    def known_ids(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those tokens that the tokenizer has as special ones."""
+        found = [self._special_tokens.get(token) for token in tokens]
+        return frozenset(each for each in found if each is not None)
 
     # ------------------------------------------------------------ tokenizing
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from verl.agents.formats.base import END_TOKENS
+from verl.agents.formats.base import NEXT_ROLES, TURN_ENDS
 from verl.agents.rendering import ChatTemplate
 from verl.data.chat import Message
 from verl.utils.errors import BoundaryError, DataError
@@ -52,7 +52,7 @@ def tool_result() -> Message:
     }
 
 
-def calling(reply: Message, new: Messages) -> Message:
+def calling(reply: Message, new: Messages, *, argument: str = REPLY) -> Message:
     """Return a reply with the same calls, the last of which has the probe word as its argument.
 
     A malformed call has an answer but is not in `tool_calls`. So if there are none, the names come
@@ -73,7 +73,7 @@ def calling(reply: Message, new: Messages) -> Message:
         is_last = number == len(named) - 1
         function = {
             "name": name or "verl_probe_tool",
-            "arguments": {"key": REPLY if is_last else "verlArgument"},
+            "arguments": {"key": argument if is_last else "verlArgument"},
         }
         calls.append({"id": call_id or _PROBE_ID, "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}
@@ -113,15 +113,15 @@ class _Behind:
 class Turns:
     """Finds the text between turns. Methods raise BoundaryError where the template has none.
 
-    `start` is the shortest history that the template accepts, `longer` are others, `tail` is the
-    text behind a reply which nothing follows, `stop_ids` are the ids that may end a reply.
+    `start` is the shortest history that the template accepts, `tail` is the text behind a reply
+    which nothing follows, `stop_ids` are the ids that may end a reply.
     """
 
     def __init__(self, template: ChatTemplate, stop_ids: Iterable[int]) -> None:
         self.template = template
         self._plans: dict[Any, TurnPlan] = {}
         self.start = self._shortest_history()
-        self.longer = self._longer_histories()
+        self._longer = self._longer_histories()
         self.tail = self._text_behind(self.start, saying(REPLY), [], generate=False)
         self.stop_ids = self._collect_stop_ids(stop_ids)
 
@@ -143,6 +143,20 @@ class Turns:
         text = self._text_behind(before, probe, new, tools if plan.with_tools else None)
         # Behind a call stand its own closing characters, which the model has drawn.
         return text[text.index(plan.cut) :]
+
+    def histories(self, reply: Message, new: Messages) -> list[list[Message]]:
+        """Return the shortest history, and others that these messages leave as they are.
+
+        A template may move the system message to the newest one: it would be repeated otherwise.
+        """
+        kept = [self.start]
+        for history in self._longer:
+            try:
+                if self._keeps(history, reply, new):
+                    kept.append(history)
+            except DataError:  # the template refuses the messages
+                continue
+        return kept
 
     def head(self, reply: Message, new: Messages) -> str:
         """Return the text between the end of a reply and the content of the first new message."""
@@ -224,7 +238,7 @@ class Turns:
 
         # A plain reply shows the boundary best. But a template may know no result without a call,
         # or end a turn with calls otherwise.
-        if said is not None and (called is None or called.text.endswith(said.text)):
+        if said is not None and (called is None or self._ends_alike(calling(reply, new), new)):
             return self._finished(said, saying(REPLY), "", new, offers_tools)
         if called is None:
             assert refusal is not None
@@ -234,6 +248,14 @@ class Turns:
         place = called.head.index(cut)
         behind = _Behind(called.text[place:], called.head[place:])
         return self._finished(behind, calling(reply, new), cut, new, offers_tools)
+
+    def _ends_alike(self, called: Message, new: Messages) -> bool:
+        """Return whether the text behind a call ends with the text behind a plain reply."""
+        for history in self.histories(called, new):
+            said = self._text_behind(history, saying(REPLY), new)
+            if not self._text_behind(history, called, new).endswith(said):
+                return False
+        return True
 
     def _end_of_call(self, head: str) -> str:
         """Return the token that ends a turn with calls."""
@@ -257,14 +279,14 @@ class Turns:
 
         alone = self._text_behind(self.start, probe, [], generate=False)
         alone_ids = self.template.encode_part(alone[max(alone.find(cut), 0) :])
-        is_tail = head_ids[: len(alone_ids)] == alone_ids
+        is_longer = len(alone_ids) > len(end_ids) and head_ids[: len(alone_ids)] == alone_ids
         return TurnPlan(
             with_calls=bool(cut),
             cut=cut,
             with_tools=offers_tools and self._tools_matter(probe, new),
             whole_history=self._history_matters(probe, new),
             end_ids=tuple(end_ids),
-            tail_ids=tuple(alone_ids if is_tail else end_ids),
+            tail_ids=tuple(alone_ids if is_longer else end_ids),
             closes=any(each in self.stop_ids for each in alone_ids),
         )
 
@@ -277,14 +299,17 @@ class Turns:
         without = self._text_behind(self.start, probe, new)
         if self._text_behind(self.start, probe, new, tools) == without:
             return False
-        whole = self.template.render([*self.start, probe, *new], tools=tools)
-        return whole.startswith(self.template.render(self.start, tools=tools, generate=False))
+        return self._keeps(self.start, probe, new, tools)
 
     def _history_matters(self, probe: Message, new: Messages) -> bool:
         """Return whether a longer history changes the text behind a reply."""
-        expected = self._text_behind(self.start, probe, new)
-        others = [self._text_behind(history, probe, new) for history in self.longer]
-        return any(other != expected for other in others)
+        histories = self.histories(probe, new)
+        return len({self._text_behind(history, probe, new) for history in histories}) > 1
+
+    def _keeps(self, history: Messages, probe: Message, new: Messages, tools: Tools = None) -> bool:
+        """Return whether the template still writes the history as it did before the reply."""
+        whole = self.template.render([*history, probe, *new], tools=tools)
+        return whole.startswith(self.template.render(history, tools=tools, generate=False))
 
     # ------------------------------------------------------------ the template's habits
 
@@ -304,24 +329,34 @@ class Turns:
         )
 
     def _longer_histories(self) -> list[list[Message]]:
-        """Return histories that the template accepts, other than the shortest."""
-        accepted = []
-        for history in (
-            [_system(), asking("verlQuestion")],
-            [*self.start, saying("verlAnswer"), asking("verlNextQuestion")],
-        ):
-            try:
-                self.template.render([*history, saying(REPLY)])
-            except DataError:
-                continue
-            accepted.append(history)
-        return accepted
+        """Return histories with a system message, an earlier answer, and an earlier result."""
+        question = asking("verlQuestion")
+        called = calling({}, [], argument="verlArgument")
+        return [
+            [_system(), question],
+            [*self.start, saying("verlAnswer"), question],
+            [*self.start, called, tool_result()],
+        ]
 
     def _collect_stop_ids(self, given: Iterable[int]) -> frozenset[int]:
-        found = [self.template.special_id(token) for token in END_TOKENS]
-        found.append(self.template.tokenizer.eos_token_id)
-        found.append(self.template.first_special(self.tail))
-        return frozenset([*given, *(each for each in found if each is not None)])
+        ends = self.template.known_ids(TURN_ENDS) | set(given)
+        eos_id = self.template.tokenizer.eos_token_id
+        if eos_id is not None:
+            ends |= {eos_id}
+
+        # A template with a token of its own: the last that stands behind a reply.
+        head = self._head_of_a_question()
+        if ends.isdisjoint(self.template.encode_part(head)):
+            tail_ids = self.template.encode_part(self.tail)
+            ends |= set([each for each in tail_ids if each in self.template.special_ids][-1:])
+        return ends | self.template.known_ids(NEXT_ROLES)
+
+    def _head_of_a_question(self) -> str:
+        """Return the text between a reply and a question, or else all that is behind a reply."""
+        try:
+            return self._probe([asking("verlQuestion")], saying(REPLY)).head
+        except BoundaryError:
+            return self.tail
 
 
 def _system() -> Message:

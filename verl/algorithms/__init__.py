@@ -13,6 +13,7 @@ from verl.algorithms import (
     policy_losses,
     reinforce,
     sequence_losses,
+    turn_advantages,
     value_losses,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "policy_losses",
     "reinforce",
     "sequence_losses",
+    "turn_advantages",
     "value_losses",
 ]

@@ -13,11 +13,13 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+_AGENTS = "verl.agents.loops"
 _ALGORITHMS = "verl.compat.algorithms"
 _CONFIGS = "verl.compat.configs"
 _CORE = "verl.compat.signatures"
 _DECORATOR = "verl.compat.decorator"
 _FILES = "verl.compat.files"
+_FORMATS = "verl.agents.formats.tool_parser"
 _FUNCTIONAL = "verl.compat.functional"
 _MANAGERS = "verl.rewards.managers"
 _METRICS = "verl.compat.metrics"
@@ -25,9 +27,11 @@ _MICRO = "verl.engine.dynamic_batches"
 _PARTITIONS = "verl.compat.partitions"
 _REGISTRIES = "verl.compat.registries"
 _REWARDS = "verl.compat.rewards"
+_INTERACTIONS = "verl.agents.interactions"
 _TENSORS = "verl.compat.tensors"
 _TIMERS = "verl.compat.timers"
 _TOKENIZERS = "verl.compat.tokenizers"
+_TOOLS = "verl.agents.tools"
 _TRAINER = "verl.compat.trainer"
 _RAY = "verl.single_controller.ray"
 _GROUPS = "verl.single_controller"
@@ -103,6 +107,45 @@ OLD_PATHS: dict[str, dict[str, Entry]] = {
         "AbstractCurriculumSampler": ("verl.data.sampler", "CurriculumSampler"),
         "AbstractSampler": ("verl.data.sampler", "Sampler"),
     },
+    "verl.experimental.agent_loop": _same(
+        _AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics register"
+    ),
+    "verl.experimental.agent_loop.agent_loop": {
+        **_same(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics TokenOutput register"),
+        "AsyncLLMServerManager": (_AGENTS, "ServerManager"),
+    },
+    "verl.experimental.agent_loop.tool_parser": _same(_FORMATS, "FunctionCall ToolParser"),
+    "verl.interactions": {},
+    "verl.interactions.base": _same(_INTERACTIONS, "BaseInteraction"),
+    "verl.interactions.gsm8k_interaction": _same(_INTERACTIONS, "Gsm8kInteraction"),
+    "verl.interactions.utils": {},
+    "verl.interactions.utils.interaction_registry": {
+        "initialize_interactions_from_config": "verl.agents.interactions.registry",
+        "get_interaction_class": "verl.agents.interactions.registry",
+    },
+    "verl.tools": {},
+    "verl.tools.base_tool": _same(f"{_TOOLS}.base", "BaseTool"),
+    "verl.tools.schemas": _same(
+        f"{_TOOLS}.schemas",
+        "OpenAIFunctionCallSchema OpenAIFunctionParametersSchema OpenAIFunctionParsedSchema "
+        "OpenAIFunctionPropertySchema OpenAIFunctionSchema OpenAIFunctionToolCall "
+        "OpenAIFunctionToolSchema ToolResponse",
+    ),
+    "verl.tools.function_tool": _same(f"{_TOOLS}.functions", "function_tool"),
+    "verl.tools.gsm8k_tool": _same(f"{_TOOLS}.builtin.answer_check", "Gsm8kTool"),
+    "verl.tools.geo3k_tool": _same(f"{_TOOLS}.builtin.answer_check", "Geo3kTool"),
+    "verl.tools.search_tool": _same(f"{_TOOLS}.builtin.search", "SearchTool"),
+    "verl.tools.sandbox_fusion_tools": _same(f"{_TOOLS}.builtin.code", "SandboxFusionTool"),
+    "verl.tools.mcp_base_tool": _same(f"{_TOOLS}.mcp", "MCPBaseTool"),
+    "verl.tools.mcp_search_tool": _same(f"{_TOOLS}.mcp", "MCPSearchTool"),
+    "verl.tools.utils": {},
+    "verl.tools.utils.tool_registry": _same(
+        f"{_TOOLS}.config_file", "ToolType get_tool_class initialize_tools_from_config"
+    ),
+    "verl.tools.utils.mcp_clients": {},
+    "verl.tools.utils.mcp_clients.McpClientManager": _same(
+        f"{_TOOLS}.mcp_clients", "MCPClientManager"
+    ),
     "verl.utils": {
         **_same(_TOKENIZERS, "hf_processor hf_tokenizer"),
         "omega_conf_to_dataclass": _CONFIGS,
@@ -232,25 +275,24 @@ _OWN_CHECKPOINTS = (
     "trainer.load_checkpoint(), or read the files with verl.checkpoint"
 )
 
+_NO_WORKERS = (
+    "agent loops run in the process of the rollout engine. Set "
+    "actor_rollout_ref.rollout.mode=async; verl.agents.AgentRunner plays episodes in a program"
+)
+
 # Names of old modules that this version does not have, with the way to the same end.
 ABSENT_NAMES = {
     "verl.utils.checkpoint.checkpoint_manager": {"BaseCheckpointManager": _OWN_CHECKPOINTS},
+    "verl.experimental.agent_loop": dict.fromkeys(
+        ("AgentLoopManager", "AgentLoopWorker"), _NO_WORKERS
+    ),
+    "verl.experimental.agent_loop.agent_loop": dict.fromkeys(
+        ("AgentLoopManager", "AgentLoopWorker", "get_trajectory_info"), _NO_WORKERS
+    ),
 }
 
 # Modules that this version does not have, with the way to the same end.
 ABSENT = {
-    "verl.tools": (
-        "tools of multi-turn rollouts are not in this version. Override "
-        "verl.trainer.PPOTrainer.generate to call yours, or train on single turns"
-    ),
-    "verl.interactions": (
-        "interactions of multi-turn rollouts are not in this version. Override "
-        "verl.trainer.PPOTrainer.generate to answer the model, or train on single turns"
-    ),
-    "verl.experimental.agent_loop": (
-        "agent loops are not in this version. Override verl.trainer.PPOTrainer.generate, which "
-        "gives responses and their masks"
-    ),
     "verl.workers.megatron_workers": (
         "the Megatron backend is not in this version. Set strategy=fsdp; for large models, "
         "actor_rollout_ref.rollout.tensor_model_parallel_size"

@@ -19,7 +19,12 @@ from verl.config.micro_batch import (
     value_micro_batch,
 )
 from verl.config.model import FusedKernelConfig, ModelConfig
-from verl.config.multi_turn import AgentConfig, CustomAsyncServerConfig, MultiTurnConfig
+from verl.config.multi_turn import (
+    AgentConfig,
+    CustomAsyncServerConfig,
+    EnvironmentConfig,
+    MultiTurnConfig,
+)
 from verl.config.optim import OptimConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.ref import RefConfig
@@ -54,6 +59,7 @@ __all__ = [
     "DataGenConfig",
     "DistillationConfig",
     "EngineKwargsConfig",
+    "EnvironmentConfig",
     "ExtraLossConfig",
     "FSDPConfig",
     "FusedKernelConfig",

@@ -155,6 +155,11 @@ class AlgorithmConfig:
         False, "draw the samples of an update anew, by their reward (PF-PPO)"
     )
     pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    turn_rewards: bool = setting(
+        False,
+        "rewards of single turns (tools, interactions, environments) count, each on the last token "
+        "of its turn",
+    )
     gdpo_reward_keys: list[str] = setting(
         [],
         (

@@ -50,7 +50,9 @@ class RolloutConfig:
         planned="there is no adapter for this engine yet",
         planned_values=("vllm", "sglang"),
     )
-    mode: str = setting("sync", "sync or async", planned="asynchronous rollouts are not built yet")
+    mode: str = setting(
+        "sync", "async: every row goes through an agent loop", choices=("sync", "async")
+    )
     seed: int = setting(
         0,
         "seed of the sampling noise; with step, sample and position it fixes every draw",
@@ -174,3 +176,38 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+
+    @property
+    def uses_agents(self) -> bool:
+        """Whether rows are played by agent loops."""
+        turns = self.multi_turn
+        agent = self.agent
+        asked = (
+            turns.tool_config_path,
+            turns.function_tool_path,
+            turns.interaction_config_path,
+            agent.default_agent_loop,
+            agent.agent_loop_config_path,
+            agent.environment.name,
+        )
+        return turns.enable or self.mode == "async" or any(asked)
+
+    @property
+    def agent_loop(self) -> str:
+        """Name of the agent loop of rows that name none."""
+        if self.agent.default_agent_loop is not None:
+            return self.agent.default_agent_loop
+        if self.agent.environment.name is not None:
+            return "environment_agent"
+        turns = self.multi_turn
+        answering = (
+            turns.tool_config_path,
+            turns.function_tool_path,
+            turns.interaction_config_path,
+        )
+        return "tool_agent" if any(answering) else "single_turn_agent"
+
+    @property
+    def scores_itself(self) -> bool:
+        """Whether agent loops give the scores, so that no reward function is needed."""
+        return self.agent.gives_reward or self.agent.environment.name is not None

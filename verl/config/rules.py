@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.config.agent_rules import RULES as AGENT_RULES
+from verl.config.agent_rules import agent_doubts
 from verl.config.algorithm_rules import RULES as ALGORITHM_RULES
 from verl.config.algorithm_rules import doubts
 from verl.config.checkpoint import CHECKPOINT_PARTS
@@ -455,6 +457,7 @@ RULES: tuple[Rule, ...] = (
     loggers_are_known,
     reward_has_what_it_needs,
     *ALGORITHM_RULES,
+    *AGENT_RULES,
 )
 # Values that a command line must name, and a program may give as objects.
 RULES_OF_FILES: tuple[Rule, ...] = (training_data_is_named, validation_has_data)
@@ -465,6 +468,7 @@ def doubtful(config: TrainConfig) -> Iterator[str]:
     yield from doubts(config)
     yield from placement_doubts(config)
     yield from reward_doubts(config)
+    yield from agent_doubts(config)
     actor = config.actor_rollout_ref.actor
     validation = config.actor_rollout_ref.rollout.val_kwargs
 

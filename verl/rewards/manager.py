@@ -194,11 +194,20 @@ class RewardManager:
         """What the function gets of each row beside its text."""
         columns = data.non_tensor_batch
         nothing = [None] * len(data)
-        names = (self.reward_fn_key, "reward_model", "extra_info")
-        return [
-            {"data_source": source, "ground_truth": ground_truth_of(truth), "extra_info": extra}
-            for source, truth, extra in zip(*(columns.get(name, nothing) for name in names))
-        ]
+        names = (self.reward_fn_key, "reward_model", "extra_info", "agent_info")
+        rows = zip(*(columns.get(name, nothing) for name in names))
+        found = []
+        for source, truth, extra, agent in rows:
+            if agent is not None:
+                extra = {**(extra or {}), **agent}  # the turns, messages and rewards of an episode
+            found.append(
+                {
+                    "data_source": source,
+                    "ground_truth": ground_truth_of(truth),
+                    "extra_info": extra,
+                }
+            )
+        return found
 
     @contextmanager
     def ahead(

@@ -46,6 +46,7 @@ class Trajectory:
         prompt_ids: the tokens before the first segment.
         segments: at least one of the model.
         part: number of this trajectory among those of its episode.
+        role: the agent that drew it, where an episode has several. Roles are compared apart.
         reward: score of the episode, from the agent loop; None: the reward function gives it.
         turn_rewards: reward of single turns, by the number of the turn.
         num_turns: messages of the conversation, the prompt counted as one.
@@ -57,6 +58,7 @@ class Trajectory:
     prompt_ids: Sequence[int]
     segments: list[Segment]
     part: int = 0
+    role: str = ""
     reward: float | None = None
     turn_rewards: dict[int, float] = field(default_factory=dict)
     num_turns: int = 2

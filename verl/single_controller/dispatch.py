@@ -53,6 +53,7 @@ class Dispatch:
     DP_COMPUTE_PROTO = "dp_compute_proto"
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     DP_COMPUTE_METRIC = "dp_compute_metric"
+    DP_COMPUTE_ANY_ROWS = "dp_compute_any_rows"
 
     @classmethod
     def remove(cls, name: str) -> None:
@@ -276,6 +277,11 @@ def _join_protos(outputs: list[Any], order: Order | None) -> Any:
     return joined.select_idxs((place[:, None] * answers + np.arange(answers)).reshape(-1))
 
 
+def _concatenated(outputs: list[Any], _: Any) -> Any:
+    """Join answers that have rows of their own, in the order of the shares."""
+    return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
+
+
 def _first(outputs: list[Any], _: Any) -> Any:
     return outputs[0]
 
@@ -299,6 +305,8 @@ MODES: dict[str, DispatchMode] = {
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: DispatchMode(
         _split_protos, _join_protos, by_data_rank=True, takes_any_deal=True
     ),
+    # Answers say by a column which row of the caller they belong to.
+    Dispatch.DP_COMPUTE_ANY_ROWS: DispatchMode(_split_protos, _concatenated, by_data_rank=True),
     # Metrics are reduced over the ranks where they arise, so every rank returns the same ones.
     Dispatch.DP_COMPUTE_METRIC: DispatchMode(_split_for_metrics, _first, by_data_rank=True),
 }

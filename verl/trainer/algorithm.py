@@ -12,6 +12,7 @@ from verl.algorithms.pf_ppo import pf_ppo_rows, pf_ppo_weights
 from verl.algorithms.rollout_correction import correct_rollout
 from verl.config import TrainConfig
 from verl.protocol import DataProto
+from verl.trainer.episodes import EpisodeRows
 from verl.trainer.frozen_models import distillation_term
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import AlgorithmError, ConfigError, RewardError
@@ -160,6 +161,46 @@ def estimated(
         )
 
     return advantages, returns
+
+
+def estimated_by_episode(
+    estimator: AdvantageEstimator,
+    config: TrainConfig,
+    inputs: AdvantageInputs,
+    rows: EpisodeRows | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `estimated` with each episode counted once.
+
+    Where episodes have several rows, those of a group are compared by their last ones, and every
+    row gets the mean advantage of its episode. An estimator with a critic's values takes each row
+    by itself.
+
+    Args:
+        rows: of the episodes; None where every row is one.
+    """
+    if rows is None or inputs.values is not None:
+        return estimated(estimator, config, inputs)
+
+    last = rows.last
+    of_episodes = inputs._replace(
+        token_level_rewards=inputs.token_level_rewards[last],
+        response_mask=inputs.response_mask[last],
+        group=None if inputs.group is None else inputs.group[last],
+        components=None if inputs.components is None else inputs.components[last],
+        columns={name: column[last] for name, column in inputs.columns.items()},
+    )
+    advantages, returns = estimated(estimator, config, of_episodes)
+    own = inputs.response_mask.bool()
+    return spread(advantages, own, rows), spread(returns, own, rows)
+
+
+def spread(column: torch.Tensor, own: torch.Tensor, rows: EpisodeRows) -> torch.Tensor:
+    """Give every row (B, R) the mean of its episode's own tokens, and last rows their column."""
+    own_of_last = own[rows.last]
+    means = (column * own_of_last).sum(-1) / own_of_last.sum(-1).clamp(min=1)
+    whole = torch.where(own, means[rows.episode][:, None], 0.0)
+    whole[rows.last] = column
+    return whole
 
 
 def distilled(

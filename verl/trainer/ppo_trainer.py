@@ -26,9 +26,19 @@ from verl.trainer.algorithm import (
     corrected_rollout,
     distilled,
     entropy_controller,
-    estimated,
+    estimated_by_episode,
     penalised_scores,
     rollout_reinforce,
+)
+from verl.trainer.episodes import (
+    add_turn_rewards,
+    agent_metrics,
+    episode_rows,
+    mini_batch_rows,
+    validation_record_step,
+    whole_episodes,
+    with_episodes,
+    with_scores_of_episodes,
 )
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
@@ -132,6 +142,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         self.train_loader, self.val_loader = setup.build_loaders(
             config, self.tokenizer, train_dataset, val_dataset
         )
+        setup.check_agents(config, self.tokenizer, self.train_loader, self.val_loader)
         if reward_fn is None:
             setup.check_reward(config, self.reward_fn, self.train_loader, self.val_loader)
 
@@ -266,6 +277,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """Show the step to the curriculum, watch its rewards, and write its samples."""
         self.train_loader.tell_sampler(batch)
         self.metrics.update(data_metrics(batch))
+        self.metrics.update(agent_metrics(batch))
         self.flat_rewards.watch(batch, self.global_step)
         self.write_rollouts(batch)
 
@@ -318,15 +330,18 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         names = ("collect", "generate", "_generate", "score", "add_rm_scores")
         are_declared = declared_phases(type(self), *names) is not None
-        if are_declared and setup.scores_row_by_row(self.config.reward_model, reward_fn):
+        # The reward of an episode also reads what its agent loop gives at the end.
+        plays = self.config.actor_rollout_ref.rollout.uses_agents
+        is_free = are_declared and not plays
+        if is_free and setup.scores_row_by_row(self.config.reward_model, reward_fn):
             return reward_fn.ahead(prompts, n, first_row * n)
         return nullcontext()
 
     @phase(writes=GENERATED)
     def generate(self, prompts: DataProto, first_row: int = 0, on_told: OnTold = None) -> DataProto:
-        """Turn (B,) prompts into (B * n,) trajectories.
+        """Turn (B,) prompts into (B * n,) trajectories, or more where episodes of agents have parts.
 
-        The n samples of a prompt are adjacent rows and share its `uid`.
+        The rows of a prompt are adjacent and share its `uid`.
 
         Args:
             prompts: (B,) prompts.
@@ -359,9 +374,13 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         prompts.non_tensor_batch["prompt_row"] = np.array(numbers, dtype=object)
         self.weights.provide()
-        generated = self.rollout_wg.generate_sequences(
-            prompts, n=n, params=params, seed=seed, step=step, **call
-        )
+        call |= {"n": n, "params": params, "seed": seed, "step": step}
+        if self.config.actor_rollout_ref.rollout.uses_agents:
+            is_validation = seed != self.config.actor_rollout_ref.rollout.seed
+            record_step = validation_record_step(self.global_step, step) if is_validation else step
+            played = self.rollout_wg.play_episodes(prompts, record_step=record_step, **call)
+            return with_episodes(prompts, played, n)
+        generated = self.rollout_wg.generate_sequences(prompts, **call)
         return prompts.repeat(n, interleave=True).union(generated)
 
     @phase(reads="prompts responses attention_mask rm_scores", writes="token_level_scores")
@@ -373,6 +392,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         """
         result = self.reward_fn(self.add_rm_scores(batch), return_dict=True)
         setup.record_scores(batch, result)
+        with_scores_of_episodes(batch)
+        if self.config.algorithm.turn_rewards:
+            add_turn_rewards(batch)
         self.metrics.update(setup.reward_metrics(result))
         return batch
 
@@ -467,7 +489,9 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         )
         self.metrics.update(metrics)
         inputs = advantage_inputs(batch, self.config)
-        advantages, columns["returns"] = estimated(self.estimator, self.config, inputs)
+        advantages, columns["returns"] = estimated_by_episode(
+            self.estimator, self.config, inputs, episode_rows(batch)
+        )
         columns["advantages"], metrics = distilled(advantages, batch, self.config)
         self.metrics.update(metrics)
         return batch
@@ -485,13 +509,18 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         batch = chosen_samples(batch, self.config, self.global_step)
         if self.critic_wg is not None:
             rows = dealt_by_prompts(batch, self.critic_wg, samples)
-            self.metrics.update(self.timed("update_critic", self.critic_wg.update_critic, rows))
+            update = self.critic_wg.update_critic
+            mini_prompts = self.config.critic.ppo_mini_batch_size
+            mini = mini_batch_rows(batch, mini_prompts, samples, self.critic_wg)
+            self.metrics.update(self.timed("update_critic", update, rows, mini))
         if self.global_step > self.config.trainer.critic_warmup:
             batch = self.correct_rollout(batch)
             rows = dealt_by_prompts(batch, self.actor_wg, samples)
             update = self.actor_wg.update_actor
             entropy_coeff = self.entropy_controller.value
-            self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff))
+            mini_prompts = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+            mini = mini_batch_rows(batch, mini_prompts, samples, self.actor_wg)
+            self.metrics.update(self.timed("update_actor", update, rows, entropy_coeff, mini))
             self.entropy_controller.update(self.metrics["actor/entropy"])
 
     def correct_rollout(self, batch: DataProto) -> DataProto:
@@ -524,6 +553,7 @@ class PPOTrainer(TrainingRun[TrainConfig]):
             draw = setup.validation_params(rollout)
             with self.scoring_ahead(self.val_reward_fn, prompts, n) as on_told:
                 batch = self._generate(prompts, n, draw, rollout.seed + 1, number, on_told=on_told)
+                batch = whole_episodes(batch)
                 if not setup.has_rule(batch):
                     batch = self.add_rm_scores(batch)
                 result = self.val_reward_fn(batch, return_dict=True)

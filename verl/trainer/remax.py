@@ -30,10 +30,12 @@ class ReMaxTrainer(PPOTrainer):
         counted[list(result.get("dropped", ()))] = False
         _require_any(counted)
         batch = super().collect(prompts, first_row)
-        samples = len(batch) // len(scores)
-        batch.batch["reward_baselines"] = scores.repeat_interleave(samples)
+        prompt_of = torch.tensor(
+            [int(row) - first_row for row in batch.non_tensor_batch["prompt_row"]]
+        )
+        batch.batch["reward_baselines"] = scores[prompt_of]
 
-        batch.batch["response_mask"][~counted.repeat_interleave(samples)] = 0
+        batch.batch["response_mask"][~counted[prompt_of]] = 0
         _require_any(batch.batch["response_mask"])
         for name, count in result.get("metrics", {}).items():
             if name.startswith("reward/num_"):

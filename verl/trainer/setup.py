@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.agents import AgentRunner
 from verl.algorithms.advantages import advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedPolicyLoss
@@ -212,14 +213,59 @@ def check_reward(
 ) -> None:
     """Check that every row has a rule, where rules score, and try the reward on a few rows.
 
-    Runs before a weight is loaded, so a reward model is not tried.
+    Runs before a weight is loaded, so a reward model is not tried, nor is the score of agent loops.
     """
+    if config.actor_rollout_ref.rollout.scores_itself:
+        return
     if not config.reward_model.enable and not isinstance(reward_fn, NoReward):
         if isinstance(reward_fn, RewardManager) and reward_fn.by_rule:
             for loader in (train_loader, val_loader):
                 if loader is not None and isinstance(loader.dataset, RLDataset):
                     check_rows(loader.dataset, reward_fn)
         preflight(config, train_loader.dataset, reward_fn)
+
+
+def check_agents(
+    config: TrainConfig,
+    tokenizer: Any,
+    train_loader: RLDataLoader,
+    val_loader: RLDataLoader | None = None,
+) -> None:
+    """Check that every row can be played by an agent loop, and that all that is configured is used.
+
+    Makes the tools once, so that a wrong file or class fails before a weight is loaded.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    datasets = [train_loader.dataset]
+    if val_loader is not None:
+        datasets.append(val_loader.dataset)
+    if not rollout.uses_agents:
+        for dataset in datasets:
+            _warn_of_unused_agents(dataset)
+        return
+
+    runner = AgentRunner(rollout, tokenizer)
+    try:
+        for dataset in datasets:
+            if isinstance(dataset, RLDataset):
+                runner.check_rows(dataset.column)
+    finally:
+        runner.close()
+
+
+def _warn_of_unused_agents(dataset: Any) -> None:
+    if not isinstance(dataset, RLDataset):
+        return
+    for place, name in dataset.column("agent_name"):
+        if name is not None:
+            logger.warning(
+                "%s: agent_name is '%s', but no agent loop is configured: the row gets one turn "
+                "without tools. Set actor_rollout_ref.rollout.mode=async or "
+                "multi_turn.tool_config_path.",
+                place,
+                name,
+            )
+            return
 
 
 def count_steps(config: TrainConfig, steps_an_epoch: int) -> int:

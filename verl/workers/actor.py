@@ -135,7 +135,10 @@ class ActorWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(
-        self, batch: DataProto, entropy_coeff: float | None = None
+        self,
+        batch: DataProto,
+        entropy_coeff: float | None = None,
+        mini_batch_rows: int | None = None,
     ) -> dict[str, float]:
         """Run forward, backward and step for every mini-batch of every epoch.
 
@@ -144,11 +147,16 @@ class ActorWorker(TrainedWorker):
 
         Args:
             entropy_coeff: None: the configuration's.
+            mini_batch_rows: rows of a mini-batch on all ranks, where samples have several rows;
+                None: ppo_mini_batch_size * rollout.n.
         """
         actor = self.config.actor
         self.objective.entropy_coeff = actor.entropy_coeff
         if entropy_coeff is not None:
             self.objective.entropy_coeff = entropy_coeff
+
+        if mini_batch_rows is None and actor.ppo_mini_batch_size is not None:
+            mini_batch_rows = actor.ppo_mini_batch_size * self.config.rollout.n
 
         started = time.perf_counter()
         metrics = run_updates(
@@ -156,8 +164,7 @@ class ActorWorker(TrainedWorker):
             batch,
             self.objective,
             name="actor",
-            mini_batch_rows=actor.ppo_mini_batch_size
-            and actor.ppo_mini_batch_size * self.config.rollout.n,
+            mini_batch_rows=mini_batch_rows,
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
             loss_agg_mode=actor.loss_agg_mode,

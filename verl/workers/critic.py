@@ -86,16 +86,23 @@ class CriticWorker(TrainedWorker):
         return DataProto.from_dict(tensors=self.engine.infer(batch, budget))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Run forward, backward and step for every mini-batch of every epoch."""
+    def update_critic(
+        self, batch: DataProto, mini_batch_rows: int | None = None
+    ) -> dict[str, float]:
+        """Run forward, backward and step for every mini-batch of every epoch.
+
+        Args:
+            mini_batch_rows: see `ActorWorker.update_actor`.
+        """
         config = self.config
+        if mini_batch_rows is None and config.ppo_mini_batch_size is not None:
+            mini_batch_rows = config.ppo_mini_batch_size * config.rollout_n
         return run_updates(
             self.engine,
             batch,
             self.objective,
             name="critic",
-            mini_batch_rows=config.ppo_mini_batch_size
-            and config.ppo_mini_batch_size * config.rollout_n,
+            mini_batch_rows=mini_batch_rows,
             epochs=config.ppo_epochs,
             shuffle=config.shuffle,
             loss_agg_mode=config.loss_agg_mode,

@@ -5,8 +5,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from verl.agents import AgentRunner, EngineClient, EngineSteps, Work, episodes_of
 from verl.config import ActorRolloutRefConfig
 from verl.distributed.collectives import gather_objects
 from verl.distributed.mesh import init_mesh, init_rollout_mesh
@@ -20,7 +22,8 @@ from verl.rollout import (
     generate,
     trajectories_of,
 )
-from verl.rollout.types import Completion, Request, SamplingParams
+from verl.rollout.trajectory import Trajectory
+from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.single_controller import Dispatch, Worker, note_progress, register, tell
 from verl.utils.errors import RolloutError
 from verl.utils.imports import import_user_code
@@ -89,6 +92,10 @@ class RolloutWorker(Worker):
                 ranks=self.rollout_mesh.tensor,
             )
         self._direct = DirectSender(self.engine, world=mesh.world, sharing=self.rollout_mesh.tensor)
+        self._weights_version = 0
+        self.agents: AgentRunner | None = None
+        if config.rollout.uses_agents:
+            self.agents = AgentRunner(config.rollout, tokenizer)
 
     @property
     def data_rank(self) -> int:
@@ -135,13 +142,142 @@ class RolloutWorker(Worker):
                 local_id[row * n + sample] = place * n + sample
         prompt_of_row = [ids for ids in prompt_ids for _ in range(n)]
         local = [replace(each, sample_id=local_id[each.sample_id]) for each in completions]
-        columns = assemble(
-            trajectories_of(prompt_of_row, local),
-            prompt_length=self.config.rollout.prompt_length,
-            response_length=self.config.rollout.response_length,
-            pad_token_id=self.tokenizer.pad_token_id,
+        columns = self._columns(trajectories_of(prompt_of_row, local))
+        return DataProto.from_dict(
+            tensors=columns, meta_info={"metrics": self._metrics(self.engine.statistics())}
         )
-        return DataProto.from_dict(tensors=columns, meta_info={"metrics": self._metrics()})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_ANY_ROWS)
+    def play_episodes(
+        self,
+        prompts: DataProto,
+        *,
+        n: int,
+        params: SamplingParams,
+        seed: int,
+        step: int,
+        record_step: int,
+    ) -> DataProto:
+        """Play n episodes of each of B prompts by agent loops: at least B * n rows.
+
+        Reads all object columns, among them `raw_prompt`, `raw_prompt_ids` and `prompt_row`.
+
+        Returns the columns of phase "generate", in no order over the ranks, with `turn_of_token`
+        (rows, R) and the object columns `episode` (its number in the whole batch), `episode_part`,
+        `agent_role`, `num_turns`, `agent_info` (for the reward function), `agent_reward` (None
+        where the reward function gives the score) and `turn_rewards` ({turn: reward}).
+
+        Reports (sample id, None) of every episode when it has ended.
+
+        Args:
+            record_step: number of the batch within the run, below 0 for validation.
+        """
+        assert self.agents is not None, "the configuration names no agent loop"
+        if not self.has_weights:
+            self.take_weights()
+        episodes = episodes_of(prompts.non_tensor_batch, n, record_step=record_step)
+        self.engine.forget_prefixes()
+        longest = self.config.rollout.max_model_len or (
+            self.config.rollout.prompt_length + self.config.rollout.response_length
+        )
+        self.engine.reserve(Room(sequences=len(episodes), tokens=longest))
+
+        steps = EngineSteps(self.engine, params, seed, step)
+        with self._names_out_of_memory("generation"):
+            if self.rollout_mesh.tensor.rank == 0:
+                trajectories, counters = self._lead(episodes, steps, longest)
+            else:
+                trajectories, counters = self._follow(steps)
+        self._make_room()
+
+        columns: dict[str, list[Any]] = {
+            "episode": [each.row for each in trajectories],
+            "episode_part": [each.part for each in trajectories],
+            "agent_role": [each.role for each in trajectories],
+            "num_turns": [each.num_turns for each in trajectories],
+            "agent_info": [{"num_turns": each.num_turns, **each.extra} for each in trajectories],
+            "agent_reward": [each.reward for each in trajectories],
+            "turn_rewards": [each.turn_rewards for each in trajectories],
+        }
+        metrics = {**self._metrics(counters), **self._agent_metrics()}
+        return DataProto.from_dict(
+            tensors=self._columns(trajectories, with_turns=True),
+            non_tensors={name: _objects(values) for name, values in columns.items()},
+            meta_info={"metrics": metrics},
+        )
+
+    def _lead(
+        self, episodes: list[Any], steps: EngineSteps, longest: int
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        """Play episodes, and give the engine's work to the ranks that share it."""
+        assert self.agents is not None
+        sharing = self.rollout_mesh.tensor
+        client = EngineClient(
+            steps,
+            max_model_len=longest,
+            version=self._weights_version,
+            announce=None if sharing.size == 1 else lambda work: gather_objects(work, sharing),
+        )
+        ended = 0
+
+        def note(trajectories: Sequence[Trajectory]) -> None:
+            nonlocal ended
+            ended += 1
+            note_progress(ended, len(episodes), "episodes")
+            tell((trajectories[0].row, None))
+
+        answer: Any = None
+        try:
+            answer = self.agents.play(episodes, client, note), client.counters
+        finally:
+            # Also after an error: the others wait for it.
+            gather_objects(answer, sharing)
+        return answer
+
+    def _follow(self, steps: EngineSteps) -> tuple[list[Trajectory], dict[str, float]]:
+        """Make the engine's calls as the first of its ranks does."""
+        while True:
+            message = gather_objects(None, self.rollout_mesh.tensor)[0]
+            if not isinstance(message, Work):
+                break
+            steps.take(message)
+        steps.engine.abort()
+        if message is None:
+            raise RolloutError("The rank that plays the episodes of this engine has failed.")
+        return message
+
+    def _columns(
+        self, trajectories: Sequence[Trajectory], *, with_turns: bool = False
+    ) -> dict[str, torch.Tensor]:
+        rollout = self.config.rollout
+        return assemble(
+            trajectories,
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            with_turns=with_turns,
+        )
+
+    def _agent_metrics(self) -> dict[str, float]:
+        """Combine the counts of the agent loops of all engines."""
+        assert self.agents is not None
+        of_engines = gather_objects(self.agents.metrics(), self.rollout_mesh.data)
+        combined: dict[str, list[float]] = {}
+        for metrics in of_engines:
+            for name, value in metrics.items():
+                combined.setdefault(name, []).append(value)
+
+        metrics = {}
+        for name, values in combined.items():
+            if name.endswith("/min"):
+                metrics[name] = min(values)
+            elif name.endswith("/max"):
+                metrics[name] = max(values)
+            elif name.endswith("/mean"):
+                metrics[name] = sum(values) / len(values)
+            else:
+                metrics[name] = sum(values)
+        return metrics
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_texts(
@@ -211,9 +347,9 @@ class RolloutWorker(Worker):
             self.is_asleep = True
             self.has_weights = False
 
-    def _metrics(self) -> dict[str, float]:
-        """Combine the counters of the last generation over all engines."""
-        statistics = gather_objects(self.engine.statistics(), self.rollout_mesh.data)
+    def _metrics(self, counters: dict[str, float]) -> dict[str, float]:
+        """Combine the counters of a generation over all engines."""
+        statistics = gather_objects(counters, self.rollout_mesh.data)
         metrics = {}
         for name in statistics[0]:
             combine = sum if name.endswith(_ADDED_UP) else max
@@ -238,6 +374,7 @@ class RolloutWorker(Worker):
                 self.engine.weight_dtype, log, place=self.engine.weight_place
             )
             self._direct.send(named_tensors, log)
+            self._weights_version += 1
             self.has_weights = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -260,6 +397,7 @@ class RolloutWorker(Worker):
         with self._names_out_of_memory("the hand-over of weights to the rollout"):
             self.has_weights = False
             receive_into(self.engine, self._receiver, sharing=self.rollout_mesh.tensor)
+            self._weights_version += 1
             self.has_weights = True
 
     # ---------------------------------------------------------------- inner parts
@@ -282,3 +420,10 @@ class RolloutWorker(Worker):
         way_out = _WAY_OUT if self.actor is None else _WAY_OUT_NEXT_TO_THE_ACTOR
         rank = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
         return reports_out_of_memory(phase, self.device, way_out, rank=rank)
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    """Return an object column, whatever its values are."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column

@@ -1,5 +1,7 @@
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -117,7 +119,7 @@ def test_search_wants_queries(retriever):
 
 @pytest.fixture
 def service():
-    """A service that answers from `answers`, (status, body) each, and keeps what it was asked."""
+    """A service that answers from `answers`, (status, body) each, and keeps the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -238,6 +240,20 @@ def test_the_corpus_may_have_titles_and_wrong_lines_are_named(tmp_path):
     path.write_text('{"contents": "a"}\n{"body": "b"}\n')
     with pytest.raises(DataError, match="line 2"):
         read_corpus(path)
+
+
+def test_the_retriever_runs_as_a_program(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps(document) for document in CORPUS))
+    command = [sys.executable, "-m", "verl.agents.tools.local_retriever", str(path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        tool = SearchTool({"retrieval_service_url": line.split()[-1], "topk": 1}, None)
+        (result,), _, _ = results_of(tool, {"query_list": ["rhine"]})
+        program.kill()
+    assert line.startswith("3 documents at http://127.0.0.1:")
+    assert "The Rhine is a river" in result.text
 
 
 def test_a_rate_limit_spaces_calls_evenly():

@@ -288,6 +288,24 @@ def test_odd_coroutines_do_not_get_away(harm):
     assert after.text == "fine"
 
 
+def test_coroutines_that_block_every_loop_end_in_an_answer(monkeypatch):
+    monkeypatch.setattr("verl.agents.tools.host.MAX_LOOPS", 2)
+
+    async def scenario(tools):
+        session = await tools.open("test")
+        results = [
+            await one(session, "hostile", turn=turn, harm=harm)
+            for turn, harm in enumerate(["block", "block", "none"])
+        ]
+        await session.finish()
+        return results
+
+    results = run_with(tool_set(Hostile({}, None), timeout_s=0.2), scenario)
+    assert [result.outcome for result in results] == ["timeout", "timeout", "crashed"]
+    assert "isolation: process" in results[2].text
+    assert results[2].seconds < 0.2
+
+
 def test_a_cancelled_trajectory_releases_its_tools():
     old = counter()
 
@@ -328,6 +346,30 @@ def test_closing_releases_what_was_left_open():
     assert old.totals == {}
     with pytest.raises(RolloutError, match="closed"):
         asyncio.run(leave_open())
+
+
+def test_tools_are_released_when_the_whole_loop_is_cancelled():
+    old = counter()
+    tools = tool_set(old)
+
+    async def main():
+        session = await tools.open("test")
+        try:
+            await one(session, "old_counter", n=1)
+            await one(session, "old_counter", turn=1, n=1, delay_s=3600)
+        finally:
+            await session.finish()
+
+    async def interrupted():
+        task = asyncio.ensure_future(main())
+        await asyncio.sleep(0.1)
+        assert old.totals
+        raise KeyboardInterrupt(task)  # asyncio.run cancels the other tasks
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    tools.close()
+    assert old.totals == {}
 
 
 def test_finish_can_be_called_twice():

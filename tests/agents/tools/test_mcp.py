@@ -15,8 +15,12 @@ from verl.agents.tools.mcp import MCPBaseTool
 from verl.agents.tools.mcp_clients import ClientManager, MCPClientManager, read_servers
 from verl.utils.errors import ConfigError
 
-SERVER = str(Path(__file__).parent / "mcp_server.py")
-STDIO = {"command": sys.executable, "args": [SERVER], "env": {"KEY": "value"}}
+HERE = Path(__file__).parent
+STDIO = {
+    "command": sys.executable,
+    "args": [str(HERE / "stdio_mcp_server.py")],
+    "env": {"KEY": "value"},
+}
 
 
 class Shouting(MCPBaseTool):
@@ -115,7 +119,8 @@ def url():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, str(HERE / "http_mcp_server.py"), str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with socket.socket() as trial:

@@ -208,3 +208,34 @@ def test_processes_end_when_the_trainer_is_killed(tmp_path):
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not psutil.pid_exists(pid)
+
+
+def test_processes_are_replaced_also_when_the_one_that_forks_them_was_killed(tools):
+    nurseries = [
+        child
+        for child in psutil.Process().children()
+        if "verl.agents.tools.process_main" in child.cmdline()
+    ]
+    (nursery,) = nurseries
+    nursery.kill()
+
+    async def run():
+        session = await tools.open("test")
+        crashed = await one(session, "hostile", harm="_exit")
+        after = await one(session, "old_counter", turn=1, n=1)
+        await session.finish()
+        return crashed, after
+
+    crashed, after = asyncio.run(run())
+    assert crashed.outcome == "crashed"
+    assert after.text == "total 1"
+
+
+def test_many_trajectories_share_few_processes(tools):
+    async def run():
+        sessions = [await tools.open(f"row {row}") for row in range(20)]
+        results = await asyncio.gather(*(one(each, "old_counter", n=1) for each in sessions))
+        await asyncio.gather(*(each.finish() for each in sessions))
+        return {result.metrics["pid"] for result in results}
+
+    assert len(asyncio.run(run())) == 2

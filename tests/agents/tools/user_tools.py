@@ -97,11 +97,8 @@ class NewCounter(BaseTool):
         return float(self.totals[instance_id])
 
 
-HARMS = ("sleep", "busy", "block", "raise", "exit", "flood", "late", "_exit", "kill")
-
-
 class Hostile(BaseTool):
-    """Does what its argument says, in a coroutine or in a thread."""
+    """Does the harm that its argument names, in a coroutine."""
 
     def get_openai_tool_schema(self) -> Any:
         return self.tool_schema or schema("hostile", harm="string")
@@ -136,7 +133,7 @@ class HostileInThread(Hostile):
 
 
 def do_harm(harm: str) -> Any:
-    """Do what needs no coroutine."""
+    """Do the harm that needs no coroutine."""
     if harm == "busy":
         while True:
             pass

@@ -11,7 +11,7 @@ from verl.agents.formats import (  # noqa: F401 - each registers its format
     mistral,
     qwen3_coder,
 )
-from verl.agents.formats.base import ParsedReply, ToolCall, ToolFormat, tool_formats
+from verl.agents.formats.base import ParsedReply, ToolCall, ToolFormat, new_call_id, tool_formats
 from verl.agents.formats.recognise import recognise_format
 from verl.agents.formats.tool_parser import FunctionCall, ToolParser, parse_reply, tool_format
 
@@ -21,6 +21,7 @@ __all__ = [
     "ToolCall",
     "ToolFormat",
     "ToolParser",
+    "new_call_id",
     "parse_reply",
     "recognise_format",
     "tool_format",

@@ -28,6 +28,7 @@ NEXT_ROLES = ("<|user|>", "<|observation|>", "<|tool_response>", "<start_functio
 THINK = ("<think>", "</think>")
 
 _SPACE = re.compile(r"\s*")
+_LONGEST = 200  # characters of a problem, of a name
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')
 
 
@@ -83,10 +84,21 @@ class MalformedCallError(ValueError):
 # ---------------------------------------------------------------- calls
 
 
+def new_call_id(turn: int, number: int) -> str:
+    """Return an id for a call that the model gave none.
+
+    It has nine digits, which Mistral's templates demand, and depends on nothing but its place.
+    """
+    return f"{turn % 100_000:05d}{number % 10_000:04d}"
+
+
 def malformed(problem: str, expected: str, *, raw: str, name: str = "") -> ToolCall:
-    """Return a call without arguments whose error names the problem and the expected form."""
-    error = f"The tool call could not be read: {problem}. Expected {expected}."
-    return ToolCall(name=name, arguments=None, error=error, raw=raw)
+    """Return a call without arguments, with an error that names the problem and the right form.
+
+    A reply may hold names of any length, which are shortened.
+    """
+    error = f"The tool call could not be read: {problem[:_LONGEST]}. Expected {expected}."
+    return ToolCall(name=name[:_LONGEST], arguments=None, error=error, raw=raw)
 
 
 def unclosed(closing: str, expected: str, *, raw: str, name: str = "") -> ToolCall:
@@ -131,7 +143,7 @@ def call_from_json(
 
 
 def read_arguments(text: str, name: str, *, raw: str, expected: str) -> ToolCall:
-    """Return the call of `name` whose arguments are a JSON text."""
+    """Return the call of `name` with arguments that are a JSON text."""
     if not name:
         return malformed("the name of the tool is missing", expected, raw=raw)
     try:
@@ -252,7 +264,7 @@ class CallTags:
 
 
 def parse_tagged(text: str, tags: CallTags, read: Callable[[str, str], ToolCall]) -> ParsedReply:
-    """Split a reply whose calls stand between tags; `read(body, raw)` reads one of them.
+    """Split a reply that has its calls between tags; `read(body, raw)` reads one of them.
 
     Takes time linear in the text: each step continues behind the text that it consumed.
     """

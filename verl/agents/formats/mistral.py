@@ -1,6 +1,8 @@
 """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` or `[TOOL_CALLS]f[ARGS]{...}`."""
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.agents.formats.base import (
@@ -15,12 +17,12 @@ from verl.agents.formats.base import (
     parse_after_reasoning,
     read_json_at,
     tool_formats,
-    with_id,
     without_end,
 )
 
 _TAG = "[TOOL_CALLS]"
 _ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
+_VALID_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _THINK = ("[THINK]", "[/THINK]")
 _LIST = '[TOOL_CALLS][{"name": "<tool>", "arguments": {...}}]'
 _NAMED = "[TOOL_CALLS]TOOL[ARGS]{...}"
@@ -61,11 +63,12 @@ def _read_list(text: str) -> tuple[list[ToolCall], str]:
     values = value if isinstance(value, list) else [value]
     if not values:
         return [malformed("the list of calls is empty", _LIST, raw=raw)], text[end:]
-    return [call_from(each, raw=raw, expected=_LIST) for each in values], text[end:]
+    calls = [call_from(each, raw=raw, expected=_LIST) for each in values]
+    return [replace(call, call_id=_valid_id(call.call_id)) for call in calls], text[end:]
 
 
 def _read_named(text: str) -> tuple[list[ToolCall], str]:
-    """Return the call whose name stands before its arguments, and the text behind it."""
+    """Return the call that has its name before its arguments, and the text behind it."""
     brace = text.find("{")
     head = text[:brace] if brace >= 0 else text
     head, _, _ = head.partition(_ARGUMENTS)
@@ -79,5 +82,12 @@ def _read_named(text: str) -> tuple[list[ToolCall], str]:
         arguments, end = read_json_at(text, brace)
     except MalformedCallError as problem:
         return [malformed(str(problem), _NAMED, raw=_TAG + text, name=name)], ""
-    call = ToolCall(name=name, arguments=arguments, raw=_TAG + text[:end])
-    return [with_id(call, call_id.strip())], text[end:]
+    call = ToolCall(
+        name=name, arguments=arguments, raw=_TAG + text[:end], call_id=_valid_id(call_id.strip())
+    )
+    return [call], text[end:]
+
+
+def _valid_id(call_id: str | None) -> str | None:
+    """Return an id that the family's templates accept; None for any other."""
+    return call_id if call_id and _VALID_ID.fullmatch(call_id) else None

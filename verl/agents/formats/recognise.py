@@ -21,7 +21,7 @@ _MARKERS: tuple[tuple[str | None, tuple[tuple[str, ...], ...]], ...] = (
 
 
 def recognise_format(chat_template: str | None) -> str | None:
-    """Return the name of the format whose markers a template has; None if it has none of them."""
+    """Return the name of the format that a template has the markers of, or None."""
     if chat_template is None:
         return None
     for name, groups in _MARKERS:

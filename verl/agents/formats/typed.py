@@ -29,7 +29,7 @@ def call_of_texts(
     raw: str,
     expected: str,
 ) -> ToolCall:
-    """Return the call of `name` whose arguments are texts, each converted to its schema's type."""
+    """Return the call of `name` with arguments that are texts; convert each by its schema."""
     schemas = parameter_schemas(tools, name)
     arguments: dict[str, Any] = {}
     for key, text in texts.items():
@@ -105,7 +105,7 @@ def _read_number(text: str) -> int | float:
 
 def _read_integer(text: str) -> int:
     value = _read_number(text)
-    if value != value // 1 or value in (float("inf"), float("-inf")):
+    if value != value // 1:  # also infinity, which 1e999 is
         raise MalformedCallError("is not an integer")
     return int(value)
 

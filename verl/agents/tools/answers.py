@@ -1,4 +1,4 @@
-"""Read what a tool returns, in the shapes of all verl versions, as plain bounded values."""
+"""Read the return values of tools, in the shapes of all verl versions, as plain bounded values."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def text_limit(characters: int | None, side: str) -> TextLimit:
 
 @dataclass
 class ToolAnswer:
-    """What one call of `execute` returned."""
+    """The answer of one call of `execute`, in plain values."""
 
     text: str = ""
     images: list[Any] = field(default_factory=list)

@@ -22,6 +22,8 @@ Keys of `config` that the calls read, next to those of the class:
     parallel         whether one instance takes several calls of a turn at once. The default is no
                      for a class with `create`: the order of calls may change its state.
 
+In a helper process, `execute` gets `agent_data` only if it declares a parameter of that name.
+
 A class without `create`, `calc_reward` and `release` of its own keeps nothing between calls, and
 none of the three is called.
 """
@@ -51,7 +53,7 @@ class BaseTool:
 
     Args:
         config: settings of the class and of its calls, see the module.
-        tool_schema: what the model reads; None: that of `get_openai_tool_schema`.
+        tool_schema: the schema that the model reads; None: that of `get_openai_tool_schema`.
 
     Raises:
         ConfigError: there is no schema.
@@ -101,7 +103,7 @@ class BaseTool:
         """Drop the instance."""
 
     def shut_down(self) -> None:
-        """Free what all instances share. Called once, at the end of the run."""
+        """Free resources that all instances share. Called once, at the end of the run."""
 
 
 def as_schema(schema: Any) -> OpenAIFunctionToolSchema:

@@ -12,6 +12,7 @@ result after its deadline and a few seconds at the latest, whatever the tool doe
 """
 
 import asyncio
+import concurrent.futures
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,14 +179,16 @@ class ToolSet:
                     f"Nearest known: {nearest_names(name, self.names)}. Correct the data, or add "
                     "the tool to multi_turn.tool_config_path."
                 )
+
         offered = self._known(names)
         homes = {name: self._homes[name] for name in offered if name in self._homes}
         tools = Episode(episode, homes, row_kwargs, self.settings, self.tool_counts)
         session = ToolSession(self, tools, step=step, row=row)
         self._open.add(session)
+
         if self.recording is None:
             try:
-                await self.run(tools.begin())
+                await asyncio.wrap_future(self.submit(tools.begin()))
             except BaseException:
                 await session.finish()
                 raise
@@ -202,19 +205,19 @@ class ToolSet:
 
     async def aclose(self) -> None:
         """Finish open sessions, then end threads and processes."""
-        for session in list(self._open):
-            await session.finish()
-        self._shut_down()
+        await asyncio.gather(*(session.finish() for session in list(self._open)))
+        await asyncio.to_thread(self._shut_down)
 
     def close(self) -> None:
         """Do as `aclose`, from outside of an event loop."""
         if self._supervisor is not None:
-            for session in list(self._open):
-                self._supervisor.submit(session.tools.finish()).result()
+            endings = [session.end() for session in list(self._open)]
+            for ending in endings:
+                ending.result()
         self._shut_down()
 
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop of the hosts, and wait for it.
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Start a coroutine in the loop of the hosts.
 
         Raises:
             RolloutError: the tools have been closed.
@@ -222,7 +225,7 @@ class ToolSet:
         if self._supervisor is None:
             coroutine.close()
             raise RolloutError("The tools of this run have been closed. Open sessions before.")
-        return await asyncio.wrap_future(self._supervisor.submit(coroutine))
+        return self._supervisor.submit(coroutine)
 
     def forget(self, session: "ToolSession") -> None:
         """Take a finished session out of those that `aclose` finishes."""
@@ -260,7 +263,8 @@ class ToolSession:
         self._set = tool_set
         self._step = step
         self._row = row
-        self._finishing: asyncio.Task[dict[str, float]] | None = None
+        self._num_calls: dict[int, int] = {}  # by turn
+        self._ending: concurrent.futures.Future[dict[str, float]] | None = None
 
     async def call(
         self, calls: Sequence[ToolCall], *, turn: int, agent_data: Any = None
@@ -271,20 +275,22 @@ class ToolSession:
         its results so far.
 
         Args:
-            turn: number of the turn, each once in a trajectory.
+            turn: number of the turn, the key of its calls in a record.
             agent_data: for tools that take it.
 
         Raises:
             DataError: a replay has no such call, or a result cannot be recorded.
         """
-        keys = [CallKey(self._step, self._row, turn, number) for number in range(len(calls))]
+        first = self._num_calls.get(turn, 0)
+        self._num_calls[turn] = first + len(calls)
+        numbers = range(first, first + len(calls))
+        keys = [CallKey(self._step, self._row, turn, number) for number in numbers]
         recording = self._set.recording
         if recording is not None:
             return [self._replayed(recording, key, call) for key, call in zip(keys, calls)]
 
-        results = await self._set.run(self._answer(keys, calls, agent_data))
-        self.consequence = self.tools.consequence
-        return results
+        answers = self._set.submit(self._answer(keys, calls, agent_data))
+        return await asyncio.wrap_future(answers)
 
     async def finish(self) -> dict[str, float]:
         """Return the reward of each tool that was created, and release them.
@@ -295,26 +301,25 @@ class ToolSession:
         Raises:
             DataError: a replay has no end of this trajectory.
         """
-        if self._finishing is None:
-            self._finishing = asyncio.ensure_future(self._finish())
-        return await asyncio.shield(self._finishing)
-
-    async def _finish(self) -> dict[str, float]:
-        self._set.forget(self)
         recording = self._set.recording
         if recording is not None:
+            self._set.forget(self)
             rewards, self.consequence = recording.end(self._step, self._row)
             return rewards
+        return await asyncio.shield(asyncio.wrap_future(self.end()))
 
-        rewards = await self._set.run(self._end())
-        self.consequence = self.tools.consequence
-        return rewards
+    def end(self) -> "concurrent.futures.Future[dict[str, float]]":
+        """Do as `finish`, without waiting."""
+        if self._ending is None:
+            self._ending = self._set.submit(self._end())
+        return self._ending
 
     async def _answer(
         self, keys: Sequence[CallKey], calls: Sequence[ToolCall], agent_data: Any
     ) -> list[ToolResult]:
         """Answer calls and record the results. Runs in the loop of the hosts."""
         results = await self.tools.answer(calls, agent_data)
+        self.consequence = self.tools.consequence
         if self._set.recorder is not None:
             for key, call, result in zip(keys, calls, results):
                 self._set.recorder.add_call(key, call, result)
@@ -323,9 +328,10 @@ class ToolSession:
     async def _end(self) -> dict[str, float]:
         """End the instances and record the rewards. Runs in the loop of the hosts."""
         rewards = await self.tools.finish()
+        self.consequence = self.tools.consequence
+        self._set.forget(self)
         if self._set.recorder is not None:
-            consequence = self.tools.consequence
-            self._set.recorder.add_end(self._step, self._row, rewards, consequence)
+            self._set.recorder.add_end(self._step, self._row, rewards, self.consequence)
         return rewards
 
     def _replayed(self, recording: Recording, key: CallKey, call: ToolCall) -> ToolResult:

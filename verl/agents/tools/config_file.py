@@ -160,7 +160,7 @@ def get_tool_class(cls_name: str) -> type[Any]:
 
 
 def _import(name: str) -> Any:
-    """Import a module; what its own code raises becomes a ConfigError."""
+    """Import a module. Errors of its own code become a ConfigError."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -227,11 +227,13 @@ def _check_config(entry: ToolEntry) -> None:
         raise ConfigError(
             f"{entry.place}, config.type: expected one of {', '.join(kinds)}, got {kind!r}."
         )
+
     if kind == ToolType.MCP.value and not (entry.mcp or {}).get("mcp_servers_config_path"):
         raise ConfigError(
             f"{entry.place}, mcp.mcp_servers_config_path: config.type=mcp needs the JSON file of "
             "its servers."
         )
+
     if entry.tool_schema is not None:
         try:
             as_schema(entry.tool_schema)

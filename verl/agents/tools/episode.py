@@ -129,6 +129,7 @@ class Episode:
                 "the next turn."
             )
             return ToolResult(cut(text), "over_cap")
+
         if call.arguments is None:
             text = call.error or "the call could not be read; expected a name and JSON arguments"
             return ToolResult(cut(f"Error: {text}"), "malformed")
@@ -149,6 +150,7 @@ class Episode:
                 images=answer.images,
                 videos=answer.videos,
             )
+
         result = ToolResult(self._settings.limit.cut(done.text), done.kind)
         if done.kind in FAILURES:
             result.failure = done.kind
@@ -184,6 +186,7 @@ class Episode:
         timeout_s = home.timeout_s or self._settings.timeout_s
         deadline = _Deadline(timeout_s)
         delay_s = home.retry_delay_s
+
         for attempt in itertools.count():
             done = await self._attempt(home, parameters, agent_data, deadline)
             if done.kind == "timeout":
@@ -192,6 +195,7 @@ class Episode:
             is_last = attempt >= home.retries or delay_s >= deadline.left_s
             if done.kind not in RETRIED or is_last:
                 return done
+
             self._counts.add(home.facts.name, "retried")
             await asyncio.sleep(delay_s)
             delay_s *= 2
@@ -249,6 +253,7 @@ class Episode:
         for method in ("calc_reward", "release"):
             work = self._work(home, method, instance.identifier, timeout_s)
             done = await home.host.perform(instance.place, work)
+
             if done.kind != "ok":
                 self._counts.add(tool, f"{method}_{done.kind}")
                 if method == "calc_reward":

@@ -42,7 +42,7 @@ class NoLoopError(RuntimeError):
 
 @dataclass
 class ToolFacts:
-    """What callers need to know about a tool, wherever it lives.
+    """Facts that callers need about a tool, wherever it lives.
 
     Attributes:
         order: its place among all tools of the run.
@@ -131,6 +131,7 @@ def facts_of(tool: BaseTool, order: tuple[int, int], *, in_process: bool) -> Too
     takes_agent_data = takes(execute, "agent_data")
     if not in_process:
         takes_agent_data = takes_agent_data or takes_any_keyword(execute)
+
     config = dict(tool.config or {})
     keeps = keeps_instances(tool)
     return ToolFacts(

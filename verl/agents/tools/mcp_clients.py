@@ -25,7 +25,7 @@ from verl.utils.registry import nearest_names
 START_TIMEOUT_S = 60.0
 INSTALL = "pip install 'verl[mcp]'"
 _SERVER_KEYS = {"url", "auth_token", "headers", "command", "args", "env", "cwd"}
-# What newer files add for other programs, which has no meaning here.
+# Keys for other programs that read such files; they have no meaning here.
 _IGNORED_KEYS = {"type", "transport", "disabled", "autoApprove", "timeout", "description"}
 
 
@@ -165,10 +165,12 @@ class _Server:
         async with self._connecting:
             if self._client is not None:
                 return
+
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._closing = asyncio.Event()
             # The client must be closed by the task that opened it.
             self._serving = asyncio.ensure_future(self._serve(ready, self._closing))
+
             try:
                 self._client = await asyncio.wait_for(ready, START_TIMEOUT_S)
             except Exception as error:
@@ -279,6 +281,7 @@ async def _read_schemas(client: Any) -> dict[str, dict[str, Any]]:
                 "parameters": tool.input_schema,
             }
             schemas[tool.name] = {"type": "function", "function": function}
+
         cursor = page.next_cursor
         if not cursor:
             return schemas

@@ -1,4 +1,7 @@
-"""The helper process of `verl.agents.tools.processes`: makes the tools, then answers calls."""
+"""The helper processes of `verl.agents.tools.processes`, and the nursery that they are forked from.
+
+A helper makes the tools, then answers calls.
+"""
 
 import asyncio
 import os
@@ -8,18 +11,32 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from typing import Any
 
+from verl.agents.tools import nursery
+from verl.agents.tools.homes import ordered_tools
+from verl.agents.tools.host import Done, LocalHost
+from verl.agents.tools.processes import pack_frame, read_frame
 from verl.utils.errors import ConfigError, sendable
 
 
 def main() -> None:
-    """Answer calls until the parent closes the connection, also by being killed."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    """Fork helpers until the trainer is gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    nursery.serve(control, _help)
+
+
+def _help(connection: socket.socket) -> None:
+    """Answer calls until the trainer closes the connection, also by being killed."""
     connection.set_inheritable(False)
     watch = threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True)
     watch.start()
-    asyncio.run(_serve(connection))
+    try:
+        asyncio.run(_serve(connection))
+    except Exception:  # noqa: BLE001  (nothing above would show it)
+        traceback.print_exc()
 
 
 def _end_with_parent(connection: int) -> None:
@@ -31,9 +48,6 @@ def _end_with_parent(connection: int) -> None:
 
 
 async def _serve(connection: socket.socket) -> None:
-    from verl.agents.tools.host import LocalHost
-    from verl.agents.tools.processes import pack_frame, read_frame
-
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     first = pickle.loads((await read_frame(reader))[1])
     sys.path[:] = first["path"]
@@ -63,9 +77,6 @@ async def _serve(connection: socket.socket) -> None:
 
 async def _answer(host: Any, writer: asyncio.StreamWriter, number: int, work: Any) -> None:
     """Make a call and send its outcome."""
-    from verl.agents.tools.host import Done
-    from verl.agents.tools.processes import pack_frame
-
     done = await host.perform(host, work)
     try:
         frame = pack_frame(number, (done, host.is_worn))
@@ -78,8 +89,6 @@ async def _answer(host: Any, writer: asyncio.StreamWriter, number: int, work: An
 
 def _make_tools(first: dict[str, Any]) -> list[Any]:
     """Return ((kind, position), tool) for all tools of this process."""
-    from verl.agents.tools.homes import ordered_tools
-
     return ordered_tools(first["entries"], first["function_path"])
 
 

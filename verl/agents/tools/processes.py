@@ -6,28 +6,26 @@ calls end as "crashed", and its trajectories make their instances anew in anothe
 """
 
 import asyncio
-import os
 import pickle
-import signal
 import socket
 import struct
-import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.agents.tools.config_file import ToolEntry
 from verl.agents.tools.host import Done, ToolFacts, Work, late_text
-from verl.rewards.helper import PACKAGE_ROOT, START_TIMEOUT_S
+from verl.agents.tools.nursery import Child, Nursery, kill_session
+from verl.rewards.helper import START_TIMEOUT_S
 from verl.rewards.texts import describe_error
 from verl.utils.errors import VerlError
 from verl.utils.logging import logger
 
 # How much longer than its deadline a call may take before its process counts as hanging.
 GRACE_S = 5.0
-NUM_PROCESSES = 4
-EPISODES_PER_PROCESS = 8  # before another process starts
+NUM_PROCESSES = 8
+EPISODES_PER_PROCESS = 4  # before another process starts
 MAX_FRAME_BYTES = 64 * 1024**2
 _HEADER = struct.Struct(">QQ")
 
@@ -63,8 +61,9 @@ class ProcessHost:
         self._num_processes = num_processes
         self._processes: list[ToolProcess] = []
         self._seats: dict[str, ToolProcess] = {}  # by episode
-        self._alive: set[subprocess.Popen[bytes]] = set()
-        self._end = weakref.finalize(self, _kill_all, self._alive)  # at exit too
+        self._alive: set[int] = set()  # process ids
+        self._nurseries: list[Nursery] = []  # at most one
+        self._end = weakref.finalize(self, _kill_all, self._alive, self._nurseries)  # at exit too
         self.facts: Sequence[ToolFacts] = ()
 
     async def start(self) -> None:
@@ -99,24 +98,40 @@ class ProcessHost:
         self._end()
 
     def _choose(self) -> "ToolProcess":
-        """Return the process with the fewest trajectories; start one where all have many."""
+        """Return the process for a trajectory, and start one where all have many.
+
+        A process that is ready takes up to twice as many, so that none waits for the replacement of
+        one that died.
+        """
         fit = [process for process in self._processes if not process.is_worn]
-        room = len(fit) < self._num_processes
-        ready = [process for process in fit if process.is_ready]
-        least = min(ready or fit, key=lambda process: process.episodes, default=None)
-        if least is None or (room and least.episodes >= EPISODES_PER_PROCESS):
-            started = self._add_process()
-            return least if least is not None and least.is_ready else started
-        return least
+        fewest = min((process.episodes for process in fit), default=EPISODES_PER_PROCESS)
+        if fewest >= EPISODES_PER_PROCESS and len(fit) < self._num_processes:
+            fit.append(self._add_process())
+
+        most = 2 * EPISODES_PER_PROCESS
+        ready = [process for process in fit if process.was_ready and process.episodes < most]
+        return min(ready or fit, key=lambda process: process.episodes)
 
     def _add_process(self) -> "ToolProcess":
-        process = ToolProcess(self._first, self._alive, self._replace)
+        process = ToolProcess(self._first, self._fork, self._replace)
         self._processes.append(process)
         return process
+
+    def _fork(self, connection: socket.socket) -> Child:
+        """Start a process that serves a connection."""
+        if self._nurseries and not self._nurseries[0].is_alive:
+            self._nurseries.pop().close()
+        if not self._nurseries:
+            self._nurseries.append(Nursery())
+        child = self._nurseries[0].fork(connection)
+        self._alive.add(child.pid)
+        return child
 
     def _replace(self, process: "ToolProcess") -> None:
         """Start another process for one that has ended with trajectories."""
         self._processes.remove(process)
+        if process.child is not None:
+            self._alive.discard(process.child.pid)
         if process.reason is not None and process.was_ready:
             self._add_process()
 
@@ -124,26 +139,27 @@ class ProcessHost:
 class ToolProcess:
     """One process, and the calls that it has under way."""
 
-    def __init__(self, first: dict[str, Any], alive: set[Any], on_end: Any) -> None:
+    def __init__(
+        self,
+        first: dict[str, Any],
+        fork: Callable[[socket.socket], Child],
+        on_end: "Callable[[ToolProcess], None]",
+    ) -> None:
+        self.child: Child | None = None
         self.episodes = 0
         self.facts: Sequence[ToolFacts] = ()
         self.is_over = False
         self.was_ready = False
         self.is_worn = False  # no new trajectories
         self.reason: str | None = None
+
         self._on_end = on_end
-        self._alive = alive
+        self._fork = fork
         self._pending: dict[int, asyncio.Future[Done]] = {}
         self._number = 0
         self._writer: asyncio.StreamWriter | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._serving = asyncio.ensure_future(self._serve(first))
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has made its tools and lives."""
-        return self.was_ready and not self.is_over
 
     async def until_ready(self) -> None:
         """Wait until it has made its tools.
@@ -157,7 +173,7 @@ class ToolProcess:
 
     async def perform(self, work: Work) -> Done:
         """Make a call and wait for its answer. A process that does not answer is ended."""
-        if self.is_over or self._writer is None:
+        if self.is_over or self._writer is None or self._writer.is_closing():
             return self._lost(work)
         try:
             frame = pack_frame(self._next_number(), work)
@@ -189,8 +205,8 @@ class ToolProcess:
             return
         self.is_over = True
         self.reason = reason
-        if self._process is not None:
-            _kill(self._process)
+        if self.child is not None:
+            self.child.kill()
         if self._writer is not None:
             self._writer.close()
 
@@ -216,16 +232,16 @@ class ToolProcess:
             reader = await self._open(first)
             _, greeting = await asyncio.wait_for(read_frame(reader), START_TIMEOUT_S)
             self._greet(pickle.loads(greeting))
+
             while not self.is_over:
                 self._take_answer(*await read_frame(reader))
         except asyncio.TimeoutError:
             self.kill(f"it did not start within {START_TIMEOUT_S:g} s")
-        except (EOFError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  (`until_ready` and the log report it)
             self.kill(self._cause_of_death(error))
         finally:
-            if self._process is not None:
-                _kill(self._process)
-                self._alive.discard(self._process)
+            if self.child is not None:
+                self.child.kill()
 
     def _greet(self, greeting: Any) -> None:
         """Take the facts about the tools, or the error that making them raised."""
@@ -241,6 +257,7 @@ class ToolProcess:
         answer = self._pending.pop(number, None)
         if answer is None or answer.done():
             return
+
         try:
             done, is_worn = pickle.loads(body)
         except Exception as error:  # noqa: BLE001  (images of a user's class)
@@ -255,18 +272,16 @@ class ToolProcess:
     async def _open(self, first: dict[str, Any]) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _start(theirs)
-        self._alive.add(self._process)
+            self.child = self._fork(theirs)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._writer.write(pack_frame(0, first))
         return reader
 
     def _cause_of_death(self, error: Exception) -> str:
-        assert self._process is not None or isinstance(error, OSError)
-        if self._process is None or not isinstance(error, (EOFError, ConnectionError)):
+        if self.child is None or not isinstance(error, (EOFError, ConnectionError)):
             return describe_error(error)
-        _kill(self._process)
-        return f"it ended with exit code {self._process.returncode} (negative: a signal)"
+        self.child.kill()
+        return f"it ended with exit code {self.child.exit_code} (negative: a signal)"
 
     def _fail_start(self, error: BaseException) -> None:
         if not self._started.done():
@@ -305,32 +320,9 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return number, await reader.readexactly(length)
 
 
-def _start(theirs: socket.socket) -> "subprocess.Popen[bytes]":
-    paths = [PACKAGE_ROOT]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    return subprocess.Popen(
-        [sys.executable, "-m", "verl.agents.tools.process_main", str(theirs.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # prints of tools go to stderr
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # Ctrl-C is for the trainer
-    )
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process with its session, and wait for it."""
-    if process.returncode is not None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
-    process.wait()
-
-
-def _kill_all(alive: "set[subprocess.Popen[bytes]]") -> None:
-    for process in list(alive):
-        _kill(process)
-    alive.clear()
+def _kill_all(alive: set[int], nurseries: list[Nursery]) -> None:
+    for pid in list(alive):
+        kill_session(pid)
+    for nursery in nurseries:
+        nursery.close()
+    nurseries.clear()

@@ -24,7 +24,7 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 class CallKey(NamedTuple):
-    """Which call of a run: `row` is the trajectory's number in the batch, `call` that in the turn."""
+    """Which call of a run: `row` counts trajectories of the batch, `call` the calls of the turn."""
 
     step: int
     row: int
@@ -104,8 +104,8 @@ class Recording:
             data = Path(path).expanduser().read_bytes()
         except OSError as error:
             raise DataError(
-                f"The record of tool calls '{path}' cannot be read: {error}. Name a file that a run "
-                "has recorded."
+                f"The record of tool calls '{path}' cannot be read: {error}. Name a file that a "
+                "run has recorded."
             ) from error
 
         lines = data.split(b"\n")
@@ -130,8 +130,8 @@ class Recording:
         recorded = {name: line.get(name) for name in asked}
         if _canonical(recorded) != _canonical(asked):
             raise DataError(
-                f"'{self._path}', {key}: the recorded call is {_describe(recorded)}, this run makes "
-                f"{_describe(asked)}. Replay needs the same weights, data and seed."
+                f"'{self._path}', {key}: the recorded call is {_describe(recorded)}, this run "
+                f"makes {_describe(asked)}. Replay needs the same weights, data and seed."
             )
 
         values = dict(line["result"])
@@ -164,6 +164,7 @@ class Recording:
                 self._calls[key] = values
             else:
                 self._ends[values["step"], values["row"]] = values
+
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"'{self._path}', line {number}, is no record of tool calls: "
@@ -194,7 +195,7 @@ def _describe(question: Mapping[str, Any]) -> str:
 
 
 def _drop_unfinished_line(file: int) -> None:
-    """Cut off what a run that died has left after the last complete line."""
+    """Cut off the part of a line that a run that died has left at the end."""
     size = os.fstat(file).st_size
     end = size
     while end > 0:

@@ -45,6 +45,15 @@ class OpenAIFunctionToolSchema(_Schema):
         return self.model_dump(exclude_unset=True, exclude_none=True)
 
 
+def function_schema(
+    name: str, description: str, properties: dict[str, dict[str, Any]]
+) -> OpenAIFunctionToolSchema:
+    """Return the schema of a tool with these parameters, all of them required."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
 class OpenAIFunctionParsedSchema(_Schema):
     """A call as a parser finds it. `arguments` is JSON text."""
 

@@ -171,7 +171,7 @@ class WatchedLoop(LoopThread):
         return asked_at is not None and time.monotonic() - asked_at > BLOCKED_S
 
     def check(self) -> None:
-        """Ask the loop for a sign of life, and interrupt a late task that keeps it from answering."""
+        """Ask the loop for a sign of life, and interrupt a late task that blocks it."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now

@@ -98,8 +98,9 @@ def equal(gold: str, answer: str) -> bool:
     """
     from math_verify import parse, verify  # where it runs alone: sympy takes a second to import
 
-    for package in ("math_verify", "latex2sympy2_extended"):  # a warning for each odd answer
-        logging.getLogger(package).setLevel(logging.CRITICAL)
+    # Its own log alone: a caller's log must go on.
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     # math-verify returns an empty list and False for whatever it cannot read, or not in time. On
     # Windows its limits would start a process for each expression: the parent's deadline must do
     # there.

@@ -7,7 +7,11 @@ than the one before, and `calc_reward` gives the score of the last one.
 from typing import Any
 
 from verl.agents.tools.base import BaseTool, ToolArgumentError
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.schemas import (
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    function_schema,
+)
 from verl.agents.tools.threads import run_in_thread
 from verl.rewards.builtin import gsm8k, math
 from verl.utils.errors import DataError
@@ -29,18 +33,8 @@ class AnswerCheckTool(BaseTool):
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         answer = {"type": "string", "description": f"The answer to the {self.subject} problem."}
-        function = {
-            "name": self.tool_name,
-            "description": f"Check an answer to the {self.subject} problem and return its score.",
-            "parameters": {
-                "type": "object",
-                "properties": {"answer": answer},
-                "required": ["answer"],
-            },
-        }
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
-            {"type": "function", "function": function}
-        )
+        description = f"Check an answer to the {self.subject} problem and return its score."
+        return self.tool_schema or function_schema(self.tool_name, description, {"answer": answer})
 
     async def create(
         self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any

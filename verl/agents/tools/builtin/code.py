@@ -7,7 +7,11 @@ from typing import Any
 from verl.agents.tools.base import BaseTool, ToolArgumentError
 from verl.agents.tools.builtin.search import max_concurrent
 from verl.agents.tools.rate_limit import RateLimit
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.schemas import (
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    function_schema,
+)
 from verl.agents.tools.threads import run_in_thread
 from verl.config.reward import RequestsConfig, SandboxConfig
 from verl.rewards.deadline import time_left
@@ -17,7 +21,7 @@ from verl.utils.errors import ConfigError, RewardError
 
 _BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST_WAIT_S = 3600.0
-# Runs a program in the sandbox: what it printed stays when it fails or is stopped, and a traceback
+# Runs a program in the sandbox. Its output is kept when it fails or is stopped, and a traceback
 # begins with its own lines.
 _WRAPPER = """
 def run_program(code):
@@ -47,23 +51,15 @@ globals().pop("run_program")({code!r})
 
 
 class _CodeTool(BaseTool):
+    """A tool with the argument `code`."""
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         code = {
             "type": "string",
             "description": "A whole Python program. Only the text that it prints is returned.",
         }
-        function = {
-            "name": "code_interpreter",
-            "description": "Run a Python program and return the text that it prints.",
-            "parameters": {
-                "type": "object",
-                "properties": {"code": code},
-                "required": ["code"],
-            },
-        }
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
-            {"type": "function", "function": function}
-        )
+        description = "Run a Python program and return the text that it prints."
+        return self.tool_schema or function_schema("code_interpreter", description, {"code": code})
 
     def _code_of(self, parameters: dict[str, Any]) -> str:
         """Return the program, without the fence that models write around it.
@@ -149,6 +145,7 @@ class SandboxFusionTool(_CodeTool):
                 "http://127.0.0.1:8080/run_code. For the sandbox of this machine, use "
                 "verl.agents.tools.builtin.code.CodeInterpreterTool."
             )
+
         self._timeout_s = float(config.get("default_timeout", 30))
         self._language = config.get("default_language", "python")
         self._memory_limit_mb = int(config.get("memory_limit_mb", 1024))

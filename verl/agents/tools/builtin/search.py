@@ -11,7 +11,11 @@ from typing import Any
 
 from verl.agents.tools.base import BaseTool, ToolArgumentError
 from verl.agents.tools.rate_limit import RateLimit
-from verl.agents.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.agents.tools.schemas import (
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    function_schema,
+)
 from verl.agents.tools.threads import run_in_thread
 from verl.config.reward import RequestsConfig
 from verl.rewards.json_client import JsonClient
@@ -50,6 +54,7 @@ class SearchTool(BaseTool):
                 f"The tool '{self.name}' needs config.retrieval_service_url, such as "
                 "http://127.0.0.1:8000/retrieve."
             )
+
         self._topk = int(config.get("topk", 3))
         self._client = JsonClient(
             url,
@@ -69,18 +74,8 @@ class SearchTool(BaseTool):
             "items": {"type": "string"},
             "description": "Queries, each of which is searched for.",
         }
-        function = {
-            "name": "search",
-            "description": "Search for documents on the given queries.",
-            "parameters": {
-                "type": "object",
-                "properties": {"query_list": queries},
-                "required": ["query_list"],
-            },
-        }
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(
-            {"type": "function", "function": function}
-        )
+        description = "Search for documents on the given queries."
+        return self.tool_schema or function_schema("search", description, {"query_list": queries})
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -1,0 +1,213 @@
+"""Turns with tools against the same tokens in one turn: what the loop and the waiting cost.
+
+Every episode draws `--tokens` tokens, waits `--tool-ms` for a tool, reads its answer, and goes on,
+`--turns` times; all of them run at once on one engine. The peer is the same engine drawing as many
+tokens an episode in one turn.
+
+    python bench/agents.py --model toy --episodes 256 --turns 8 --tool-ms 50
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.agents import AgentContext, EngineClient, EngineSteps, Episode
+from verl.agents.boundary import ChatBoundary
+from verl.agents.conversation import Conversation
+from verl.agents.formats import ToolCall
+from verl.agents.tools import ToolSet
+from verl.config.rollout import RolloutConfig
+from verl.models.load import load_causal_lm, load_tokenizer
+from verl.rollout import Request, Room, SamplingParams, create_rollout_engine
+
+TOOL = """
+import asyncio
+
+
+async def wait(seconds: float) -> str:
+    \"\"\"Wait.
+
+    Args:
+        seconds: how long.
+    \"\"\"
+    await asyncio.sleep(seconds)
+    return "done"
+"""
+# Chat templates of models without one.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Counted:
+    """An engine, with the seconds that it worked."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.seconds = 0.0
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> Any:
+        started = time.perf_counter()
+        try:
+            return self._engine.step()
+        finally:
+            self.seconds += time.perf_counter() - started
+            self.steps += 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="toy", help="a packaged name, a folder or a hub name")
+    parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of a turn")
+    parser.add_argument("--tool-ms", type=float, default=50.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the best counts")
+    return parser.parse_args()
+
+
+async def play(
+    context: AgentContext, episode: Episode, arguments: argparse.Namespace, waits: list[float]
+) -> int:
+    """Play one episode. Return the tokens that the model drew."""
+    assert context.tools is not None
+    session = await context.tools.open(episode.name, row=episode.row)
+    conversation = context.conversation(episode)
+    drawn = 0
+    for turn in range(arguments.turns):
+        drawn += await _draw(context, conversation, arguments.tokens)
+        if turn + 1 == arguments.turns:
+            break
+        seconds = arguments.tool_ms / 1000
+        call = ToolCall(name="wait", arguments={"seconds": seconds})
+        started = time.perf_counter()
+        (result,) = await session.call([call], turn=turn)
+        waits.append(time.perf_counter() - started - seconds)
+        reply = {"role": "assistant", "content": "."}
+        new = [{"role": "user", "content": result.text}]
+        assert conversation.extend(reply, new, "tool"), "the response has no room for a turn"
+    await session.finish()
+    return drawn
+
+
+async def _draw(context: AgentContext, conversation: Conversation, tokens: int) -> int:
+    drawn = await context.client.generate(
+        prompt_ids=conversation.ids, row=conversation.row, turn=conversation.turns, limit=tokens
+    )
+    conversation.add_drawn(drawn)
+    return len(drawn.token_ids)
+
+
+def many_turns(
+    context: AgentContext, engine: Any, episodes: list[Episode], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Play all episodes with tools. Return seconds and rates."""
+    counted = Counted(engine)
+    params = SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True)
+    steps: Any = EngineSteps(counted, params, seed=0, step=0)
+    client = EngineClient(steps, max_model_len=context.config.max_model_len or 0)
+    context.client = client
+    engine.forget_prefixes()
+    engine.reserve(Room(sequences=len(episodes), tokens=context.config.max_model_len or 0))
+    waits: list[float] = []
+
+    async def all_of() -> list[int]:
+        return await asyncio.gather(*(play(context, each, arguments, waits) for each in episodes))
+
+    started = time.perf_counter()
+    drawn = asyncio.run(client.serve(all_of()))
+    seconds = time.perf_counter() - started
+    num_turns = arguments.turns * len(episodes)
+    # While every episode waits for its tool, the engine has nothing to do.
+    idle_s = seconds - counted.seconds
+    return {
+        "seconds": seconds,
+        "tokens_per_s": sum(drawn) / seconds,
+        "engine_s": counted.seconds,
+        "idle_share": idle_s / seconds,
+        "idle_ms_a_turn": 1000 * idle_s / num_turns,
+        "tool_overhead_ms": 1000 * sum(waits) / len(waits),
+        "prefill_tokens": client.counters.get("prefill_tokens", 0.0),
+        "cached_tokens": client.counters.get("cached_tokens", 0.0),
+    }
+
+
+def one_turn(engine: Any, episodes: list[Episode], arguments: argparse.Namespace) -> dict:
+    """Draw as many tokens an episode in one turn. Return seconds and rates."""
+    tokens = arguments.turns * arguments.tokens
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    engine.forget_prefixes()
+    requests = []
+    for episode in episodes:
+        ids = tuple(episode.prompt_ids)
+        requests.append(Request(prompt_ids=ids, sample_ids=(episode.row,)))
+    started = time.perf_counter()
+    drawn = sum(len(each.token_ids) for each in engine.generate(requests, params, seed=0, step=0))
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "tokens_per_s": drawn / seconds}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    tokenizer = load_tokenizer(arguments.model)
+    tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+    boundary = ChatBoundary(tokenizer)
+    messages = [{"role": "user", "content": "Begin."}]
+    prompt_ids = boundary.prompt(messages)
+    added = len(boundary.extension(messages, _reply(), _answer(), drawn=[prompt_ids[-1]]))
+    response = arguments.turns * (arguments.tokens + added + 4)
+    longest = len(prompt_ids) + response
+    config = RolloutConfig(
+        prompt_length=len(prompt_ids),
+        response_length=response,
+        max_model_len=longest,
+        max_num_seqs=arguments.episodes,
+    )
+
+    device = torch.device(arguments.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_causal_lm(arguments.model, dtype=dtype, max_length=longest).to(device)
+    engine = create_rollout_engine(config, model=model, tokenizer=tokenizer, device=device)
+    engine.update_weights(model.named_parameters())
+    episodes = []
+    for row in range(arguments.episodes):
+        episodes.append(Episode(row=row, messages=messages, prompt_ids=prompt_ids, fields={}))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tools.py")
+        path.write_text(textwrap.dedent(TOOL))
+        tools = ToolSet.from_config(function_tool_path=str(path), timeout_s=30.0)
+        context = AgentContext(config=config, tokenizer=tokenizer, boundary=boundary, tools=tools)
+        turns = [many_turns(context, engine, episodes, arguments) for _ in range(arguments.repeat)]
+        plain = [one_turn(engine, episodes, arguments) for _ in range(arguments.repeat)]
+        tools.close()
+
+    best_turns = max(turns, key=lambda run: run["tokens_per_s"])
+    best_plain = max(plain, key=lambda run: run["tokens_per_s"])
+    ratio = best_turns["tokens_per_s"] / best_plain["tokens_per_s"]
+    print(json.dumps({"turns": best_turns, "one_turn": best_plain, "ratio": ratio}, indent=2))
+
+
+def _reply() -> dict[str, Any]:
+    return {"role": "assistant", "content": "."}
+
+
+def _answer() -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "done"}]
+
+
+if __name__ == "__main__":
+    main()

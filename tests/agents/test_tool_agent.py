@@ -1,0 +1,273 @@
+"""Turns between model, tools and a simulated user: what is drawn, masked, counted and ended."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config, text_of
+from verl.agents.checks import check_rows
+from verl.agents.runner import AgentRunner
+from verl.utils.errors import ConfigError, DataError
+
+TOOLS = '''
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return str(a + b)
+
+
+def fail(reason: str) -> str:
+    """Fail.
+
+    Args:
+        reason: of the failure.
+    """
+    raise ValueError(reason)
+'''
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    path = tmp_path / "tools.py"
+    path.write_text(textwrap.dedent(TOOLS))
+    return str(path)
+
+
+def adds_once(row: int, turn: int, prompt: str) -> str:
+    """Call the tool in turn 0, and answer by its result in turn 1."""
+    if turn == 0:
+        return call("add", f'{{"a": {row}, "b": 2}}')
+    result = prompt.split("<tool_response>\n")[-1].split("\n</tool_response>")[0]
+    return f"The sum is {result}."
+
+
+def test_a_tool_answers_and_only_drawn_tokens_are_the_models(tools: str):
+    tokenizer = chat_tokenizer()
+    config = rollout_config(multi_turn__function_tool_path=tools)
+    episodes = [episode(tokenizer, row) for row in range(3)]
+    trajectories, metrics, engine = play(config, tokenizer, adds_once, episodes)
+
+    for row, trajectory in enumerate(trajectories):
+        assert [segment.source for segment in trajectory.segments] == ["model", "tool", "model"]
+        drawn = text_of(tokenizer, trajectory, "model")
+        assert drawn == [
+            call("add", f'{{"a": {row}, "b": 2}}') + "<|im_end|>",
+            f"The sum is {row + 2}.<|im_end|>",
+        ]
+        between = text_of(tokenizer, trajectory, "tool")[0]
+        assert between.startswith("\n<|im_start|>user")
+        assert f"<tool_response>\n{row + 2}\n</tool_response>" in between
+        assert between.endswith("<|im_start|>assistant\n")
+        assert trajectory.num_turns == 4
+        assert [message["role"] for message in trajectory.extra["messages"]] == [
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+        ]
+
+        whole = [*trajectory.prompt_ids, *trajectory.response_ids]
+        second = next(prompt for prompt in engine.prompts if tuple(whole[: len(prompt)]) == prompt)
+        assert len(second) > 0
+
+    assert metrics["tools/add/ok"] == 3
+    assert metrics["agent_loop/ended_by/answer"] == 3
+
+
+def test_the_model_sees_exactly_the_tokens_that_are_trained_on(tools: str):
+    tokenizer = chat_tokenizer()
+    config = rollout_config(multi_turn__function_tool_path=tools)
+    (trajectory,), _, engine = play(config, tokenizer, adds_once, [episode(tokenizer)])
+    first = len(trajectory.prompt_ids)
+    before_answer = len(trajectory.segments[0].token_ids) + len(trajectory.segments[1].token_ids)
+    whole = [*trajectory.prompt_ids, *trajectory.response_ids]
+    assert engine.prompts == [tuple(whole[:first]), tuple(whole[: first + before_answer])]
+    assert trajectory.segments[2].log_probs == [
+        -1.0 - place for place in range(len(trajectory.segments[2].token_ids))
+    ]
+
+
+def test_wrong_calls_are_answered_in_words_and_counted(tools: str):
+    tokenizer = chat_tokenizer()
+    wrong = [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1,\n</tool_call>',
+        call("subtract", "{}"),
+        call("fail", '{"reason": "no way"}'),
+        "I give up.",
+    ]
+    config = rollout_config(multi_turn__function_tool_path=tools)
+    (trajectory,), metrics, _ = play(
+        config, tokenizer, lambda row, turn, prompt: wrong[turn], [episode(tokenizer)]
+    )
+    answers = text_of(tokenizer, trajectory, "tool")
+    assert len(answers) == 3
+    assert "add" in answers[1], "an unknown tool is answered with the known ones"
+    assert "no way" in answers[2]
+    assert metrics["tools/fail/error"] == 1
+    assert sum(value for name, value in metrics.items() if name.endswith("/unknown")) == 1
+    assert sum(value for name, value in metrics.items() if name.endswith("/malformed")) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "turns", "ended_by"),
+    [
+        ({"multi_turn__max_assistant_turns": 2}, 2, "turns"),
+        ({"multi_turn__max_user_turns": 3}, 4, "turns"),
+        ({"response_length": 200}, None, "length"),
+        ({"multi_turn__max_tokens_per_turn": 5}, 1, "length"),
+    ],
+)
+def test_an_episode_ends_at_its_limits(
+    tools: str, settings: dict, turns: int | None, ended_by: str
+):
+    tokenizer = chat_tokenizer()
+    config = rollout_config(multi_turn__function_tool_path=tools, **settings)
+    (trajectory,), metrics, _ = play(
+        config,
+        tokenizer,
+        lambda row, turn, prompt: call("add", '{"a": 1, "b": 2}'),
+        [episode(tokenizer)],
+    )
+    assert metrics[f"agent_loop/ended_by/{ended_by}"] == 1
+    assert trajectory.segments[-1].is_model, "nothing stands after the last turn of the model"
+    assert len(trajectory.response_ids) <= config.response_length
+    if turns is not None:
+        assert sum(segment.is_model for segment in trajectory.segments) == turns
+
+
+@pytest.mark.parametrize(("policy", "masks"), [("text", [True, True]), ("mask", [False, True])])
+def test_a_turn_that_calls_a_failing_tool(tools: str, policy: str, masks: list[bool]):
+    tokenizer = chat_tokenizer()
+    replies = [call("fail", '{"reason": "no"}'), "Done."]
+    config = rollout_config(multi_turn__function_tool_path=tools, agent__tool_error=policy)
+    (trajectory,), _, _ = play(
+        config, tokenizer, lambda row, turn, prompt: replies[turn], [episode(tokenizer)]
+    )
+    learned = [segment.is_trained for segment in trajectory.segments if segment.is_model]
+    assert learned == masks
+    assert not trajectory.is_dropped
+
+
+def test_an_episode_with_a_failing_tool_can_be_dropped(tools: str):
+    tokenizer = chat_tokenizer()
+    config = rollout_config(multi_turn__function_tool_path=tools, agent__tool_error="drop")
+    (trajectory,), metrics, _ = play(
+        config,
+        tokenizer,
+        lambda row, turn, prompt: call("fail", '{"reason": "no"}'),
+        [episode(tokenizer)],
+    )
+    assert trajectory.is_dropped
+    assert metrics["agent_loop/dropped"] == 1
+
+
+INTERACTION = """
+from verl.agents.interactions import BaseInteraction
+
+LOG = {log!r}
+
+
+class Quiz(BaseInteraction):
+    async def start_interaction(self, instance_id=None, answer="", **kwargs):
+        self.answers = getattr(self, "answers", {{}})
+        self.answers[instance_id] = answer
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        is_right = self.answers[instance_id] in messages[-1]["content"]
+        return is_right, "Right!" if is_right else "Try again.", float(is_right), {{}}
+
+    async def finalize_interaction(self, instance_id=None, **kwargs):
+        with open(LOG, "a") as file:
+            file.write(instance_id + "\\n")
+"""
+
+
+@pytest.fixture
+def quiz(tmp_path: Path) -> str:
+    log = str(tmp_path / "finalized")
+    (tmp_path / "quiz.py").write_text(textwrap.dedent(INTERACTION.format(log=log)))
+    path = tmp_path / "interactions.yaml"
+    path.write_text(
+        f"interaction:\n  - name: quiz\n    class_name: {tmp_path}/quiz.py:Quiz\n    config: {{}}\n"
+    )
+    return str(path)
+
+
+def test_a_simulated_user_answers_until_it_is_satisfied(quiz: str, tmp_path: Path):
+    tokenizer = chat_tokenizer()
+    config = rollout_config(multi_turn__interaction_config_path=quiz)
+    kwargs = {"interaction_kwargs": {"name": "quiz", "answer": "4"}}
+    (trajectory,), metrics, _ = play(
+        config,
+        tokenizer,
+        lambda row, turn, prompt: f"Is it {turn + 3}?",
+        [episode(tokenizer, extra_info=kwargs)],
+    )
+    assert [segment.source for segment in trajectory.segments] == ["model", "user", "model"]
+    assert "Try again." in text_of(tokenizer, trajectory, "user")[0]
+    assert trajectory.extra["turn_scores"] == [0.0, 1.0]
+    assert trajectory.turn_rewards == {0: 0.0, 1: 1.0}
+    assert metrics["agent_loop/ended_by/user"] == 1
+    assert (tmp_path / "finalized").read_text().split() == ["0-0"]
+
+
+class Table:
+    """Columns of a data set, as the check reads them."""
+
+    def __init__(self, **columns: list) -> None:
+        self.columns = columns
+        self.size = len(next(iter(columns.values())))
+
+    def __call__(self, name: str):
+        for number, value in enumerate(self.columns.get(name, [None] * self.size)):
+            yield f"rows.parquet, row {number}", value
+
+
+def checked(tokenizer, table: Table, **settings) -> None:
+    runner = AgentRunner(rollout_config(**settings), tokenizer)
+    try:
+        check_rows(runner.config, runner.context.tools, runner.context.interactions, table)
+    finally:
+        runner.close()
+
+
+def test_tools_that_no_row_reaches_are_an_error(tools: str):
+    table = Table(agent_name=["single_turn_agent"] * 2)
+    with pytest.raises(ConfigError, match="which never calls them"):
+        checked(chat_tokenizer(), table, multi_turn__function_tool_path=tools)
+
+
+def test_a_row_that_names_an_unknown_tool_or_loop_is_named(tools: str):
+    tokenizer = chat_tokenizer()
+    named = {"tools_kwargs": {"add": {}, "addd": {}, "other": None}}
+    with pytest.raises(DataError, match=r"row 1: tools_kwargs names the tool 'addd'.*: add"):
+        checked(tokenizer, Table(extra_info=[{}, named]), multi_turn__function_tool_path=tools)
+    with pytest.raises(DataError, match=r"row 0: agent_name is 'tool_agnt'.*tool_agent"):
+        checked(tokenizer, Table(agent_name=["tool_agnt"]))
+
+
+def test_interactions_that_no_row_asks_for_are_an_error(quiz: str):
+    with pytest.raises(ConfigError, match="no row has interaction_kwargs"):
+        checked(
+            chat_tokenizer(), Table(extra_info=[{}, {}]), multi_turn__interaction_config_path=quiz
+        )
+
+
+def test_a_template_without_a_place_for_tools_is_an_error(tools: str):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(ConfigError, match="has no place for tools"):
+        AgentRunner(rollout_config(multi_turn__function_tool_path=tools), tokenizer)

@@ -1,0 +1,186 @@
+"""Agent loops in verl's two forms, from a user's file: their tokens are proved."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.agents.scripted import chat_tokenizer, episode, play, rollout_config
+from verl.utils.errors import ConfigError, RolloutError
+
+LOOPS = '''
+from verl.agents import AgentLoopBase, AgentLoopOutput
+
+
+class Old(AgentLoopBase):
+    """verl 0.5: run(messages, sampling_params), ids as a plain list, no log-probs."""
+
+    @classmethod
+    def init_class(cls, config, tokenizer, **kwargs):
+        cls.prepared = getattr(cls, "prepared", 0) + 1
+
+    def __init__(self, trainer_config, server_manager, tokenizer, word="again", **kwargs):
+        super().__init__(trainer_config, server_manager, tokenizer, **kwargs)
+        self.word = word
+
+    async def run(self, messages, sampling_params):
+        assert self.prepared == 1
+        prompt = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        first = await self.server_manager.generate(
+            "id", prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        more = self.tokenizer.encode(f" {self.word} ", add_special_tokens=False)
+        second = await self.server_manager.generate(
+            "id", prompt_ids=prompt_ids + first + more, sampling_params=sampling_params
+        )
+        ids = first + more + second
+        mask = [1] * len(first) + [0] * len(more) + [1] * len(second)
+        limit = self.config.actor_rollout_ref.rollout.response_length
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=ids[:limit],
+            response_mask=mask[:limit],
+            num_turns=4,
+            metrics={"tool_calls": 0.5},
+        )
+
+
+class New(AgentLoopBase):
+    """verl 0.6 and later: run(sampling_params, **kwargs), a score, fields for the reward."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = self.tokenizer.apply_chat_template(
+            kwargs["raw_prompt"], add_generation_prompt=True, tokenize=False
+        )
+        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        drawn = await self.server_manager.generate(
+            request_id="id", prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        outputs = []
+        for number in range(kwargs.get("outputs", 1)):
+            outputs.append(
+                AgentLoopOutput(
+                    prompt_ids=prompt_ids,
+                    response_ids=drawn.token_ids,
+                    response_mask=[1] * len(drawn.token_ids),
+                    response_logprobs=drawn.log_probs,
+                    reward_score=0.25 * number,
+                    extra_fields={"turn_scores": [1.0]},
+                )
+            )
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+class Retokenizes(New):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.response_ids = [*output.response_ids[:-1], 5]
+        return output
+
+
+class Warm(New):
+    async def run(self, sampling_params, **kwargs):
+        return await super().run({**sampling_params, "temperature": 0.1}, **kwargs)
+
+
+class Raises(New):
+    async def run(self, sampling_params, **kwargs):
+        raise KeyError("nothing here")
+'''
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> str:
+    (tmp_path / "loops.py").write_text(textwrap.dedent(LOOPS))
+    names = {
+        "old": "Old",
+        "new": "New",
+        "retokenizes": "Retokenizes",
+        "warm": "Warm",
+        "raises": "Raises",
+    }
+    lines = [
+        f"- name: {name}\n  _target_: {tmp_path}/loops.py:{cls}" for name, cls in names.items()
+    ]
+    lines[0] += "\n  word: once more"
+    (tmp_path / "loops.yaml").write_text("\n".join(lines))
+    return str(tmp_path / "loops.yaml")
+
+
+def run(loops: str, name: str, episodes: int = 1, fields: dict | None = None, **settings):
+    tokenizer = chat_tokenizer()
+    config = rollout_config(agent__agent_loop_config_path=loops, **settings)
+    rows = [episode(tokenizer, row, agent_name=name, **(fields or {})) for row in range(episodes)]
+    trajectories, metrics, _ = play(config, tokenizer, lambda r, t, p: f"Reply {r} {t}", rows)
+    return tokenizer, trajectories, metrics
+
+
+def test_a_loop_of_verl_05_gets_its_log_probs_back(loops: str):
+    tokenizer, trajectories, metrics = run(loops, "old", episodes=3)
+    for row, trajectory in enumerate(trajectories):
+        first, more, second = trajectory.segments
+        assert tokenizer.decode(list(first.token_ids)) == f"Reply {row} 0<|im_end|>"
+        assert first.log_probs == [-1.0 - place for place in range(len(first.token_ids))]
+        assert tokenizer.decode(list(more.token_ids)) == " once more "
+        assert not more.is_model
+        assert tokenizer.decode(list(second.token_ids)) == f"Reply {row} 1<|im_end|>"
+        assert (first.turn, second.turn) == (0, 1)
+        assert trajectory.num_turns == 4
+    assert metrics["agent_loop/tool_calls/mean"] == 0.5
+
+
+def test_an_output_may_end_within_a_turn(loops: str):
+    _, (trajectory,), _ = run(loops, "old", response_length=7)
+    assert len(trajectory.response_ids) == 7
+    assert trajectory.segments[0].log_probs == [-1.0 - place for place in range(7)]
+
+
+def test_a_loop_of_later_versions_gives_score_and_fields(loops: str):
+    _, (trajectory,), _ = run(loops, "new")
+    assert trajectory.reward == 0.0
+    assert trajectory.extra == {"turn_scores": [1.0]}
+
+
+def test_an_episode_may_give_several_trajectories(loops: str):
+    _, trajectories, _ = run(loops, "new", episodes=2, fields={"outputs": 3})
+    found = [(each.row, each.part, each.reward) for each in trajectories]
+    assert found == [(row, part, 0.25 * part) for row in range(2) for part in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("retokenizes", r"marks tokens as the model's that the engine did not draw there"),
+        ("warm", r"'temperature'\] is 0.1 in an agent loop, the rollout's is 1.0"),
+        ("raises", r"The agent loop 'raises' raised KeyError: 'nothing here' in sample 0"),
+    ],
+)
+def test_a_loop_that_would_train_on_other_tokens_is_an_error(loops: str, name: str, message: str):
+    with pytest.raises(RolloutError, match=message):
+        run(loops, name)
+
+
+def test_an_episode_whose_loop_raises_can_be_dropped(loops: str):
+    _, (trajectory,), metrics = run(loops, "raises", agent__on_error="drop")
+    assert trajectory.is_dropped
+    assert "nothing here" in trajectory.extra["failure"]
+    assert metrics["agent_loop/dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a", "must be a list of"),
+        ("- name: a", "entry 0: expected the keys name and _target_"),
+        ("- {name: a, _target_: verl.rollout.trajectory.Trajectory}", "with run .*or with play"),
+        ("- {name: a, _target_: verl.agents.nothing.Here}", "entry 0: _target_: "),
+    ],
+)
+def test_a_file_of_loops_that_cannot_work(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "loops.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        run(str(path), "a")

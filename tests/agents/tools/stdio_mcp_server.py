@@ -1,0 +1,73 @@
+"""A small MCP server over its standard streams, without the package, whose import takes seconds."""
+
+import json
+import os
+import sys
+from typing import Any
+
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
+    "gg=="
+)
+TOOLS = {
+    "add": ("Add two numbers.", {"a": "integer", "b": "integer"}),
+    "search": ("Search.", {"query": "string"}),
+    "fail": ("Fail.", {}),
+    "picture": ("Return a picture.", {}),
+    "leave": ("End the server.", {}),
+    "environment": ("Return a variable.", {"name": "string"}),
+}
+UNKNOWN_METHOD = {"code": -32601, "message": "unknown method"}
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Return a tool as `tools/list` has it."""
+    description, parameters = TOOLS[name]
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"name": name, "description": description, "inputSchema": schema}
+
+
+def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of `tools/call`."""
+    text = ""
+    if name == "add":
+        text = str(arguments["a"] + arguments["b"])
+    elif name == "search":
+        results = [f"{arguments['query']} {number}" for number in (1, 2)]
+        text = json.dumps({"results": results})
+    elif name == "environment":
+        text = os.environ.get(arguments["name"], "unset")
+    elif name == "leave":
+        os._exit(3)
+    elif name == "picture":
+        return {"content": [{"type": "image", "data": PNG, "mimeType": "image/png"}]}
+    content = [{"type": "text", "text": "broken" if name == "fail" else text}]
+    return {"content": content, "isError": name == "fail"}
+
+
+def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a response that holds its result or error."""
+    if method == "initialize":
+        information = {
+            "protocolVersion": parameters["protocolVersion"],
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "small", "version": "1"},
+        }
+        return {"result": information}
+    if method == "tools/list":  # in two pages
+        names = list(TOOLS)
+        if parameters.get("cursor") == "rest":
+            return {"result": {"tools": [describe(name) for name in names[2:]]}}
+        return {"result": {"tools": [describe(name) for name in names[:2]], "nextCursor": "rest"}}
+    if method == "tools/call":
+        return {"result": call(parameters["name"], parameters.get("arguments") or {})}
+    return {"error": UNKNOWN_METHOD}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "id" in request:
+            response = answer(request["method"], request.get("params") or {})
+            print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **response}), flush=True)

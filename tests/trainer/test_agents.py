@@ -1,0 +1,141 @@
+"""Training on episodes of agents: the same numbers as without them where there is one turn, exact
+tokens in every turn, and the same weights on several ranks."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.launches import launch
+from tests.trainer.runs import (
+    TOY,
+    command_line,
+    run,
+    same_bits,
+    step_lines,
+    weights,
+    without_times,
+)
+from verl.trainer.main_ppo import main
+
+ROLLOUT = "actor_rollout_ref.rollout"
+GUESSING = [
+    f"{ROLLOUT}.agent.environment.name=number_guessing",
+    f"{ROLLOUT}.multi_turn.max_tokens_per_turn=4",
+    f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
+    "data.max_response_length=200",
+    "data.max_prompt_length=256",
+    "trainer.save_freq=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+]
+
+
+def of_training(folder: Path) -> list[dict]:
+    """Metrics of the steps, less times and those that agents alone have."""
+    lines = []
+    for line in without_times(step_lines(folder)):
+        own = {}
+        for name, value in line.items():
+            if not name.startswith(("agent_loop/", "num_turns/", "training/turn_", "rollout/")):
+                own[name] = value
+        lines.append(own)
+    return lines
+
+
+def test_agents_of_one_turn_train_as_the_plain_rollout(tmp_path: Path):
+    common = ["trainer.save_freq=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    assert run(tmp_path / "plain", *common) == 0
+    assert run(tmp_path / "agents", *common, f"{ROLLOUT}.mode=async") == 0
+    assert of_training(tmp_path / "agents") == of_training(tmp_path / "plain")
+    assert same_bits(weights(tmp_path / "agents", 2), weights(tmp_path / "plain", 2))
+    assert step_lines(tmp_path / "agents")[0]["num_turns/mean"] == 2
+
+
+def test_an_environment_of_several_turns_trains_on_exact_tokens(tmp_path: Path):
+    assert run(tmp_path, *GUESSING) == 0
+    for line in step_lines(tmp_path):
+        assert line["num_turns/max"] == 6
+        assert line["agent_loop/ended_by/turns"] + line.get("agent_loop/ended_by/length", 0) > 0
+        for turn in range(3):
+            assert abs(line[f"training/turn_{turn}/rollout_diff_max"]) < 1e-4
+    assert "val/test_score/number_guessing" not in step_lines(tmp_path)[0]
+
+
+def test_two_ranks_train_on_episodes_as_one_process(tmp_path: Path):
+    assert run(tmp_path / "one", *GUESSING) == 0
+    done = launch(2, main, command_line(tmp_path / "two", *GUESSING))
+    assert done.returncode == 0, done.stderr
+    one, two = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
+    for name in ("num_turns/mean", "critic/score/mean", "response_length/mean"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one])
+    left, right = weights(tmp_path / "one", 2), weights(tmp_path / "two", 2)
+    for name, weight in left.items():
+        assert (weight - right[name]).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("loop", ["whole", "parts"])
+def test_a_loop_of_a_users_file_trains(tmp_path: Path, loop: str):
+    """One gives a score itself and several outputs, the other leaves the score to the rule."""
+    (tmp_path / "loops.py").write_text(
+        textwrap.dedent(
+            """
+            from verl.agents import AgentLoopBase, AgentLoopOutput
+
+            class Whole(AgentLoopBase):
+                async def run(self, messages, sampling_params):
+                    text = self.tokenizer.apply_chat_template(
+                        messages, add_generation_prompt=True, tokenize=False
+                    )
+                    ids = self.tokenizer.encode(text, add_special_tokens=False)
+                    first = await self.server_manager.generate(
+                        "a", prompt_ids=ids, sampling_params={**sampling_params, "max_tokens": 3}
+                    )
+                    second = await self.server_manager.generate(
+                        "a", prompt_ids=ids + first, sampling_params=sampling_params
+                    )
+                    response = (first + second)[:8]
+                    return AgentLoopOutput(
+                        prompt_ids=ids,
+                        response_ids=response,
+                        response_mask=[1] * len(response),
+                        num_turns=2,
+                        reward_score=self.score(response),
+                    )
+
+                def score(self, response):
+                    return None
+
+            class Parts(Whole):
+                def score(self, response):
+                    return len(set(response)) / 8
+
+                async def run(self, messages, sampling_params):
+                    one = await super().run(messages, sampling_params)
+                    return [one, one] if len(one.response_ids) % 2 else one
+            """
+        )
+    )
+    (tmp_path / "loops.yaml").write_text(
+        f"- {{name: whole, _target_: {tmp_path}/loops.py:Whole}}\n"
+        f"- {{name: parts, _target_: {tmp_path}/loops.py:Parts}}\n"
+    )
+    own = [
+        f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop={loop}",
+        f"{ROLLOUT}.agent.gives_reward={loop == 'parts'}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+    assert run(tmp_path / "run", *own) == 0
+    for line in step_lines(tmp_path / "run"):
+        assert line["critic/score/max"] > 0
+        assert line["actor/grad_norm"] > 0
+
+
+def test_ranks_that_share_an_engine_play_the_same_episodes(tmp_path: Path):
+    shared = [*GUESSING, f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    assert run(tmp_path / "one", *GUESSING) == 0
+    done = launch(2, main, command_line(tmp_path / "two", *shared, base=TOY))
+    assert done.returncode == 0, done.stderr
+    one, two = step_lines(tmp_path / "one"), step_lines(tmp_path / "two")
+    assert two[0]["num_turns/mean"] == one[0]["num_turns/mean"]
+    assert two[0]["critic/score/mean"] == pytest.approx(one[0]["critic/score/mean"])

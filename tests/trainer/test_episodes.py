@@ -1,0 +1,188 @@
+"""Rows of agents: several to an episode, scores by the loop, rewards of turns."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
+from verl.algorithms.group_advantages import group_ids
+from verl.protocol import DataProto
+from verl.trainer.algorithm import estimated_by_episode
+from verl.trainer.episodes import (
+    add_turn_rewards,
+    agent_metrics,
+    episode_rows,
+    mini_batch_rows,
+    with_episodes,
+    with_scores_of_episodes,
+)
+from verl.utils.errors import RewardError, RolloutError
+
+WIDTH = 6
+
+
+def objects(values: list[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def played(rows: list[tuple[int, int]], **columns: list[Any]) -> DataProto:
+    """Trajectories with the given (episode, part), each of two turns and four real tokens."""
+    size = len(rows)
+    turns = torch.tensor([[0, 0, -1, 1, -1, -1]] * size, dtype=torch.int32)
+    given: dict[str, list[Any]] = {
+        "episode": [episode for episode, _ in rows],
+        "episode_part": [part for _, part in rows],
+        "agent_role": [""] * size,
+        "agent_reward": [None] * size,
+        "turn_rewards": [{}] * size,
+        "num_turns": [4] * size,
+    }
+    given |= columns
+    attention = torch.tensor([[1, 1, 1, 1, 1, 0, 0]] * size)
+    return DataProto.from_dict(
+        tensors={
+            "responses": torch.arange(size)[:, None].expand(size, WIDTH).clone(),
+            "attention_mask": attention,
+            "response_mask": (turns >= 0).long(),
+            "turn_of_token": turns,
+            "rollout_log_probs": torch.full((size, WIDTH), -1.0),
+        },
+        non_tensors={name: objects(values) for name, values in given.items()},
+    )
+
+
+def prompts(count: int, first: int = 0) -> DataProto:
+    return DataProto.from_dict(
+        tensors={"x": torch.zeros(count, 1)},
+        non_tensors={
+            "prompt_row": objects(list(range(first, first + count))),
+            "uid": objects([f"1-{first + row}" for row in range(count)]),
+        },
+    )
+
+
+def test_rows_come_in_the_order_of_episodes_and_parts_without_copies():
+    given = played([(3, 0), (0, 1), (1, 0), (0, 0), (2, 0), (1, 0)])
+    batch = with_episodes(prompts(2), given, n=2)
+    columns = batch.non_tensor_batch
+    found = list(zip(columns["uid"], columns["episode"], columns["episode_part"]))
+    assert found == [
+        ("1-0", 0, 0),
+        ("1-0", 0, 1),
+        ("1-0", 1, 0),
+        ("1-1", 2, 0),
+        ("1-1", 3, 0),
+    ]
+    assert batch.batch["responses"][:, 0].tolist() == [3, 1, 2, 4, 0]
+
+
+def test_a_missing_episode_is_an_error():
+    with pytest.raises(RolloutError, match="Expected 4 episodes from the agent loops, got 3"):
+        with_episodes(prompts(2), played([(0, 0), (1, 0), (3, 0)]), n=2)
+
+
+def test_scores_of_the_loop_stand_on_the_last_real_token():
+    given = played([(0, 0), (1, 0)], agent_reward=[0.5, 2.0])
+    batch = with_episodes(prompts(1), given, n=2)
+    assert batch.batch["rm_scores"].tolist() == [[0, 0, 0, 0.5, 0, 0], [0, 0, 0, 2.0, 0, 0]]
+
+
+def test_scores_for_some_episodes_alone_are_an_error():
+    with pytest.raises(RewardError, match="1 of 2 episodes got a score"):
+        with_episodes(prompts(1), played([(0, 0), (1, 0)], agent_reward=[0.5, None]), n=2)
+
+
+def test_roles_are_groups_of_their_own():
+    given = played([(0, 0), (0, 1), (1, 0), (1, 1)], agent_role=["a", "b", "a", "b"])
+    batch = with_episodes(prompts(1), given, n=2)
+    assert batch.non_tensor_batch["uid"].tolist() == ["1-0/a", "1-0/b", "1-0/a", "1-0/b"]
+
+
+def with_scores(batch: DataProto, scores: list[float]) -> DataProto:
+    column = torch.zeros(len(batch), WIDTH)
+    column[:, 3] = torch.tensor(scores)
+    batch.batch["token_level_scores"] = column
+    return batch
+
+
+def test_every_part_has_the_score_of_the_last_one():
+    batch = with_scores(
+        with_episodes(prompts(1), played([(0, 0), (0, 1), (1, 0)]), n=2), [0.1, 0.7, 0.2]
+    )
+    with_scores_of_episodes(batch)
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([0.7, 0.7, 0.2])
+
+
+def estimates(batch: DataProto, name: str) -> torch.Tensor:
+    config: Any = SimpleNamespace(
+        distillation=SimpleNamespace(is_whole_loss=False),
+        algorithm=SimpleNamespace(adv_estimator=name),
+    )
+    inputs = AdvantageInputs(
+        token_level_rewards=batch.batch["token_level_scores"],
+        response_mask=batch.batch["response_mask"],
+        group=group_ids(batch.non_tensor_batch["uid"]),
+        columns={"turn_of_token": batch.batch["turn_of_token"]},
+    )
+    estimator = advantage_estimators.get(name)
+    advantages, _ = estimated_by_episode(estimator, config, inputs, episode_rows(batch))
+    return advantages
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("split", [(0,), (1, 2), (0, 1, 2)])
+def test_an_episode_counts_once_however_many_rows_it_has(name: str, split: tuple[int, ...]):
+    scores = [0.3, 1.0, 0.0]
+    whole = with_episodes(prompts(1), played([(0, 0), (1, 0), (2, 0)]), n=3)
+    expected = estimates(with_scores(whole, scores), name)[:, 0]
+
+    rows = []
+    for episode in range(3):
+        rows += [(episode, part) for part in range(3 if episode in split else 1)]
+    parts = with_episodes(prompts(1), played(rows), n=3)
+    batch = with_scores(parts, [scores[episode] for episode, _ in rows])
+    advantages = estimates(batch, name)
+    for row, (episode, _) in enumerate(rows):
+        own = advantages[row][batch.batch["response_mask"][row].bool()]
+        assert own.tolist() == pytest.approx([expected[episode].item()] * 3)
+
+
+@pytest.mark.parametrize(("given", "last"), [(None, 1.0), (1.0, 0.25)])
+def test_rewards_of_turns_stand_where_their_turn_ends(given: float | None, last: float):
+    """A score that the loop gave is the sum of its turns' rewards already."""
+    rewards = [{0: 0.5, 1: 0.25}]
+    batch = with_episodes(
+        prompts(1), played([(0, 0)], turn_rewards=rewards, agent_reward=[given]), n=1
+    )
+    batch = with_scores(batch, [1.0])
+    add_turn_rewards(batch)
+    scores = batch.batch["token_level_scores"][0]
+    assert scores[1] == 0.5
+    assert scores[3] == pytest.approx(0.25 + last)
+
+
+def test_mini_batches_stay_as_many_as_configured():
+    rows = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (3, 0)]
+    batch = with_episodes(prompts(2), played(rows), n=2)
+    assert mini_batch_rows(batch, 1, 2, SimpleNamespace(num_shares=1)) == 3
+    assert mini_batch_rows(batch, 1, 2, SimpleNamespace(num_shares=2)) == 4
+    assert mini_batch_rows(batch, None, 2, SimpleNamespace(num_shares=1)) is None
+    single = with_episodes(prompts(2), played([(0, 0), (1, 0), (2, 0), (3, 0)]), n=2)
+    assert mini_batch_rows(single, 1, 2, SimpleNamespace(num_shares=1)) is None
+
+
+def test_log_probs_are_compared_turn_by_turn():
+    batch = with_episodes(prompts(1), played([(0, 0), (1, 0)]), n=2)
+    old = torch.full((2, WIDTH), -1.0)
+    old[0, 3] = -1.5
+    batch.batch["old_log_probs"] = old
+    metrics = agent_metrics(batch)
+    assert metrics["training/turn_0/rollout_kl"] == 0.0
+    assert metrics["training/turn_1/rollout_kl"] == pytest.approx(0.25)
+    assert metrics["training/turn_1/rollout_diff_max"] == pytest.approx(0.5)
+    assert metrics["num_turns/mean"] == 4.0

@@ -1,0 +1,158 @@
+"""The contract of an agent loop, what it is given, and the registry."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.agents.boundary import ChatBoundary
+from verl.agents.conversation import Conversation, Message
+from verl.agents.engine_client import EngineClient, Generated
+from verl.agents.formats import ParsedReply, ToolFormat, parse_reply
+from verl.agents.interactions import InteractionSet
+from verl.agents.tools import ToolSet
+from verl.config.rollout import RolloutConfig
+from verl.rollout.trajectory import Trajectory
+from verl.utils.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One sample of a prompt, which an agent loop plays to its end.
+
+    Args:
+        row: number of the sample in the whole batch: prompt number * n + sample of the prompt.
+        messages: of the prompt.
+        prompt_ids: the tokens of `messages` without tools.
+        fields: all columns of the row.
+        record_step: number of the batch within the run, below 0 for validation. With `row` it is
+            the key of recorded tool calls.
+    """
+
+    row: int
+    messages: Sequence[Message]
+    prompt_ids: Sequence[int]
+    fields: Mapping[str, Any]
+    record_step: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the episode within a run."""
+        return f"{self.record_step}-{self.row}"
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether nothing is learned from it."""
+        return self.record_step < 0
+
+    def option(self, name: str) -> Any:
+        """Return a field of the row or, where it has none, of its `extra_info`."""
+        value = self.fields.get(name)
+        if value is None:
+            value = (self.fields.get("extra_info") or {}).get(name)
+        return value
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Seconds and counts of the episodes of a batch."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def note(self, name: str, seconds: float) -> None:
+        """Note the seconds that one episode spent on something."""
+        self.seconds.setdefault(name, []).append(seconds)
+
+
+@dataclass(kw_only=True)
+class AgentContext:
+    """Everything that the loops of one process share.
+
+    Args:
+        config: the section `rollout`.
+        tokenizer: the model's.
+        boundary: of its chat template.
+        format: how the model writes tool calls; None where there are no tools.
+        tools: of the run; None without tools.
+        interactions: simulated users of the run; None without.
+        client: draws turns. Set for each batch.
+        tally: of the batch.
+    """
+
+    config: RolloutConfig
+    tokenizer: Any
+    boundary: ChatBoundary
+    format: ToolFormat | None = None
+    tools: ToolSet | None = None
+    interactions: InteractionSet | None = None
+    client: EngineClient = field(init=False)
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens after the prompt, those of tools included."""
+        return self.config.response_length
+
+    def conversation(
+        self,
+        episode: Episode,
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Conversation:
+        """Begin the conversation of an episode, by default with its own prompt."""
+        prompt_ids = episode.prompt_ids
+        if messages is not None or tools:
+            messages = episode.messages if messages is None else messages
+            prompt_ids = self.boundary.prompt(messages, tools)
+        return Conversation(
+            episode.row,
+            episode.messages if messages is None else messages,
+            prompt_ids,
+            self.boundary,
+            tools=tools,
+            max_response_tokens=self.max_response_tokens,
+            follow_template=self.config.multi_turn.use_inference_chat_template,
+        )
+
+    async def draw(self, conversation: Conversation, branch: int = 0) -> Generated:
+        """Draw the next turn of a conversation and append it."""
+        limit = conversation.room
+        most = self.config.multi_turn.max_tokens_per_turn
+        if most is not None:
+            limit = min(limit, most)
+        drawn = await self.client.generate(
+            prompt_ids=conversation.ids,
+            row=conversation.row,
+            turn=conversation.turns,
+            limit=limit,
+            branch=branch,
+        )
+        conversation.add_drawn(drawn)
+        return drawn
+
+    def plain_text_of(self, token_ids: Sequence[int]) -> str:
+        """Decode drawn tokens without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    async def parse(
+        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> ParsedReply:
+        """Read the tool calls of a drawn turn."""
+        if self.format is None or not tools:
+            return ParsedReply(content=self.plain_text_of(token_ids), calls=())
+        return await parse_reply(self.format, self.tokenizer, token_ids, tools)
+
+
+class AgentLoop(Protocol):
+    """Plays episodes. One object plays those of a batch, many at a time."""
+
+    async def play(self, episode: Episode) -> list[Trajectory]:
+        """Play an episode to its end. Return one trajectory or several."""
+        ...
+
+
+# name -> class or factory, called with the AgentContext
+agent_loops: Registry[Callable[[AgentContext], AgentLoop]] = Registry(
+    "agent loop (the column agent_name, or actor_rollout_ref.rollout.agent.default_agent_loop)"
+)

@@ -1,0 +1,56 @@
+"""Agent loops from a YAML file: `rollout.agent.agent_loop_config_path`."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.agents.entries import load_class
+from verl.agents.loops.base import agent_loops
+from verl.agents.loops.user_loop import AgentLoopBase, add_user_loop
+from verl.utils.errors import ConfigError
+
+_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+def register_loops(path: str | Path) -> list[str]:
+    """Register the loops that a YAML file lists. Return their names.
+
+    The file is a list of `{name: ..., _target_: package.module.Class, ...}`; `_target_` may also be
+    `file.py:Class`, and further keys are keywords of every object. Raises ConfigError naming file
+    and entry.
+    """
+    entries = yaml.safe_load(Path(path).read_text())
+    if not isinstance(entries, list):
+        raise ConfigError(
+            f"{_KEY}={path} must be a list of {{name, _target_, ...}}, got "
+            f"{type(entries).__name__}."
+        )
+    names = []
+    for number, entry in enumerate(entries):
+        names.append(_register(f"{path}, entry {number}", entry))
+    return names
+
+
+def _register(place: str, entry: Any) -> str:
+    if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
+        raise ConfigError(f"{place}: expected the keys name and _target_, got {entry!r:.200}.")
+    options = {str(key): value for key, value in entry.items()}
+    name = str(options.pop("name"))
+    try:
+        target = load_class(str(options.pop("_target_")))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: _target_: {error}") from error
+
+    if name in agent_loops:
+        agent_loops.remove(name)  # a user's own replaces the built-in of that name
+    if issubclass(target, AgentLoopBase):
+        add_user_loop(name, target, **options)
+        return name
+    if hasattr(target, "play"):
+        agent_loops.register(name)(target)
+        return name
+    raise ConfigError(
+        f"{place}: _target_ must be a class with run (verl.agents.AgentLoopBase) or with play "
+        f"(verl.agents.AgentLoop), got {target!r}."
+    )

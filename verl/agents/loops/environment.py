@@ -1,0 +1,78 @@
+"""Turns of the model in an environment that observes, rewards and ends the episode."""
+
+import time
+from typing import Any
+
+from verl.agents.environments import EnvironmentSession, make_environment
+from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.rollout.trajectory import Trajectory
+
+
+class EnvironmentLoop:
+    """Play an environment: drawn turns are actions, its observations are the messages after them.
+
+    Its opening messages follow the prompt of the row. An episode in which the environment fails is
+    dropped. The score of the episode is the sum of the rewards; each also counts for its turn.
+    """
+
+    def __init__(self, context: AgentContext) -> None:
+        self.context = context
+
+    async def play(self, episode: Episode) -> list[Trajectory]:
+        """See `AgentLoop.play`."""
+        started = time.perf_counter()
+        asked = self.context.config.agent.environment
+        assert asked.name is not None, "the loop is played with an environment alone"
+        environment = make_environment(asked.name, **asked.kwargs)
+        session = EnvironmentSession(environment)
+        try:
+            return await self._play(episode, session)
+        finally:
+            await session.close()
+            self.context.tally.note("generate_sequences", time.perf_counter() - started)
+
+    async def _play(self, episode: Episode, session: EnvironmentSession) -> list[Trajectory]:
+        context = self.context
+        limits = context.config.multi_turn
+        first = await session.reset(**{"seed": episode.row, **episode.fields})
+        opening = [*episode.messages, *first.messages] if first.messages else None
+        conversation = context.conversation(episode, opening)
+        rewards: dict[int, float] = {}
+        ended_by = ""
+
+        while not ended_by:
+            drawn = await context.draw(conversation)
+            turn = conversation.turns - 1
+            action = context.plain_text_of(drawn.token_ids)
+            reply = {"role": "assistant", "content": action}
+            observation = await session.step(action)
+            rewards[turn] = float(observation.reward)
+
+            if observation.done:
+                ended_by = "environment"
+            elif drawn.finish_reason == "length" or conversation.room <= 0:
+                ended_by = "length"
+            elif conversation.turns == limits.max_assistant_turns:
+                ended_by = "turns"
+            if ended_by:
+                conversation.add_reply(reply)
+            elif not conversation.extend(reply, observation.messages, "user"):
+                ended_by = "length"
+
+        context.tally.counts[f"ended_by/{ended_by}"] += 1
+        extra: dict[str, Any] = {
+            "messages": conversation.messages,
+            "turn_scores": list(rewards.values()),
+            "ended_by": ended_by,
+        }
+        trajectories = conversation.trajectories()
+        for trajectory in trajectories:
+            trajectory.reward = sum(rewards.values())
+            trajectory.turn_rewards = rewards
+            trajectory.num_turns = 2 * conversation.turns
+            trajectory.is_dropped = session.failure is not None
+            trajectory.extra = extra
+        return trajectories
+
+
+agent_loops.register("environment_agent")(EnvironmentLoop)

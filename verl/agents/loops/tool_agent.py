@@ -1,0 +1,222 @@
+"""Turns of the model between tools and a simulated user."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.conversation import Conversation, Message
+from verl.agents.formats import ParsedReply, ToolCall
+from verl.agents.interactions import InteractionSession
+from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.agents.tools import ToolResult, ToolSession
+from verl.rollout.trajectory import Trajectory
+
+
+@dataclass(kw_only=True)
+class _Play:
+    """The state of one episode."""
+
+    episode: Episode
+    conversation: Conversation
+    tools: ToolSession | None
+    user: InteractionSession | None
+    schemas: list[dict[str, Any]]
+    user_turns: int = 0
+    calls: int = 0
+    is_dropped: bool = False
+    ended_by: str = ""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    turn_scores: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"generate_sequences": 0.0, "tool_calls": 0.0}
+    )
+
+    def add_reward(self, reward: float) -> None:
+        """Credit the last turn of the model."""
+        turn = self.conversation.turns - 1
+        self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + reward
+
+
+class ToolAgentLoop:
+    """Let the model call tools, and a simulated user answer where it calls none.
+
+    Both routes of verl 0.5 (the multi-turn route and the agent-loop route) are this loop. A turn is
+    the last one if, in this order: the response is full; the turn was cut; the model has had
+    `max_assistant_turns`, or tools and user `max_user_turns`; the model calls no tool and no user
+    answers; the user ends the conversation; the answer of tools or user leaves no room for a turn.
+    """
+
+    def __init__(self, context: AgentContext) -> None:
+        self.context = context
+        self.limits = context.config.multi_turn
+
+    async def play(self, episode: Episode) -> list[Trajectory]:
+        """See `AgentLoop.play`."""
+        play = await self._begin(episode)
+        tool_rewards: dict[str, float] = {}
+        try:
+            while not play.ended_by:
+                await self._turn(play)
+        finally:
+            # Also where the episode is cancelled: tools and users may hold resources.
+            if play.tools is not None:
+                tool_rewards = await play.tools.finish()
+            if play.user is not None:
+                await play.user.finalize()
+
+        for name, seconds in play.seconds.items():
+            self.context.tally.note(name, seconds)
+        self.context.tally.counts[f"ended_by/{play.ended_by}"] += 1
+        return self._trajectories(play, tool_rewards)
+
+    async def _begin(self, episode: Episode) -> _Play:
+        context = self.context
+        tools = None
+        schemas: list[dict[str, Any]] = []
+        if context.tools is not None:
+            kwargs = episode.option("tools_kwargs") or {}
+            offered = self._offered(episode, kwargs)
+            schemas = context.tools.schemas(offered)
+            tools = await context.tools.open(
+                episode.name, kwargs, names=offered, step=episode.record_step, row=episode.row
+            )
+
+        user = None
+        asked = episode.option("interaction_kwargs")
+        if context.interactions is not None and asked:
+            user = context.interactions.session(asked, instance_id=episode.name)
+            await user.start_interaction()
+        return _Play(
+            episode=episode,
+            conversation=context.conversation(episode, tools=schemas),
+            tools=tools,
+            user=user,
+            schemas=schemas,
+        )
+
+    def _offered(self, episode: Episode, kwargs: dict[str, Any]) -> list[str] | None:
+        """Name the tools that the episode offers to the model; None: all."""
+        selected = episode.option("tool_selection")
+        if selected is not None:
+            return list(selected)
+        named = [name for name, value in kwargs.items() if value is not None]
+        return named or None
+
+    async def _turn(self, play: _Play) -> None:
+        """Draw one turn, and let tools or the user answer it."""
+        conversation = play.conversation
+        started = time.perf_counter()
+        drawn = await self.context.draw(conversation)
+        play.seconds["generate_sequences"] += time.perf_counter() - started
+
+        parsed = await self.context.parse(drawn.token_ids, play.schemas)
+        reply = message_of(parsed)
+        play.ended_by = self._reason_to_end(play, drawn.finish_reason, parsed)
+        if play.ended_by:
+            conversation.add_reply(reply)
+            return
+
+        if parsed.calls:
+            new = await self._call_tools(play, parsed.calls)
+            source = "tool"
+        else:
+            new = await self._ask_user(play, [*conversation.messages, reply])
+            source = "user"
+        if play.ended_by:
+            conversation.messages += [reply, *new]
+            return
+
+        play.user_turns += 1
+        if not conversation.extend(reply, new, source):
+            play.ended_by = "length"
+
+    def _reason_to_end(self, play: _Play, finish_reason: str, parsed: ParsedReply) -> str:
+        """Return why the episode ends with the turn just drawn; "" if it goes on."""
+        limits = self.limits
+        most_turns = limits.max_assistant_turns
+        most_answers = limits.max_user_turns
+        if finish_reason == "length" or play.conversation.room <= 0:
+            return "length"
+        if most_turns is not None and play.conversation.turns >= most_turns:
+            return "turns"
+        if most_answers is not None and play.user_turns >= most_answers:
+            return "turns"
+        can_call = bool(parsed.calls) and play.tools is not None
+        if not can_call and play.user is None:
+            return "answer"
+        return ""
+
+    async def _call_tools(self, play: _Play, calls: tuple[ToolCall, ...]) -> list[Message]:
+        """Return the tools' answers as messages, one for each call."""
+        assert play.tools is not None
+        started = time.perf_counter()
+        turn = play.conversation.turns - 1
+        results = await play.tools.call(calls, turn=turn)
+        play.seconds["tool_calls"] += time.perf_counter() - started
+        play.calls += len(calls)
+
+        messages: list[Message] = []
+        for call, result in zip(calls, results):
+            self._note_result(play, result)
+            message: Message = {"role": "tool", "content": result.text, "name": call.name}
+            if call.call_id is not None:
+                message["tool_call_id"] = call.call_id
+            messages.append(message)
+        return messages
+
+    def _note_result(self, play: _Play, result: ToolResult) -> None:
+        if result.reward is not None:
+            play.add_reward(result.reward)
+        if result.consequence == "mask":
+            play.conversation.mask_last_turn()
+        elif result.consequence == "drop":
+            play.is_dropped = True
+            play.ended_by = "dropped"
+
+    async def _ask_user(self, play: _Play, messages: list[Message]) -> list[Message]:
+        """Return the user's answer as a message. The user may end the conversation."""
+        assert play.user is not None
+        answer = await play.user.generate_response(messages)
+        play.turn_scores.append(answer.score)
+        play.add_reward(answer.score)
+        if answer.should_terminate:
+            play.ended_by = "user"
+        return [{"role": "user", "content": answer.content}]
+
+    def _trajectories(self, play: _Play, tool_rewards: dict[str, float]) -> list[Trajectory]:
+        trajectories = play.conversation.trajectories()
+        extra: dict[str, Any] = {
+            "messages": play.conversation.messages,
+            "turn_scores": play.turn_scores,
+            "tool_rewards": tool_rewards,
+            "rollout_reward_scores": {**tool_rewards, "user_turn_rewards": play.turn_scores},
+            "num_tool_calls": play.calls,
+            "ended_by": play.ended_by,
+        }
+        for trajectory in trajectories:
+            trajectory.extra = extra
+            # The prompt counts as one message, as in verl.
+            trajectory.num_turns = play.conversation.turns + play.user_turns + 1
+            trajectory.turn_rewards = play.turn_rewards
+            trajectory.is_dropped = play.is_dropped
+        return trajectories
+
+
+def message_of(parsed: ParsedReply) -> Message:
+    """Return a drawn turn as a message, with its sound tool calls in the shape of the template."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    calls = []
+    for call in parsed.calls:
+        if call.arguments is None:
+            continue
+        function = {"name": call.name, "arguments": call.arguments}
+        entry: dict[str, Any] = {"type": "function", "function": function}
+        if call.call_id is not None:
+            entry["id"] = call.call_id
+        calls.append(entry)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+agent_loops.register("tool_agent")(ToolAgentLoop)

@@ -1,0 +1,355 @@
+"""Agent loops in verl's form: a class with `run`, which gives tokens and their masks."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, Field
+
+from verl.agents.engine_client import Generated
+from verl.agents.loops.base import AgentContext, Episode, agent_loops
+from verl.rollout.trajectory import MODEL, Segment, Trajectory
+from verl.rollout.types import SamplingParams
+from verl.utils.errors import ConfigError, RolloutError
+
+
+class AgentLoopMetrics(BaseModel):
+    """Seconds that a loop spent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
+class AgentLoopOutput(BaseModel):
+    """One trajectory in verl's form.
+
+    Args:
+        prompt_ids: the prompt of the first turn.
+        response_ids: everything after it.
+        response_mask: 1 for tokens that the engine drew.
+        response_logprobs: ignored; the recorded ones count.
+        num_turns: messages of the conversation.
+        reward_score: score of the trajectory; None: the reward function gives it.
+        role: name of the agent, where an episode has several. Roles are compared apart.
+        is_trained: whether the trajectory is learned from; False for a frozen agent.
+        extra_fields: what the reward function gets in `extra_info`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    num_turns: int = 0
+    reward_score: float | None = None
+    role: str = ""
+    is_trained: bool = True
+    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = Field(default_factory=dict)
+
+
+class TokenOutput(list[int]):
+    """Drawn token ids, which also carry their log-probs: both forms of `generate`'s answer."""
+
+    def __init__(self, drawn: Generated) -> None:
+        super().__init__(drawn.token_ids)
+        self.token_ids = list(drawn.token_ids)
+        self.log_probs = list(drawn.log_probs)
+        self.stop_reason = drawn.finish_reason
+        self.routed_experts = None
+        self.num_preempted = 0
+        self.extra_fields: dict[str, Any] = {}
+
+
+class ServerManager:
+    """Draws turns for one episode of a user's loop, and records them.
+
+    verl's name for it is AsyncLLMServerManager.
+    """
+
+    def __init__(self, context: AgentContext, episode: Episode) -> None:
+        self._context = context
+        self._episode = episode
+        self._params = sampling_dict(context.client.params)
+        self.drawn: list[tuple[list[int], Generated]] = []
+        self._turn = 0
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        video_data: Any = None,
+        **_: Any,
+    ) -> TokenOutput:
+        """Draw the tokens after `prompt_ids`; see `TokenOutput`.
+
+        Raises RolloutError for sampling parameters that are not the run's: recorded log-probs are
+        defined at its temperature. A limit (`max_tokens` or `max_new_tokens`) is free.
+        """
+        if image_data or video_data:
+            raise RolloutError("Images and videos cannot be generated from in this version.")
+        limit = self._limit(sampling_params)
+        turn = self._turn
+        self._turn += 1
+        ids = [int(token) for token in prompt_ids]
+        most = self._context.client.max_model_len - len(ids)
+        drawn = await self._context.client.generate(
+            prompt_ids=ids,
+            row=self._episode.row,
+            turn=turn,
+            limit=most if limit is None else min(limit, most),
+        )
+        self.drawn.append((ids, drawn))
+        return TokenOutput(drawn)
+
+    def _limit(self, asked: Mapping[str, Any]) -> int | None:
+        for name, own in self._params.items():
+            value = asked.get(name, own)
+            if value is not None and value != own:
+                raise RolloutError(
+                    f"sampling_params['{name}'] is {value!r} in an agent loop, the rollout's is "
+                    f"{own!r}. Leave it as given: log-probs are recorded at the rollout's settings."
+                )
+        limits = [asked[name] for name in ("max_tokens", "max_new_tokens") if asked.get(name)]
+        return min(limits) if limits else None
+
+
+def sampling_dict(params: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters under the names that verl's loops get."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "repetition_penalty": 1.0,
+    }
+
+
+class TrainerConfig:
+    """Holds the configuration as `.config`, as verl passes it to a loop."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class AgentLoopBase(ABC):
+    """Base of agent loops in verl's form. One object plays one episode.
+
+    A subclass implements `run(messages, sampling_params)`, as in verl 0.5, or
+    `run(sampling_params, **kwargs)`, as in 0.6 and later, with the columns of the row as `kwargs`.
+
+    Example:
+        ```python
+        @register("echo")
+        class Echo(AgentLoopBase):
+            async def run(self, sampling_params, **kwargs):
+                ids = self.tokenizer.apply_chat_template(
+                    kwargs["raw_prompt"], add_generation_prompt=True
+                )
+                drawn = await self.server_manager.generate(
+                    "0", prompt_ids=ids, sampling_params=sampling_params
+                )
+                return AgentLoopOutput(
+                    prompt_ids=ids, response_ids=drawn, response_mask=[1] * len(drawn)
+                )
+        ```
+    """
+
+    _class_initialized: ClassVar[bool] = False
+
+    def __init__(
+        self, trainer_config: Any, server_manager: Any, tokenizer: Any, **kwargs: Any
+    ) -> None:
+        self.config = getattr(trainer_config, "config", trainer_config)
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = kwargs.pop("processor", None)
+
+    @property
+    def loop(self) -> Any:
+        """The running asyncio loop."""
+        import asyncio
+
+        return asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:
+        """Prepare the class. Called once in each process."""
+        cls._class_initialized = True
+
+    @abstractmethod
+    async def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Play one episode. Return an AgentLoopOutput or a list of them."""
+        raise NotImplementedError
+
+
+def register(agent_name: str) -> Callable[[type], type]:
+    """Register a loop in verl's form under a name for the column `agent_name`."""
+
+    def add(loop_class: type) -> type:
+        add_user_loop(agent_name, loop_class)
+        return loop_class
+
+    return add
+
+
+def add_user_loop(agent_name: str, loop_class: type, **options: Any) -> None:
+    """Register `loop_class` with keywords of its own for every object."""
+
+    def build(context: AgentContext) -> UserLoop:
+        return UserLoop(context, agent_name, loop_class, options)
+
+    agent_loops.register(agent_name)(build)
+
+
+class UserLoop:
+    """Plays episodes by a loop in verl's form, and proves its tokens.
+
+    Every token with mask 1 must be one that the engine drew, after exactly the tokens that stand
+    before it in the output. Log-probs are the recorded ones.
+    """
+
+    def __init__(
+        self, context: AgentContext, name: str, loop_class: type, options: Mapping[str, Any]
+    ) -> None:
+        self.context = context
+        self.name = name
+        self.loop_class = loop_class
+        self.options = dict(options)
+        if not callable(getattr(loop_class, "run", None)):
+            raise ConfigError(
+                f"The agent loop '{name}' needs an async method run, but {loop_class.__name__} has "
+                "none. Derive it from verl.agents.AgentLoopBase."
+            )
+        self.trainer_config = TrainerConfig(_full_config(context))
+        prepare = getattr(loop_class, "init_class", None)
+        if prepare is not None:
+            prepare(config=self.trainer_config.config, tokenizer=context.tokenizer, **options)
+
+    async def play(self, episode: Episode) -> list[Trajectory]:
+        """See `AgentLoop.play`."""
+        server = ServerManager(self.context, episode)
+        loop = self.loop_class(
+            trainer_config=self.trainer_config,
+            server_manager=server,
+            tokenizer=self.context.tokenizer,
+            **self.options,
+        )
+        answer = await self._run(loop, episode)
+        outputs = answer if isinstance(answer, list) else [answer]
+        if not outputs:
+            raise RolloutError(f"The agent loop '{self.name}' returned no output.")
+
+        trajectories = []
+        for number, output in enumerate(outputs):
+            trajectories.append(self._trajectory(episode, output, server, number))
+        metrics = outputs[-1].metrics
+        seconds = metrics if isinstance(metrics, Mapping) else dict(metrics)
+        for name in ("generate_sequences", "tool_calls"):
+            self.context.tally.note(name, float(seconds.get(name, 0.0)))
+        return trajectories
+
+    async def _run(self, loop: Any, episode: Episode) -> Any:
+        sampling = sampling_dict(self.context.client.params)
+        parameters = list(inspect.signature(loop.run).parameters)
+        if parameters[:1] == ["messages"]:
+            return await loop.run(list(episode.messages), sampling)
+        fields = {**episode.fields, "raw_prompt": list(episode.messages)}
+        return await loop.run(sampling, **fields)
+
+    def _trajectory(
+        self, episode: Episode, output: Any, server: ServerManager, number: int
+    ) -> Trajectory:
+        response = [int(token) for token in output.response_ids]
+        mask = list(output.response_mask)
+        if len(response) != len(mask):
+            raise RolloutError(
+                f"The agent loop '{self.name}' returned {len(response)} response_ids and "
+                f"{len(mask)} mask entries; each token needs one."
+            )
+        response = response[: self.context.max_response_tokens]
+        prompt = [int(token) for token in output.prompt_ids]
+        extra = dict(getattr(output, "extra_fields", None) or {})
+        segments = self._segments(prompt, response, mask, server)
+        for segment in segments:
+            segment.is_trained = getattr(output, "is_trained", True)
+        return Trajectory(
+            row=episode.row,
+            prompt_ids=prompt,
+            segments=segments,
+            part=number,
+            role=getattr(output, "role", ""),
+            reward=getattr(output, "reward_score", None),
+            num_turns=output.num_turns,
+            extra=extra,
+        )
+
+    def _segments(
+        self, prompt: list[int], response: list[int], mask: list[int], server: ServerManager
+    ) -> list[Segment]:
+        """Cut a response into turns that the engine drew and the text between them."""
+        segments: list[Segment] = []
+        place = 0
+        while place < len(response):
+            end = place
+            while end < len(response) and mask[end] == mask[place]:
+                end += 1
+            if not mask[place]:
+                context = response[place:end]
+                segments.append(Segment(source="template", token_ids=context, turn=len(segments)))
+                place = end
+                continue
+            while place < end:
+                segment = self._drawn_at(prompt, response, place, end, server)
+                segments.append(segment)
+                place += len(segment.token_ids)
+        return segments
+
+    def _drawn_at(
+        self, prompt: list[int], response: list[int], place: int, end: int, server: ServerManager
+    ) -> Segment:
+        """Find the turn that was drawn after exactly the tokens before `place`."""
+        before = [*prompt, *response[:place]]
+        shown = response[place:end]
+        for turn, (ids, drawn) in enumerate(server.drawn):
+            own = drawn.token_ids
+            count = min(len(own), len(shown))
+            # The output may end within a turn, at the limit of the response.
+            is_whole = count == len(own) or end == len(response)
+            if ids == before and own[:count] == shown[:count] and is_whole and count:
+                return Segment(
+                    source=MODEL,
+                    token_ids=own[:count],
+                    log_probs=drawn.log_probs[:count],
+                    version=drawn.version,
+                    turn=turn,
+                )
+        text = self.context.tokenizer.decode(shown[:8])
+        raise RolloutError(
+            f"The agent loop '{self.name}' marks tokens as the model's that the engine did not "
+            f"draw there: {shown[:8]} ({text!r}) at response token {place}. Return the ids of "
+            "server_manager.generate as they are, after the prompt_ids that were given to it, with "
+            "mask 0 for all others. Never tokenize the text again."
+        )
+
+
+def _full_config(context: AgentContext) -> Any:
+    """Return the configuration as verl's loops read it: by attributes, from its root."""
+    rollout = context.config
+    tree = {
+        "actor_rollout_ref": {"rollout": asdict(rollout), "model": {}},
+        "data": {
+            "max_prompt_length": rollout.prompt_length,
+            "max_response_length": rollout.response_length,
+            "return_raw_chat": True,
+        },
+    }
+    return OmegaConf.create(tree)

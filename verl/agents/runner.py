@@ -1,0 +1,253 @@
+"""Plays the episodes of a batch: many coroutines in one asyncio loop, next to the engine."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from verl.agents.boundary import ChatBoundary
+from verl.agents.checks import Column, check_rows
+from verl.agents.conversation import failed
+from verl.agents.engine_client import EngineClient
+from verl.agents.formats import ToolFormat, recognise_format, tool_format, tool_formats
+from verl.agents.interactions import InteractionSet
+from verl.agents.loops import AgentContext, AgentLoop, Episode, Tally, agent_loops, register_loops
+from verl.agents.tools import ToolSet
+from verl.config.rollout import RolloutConfig
+from verl.rollout.trajectory import Trajectory
+from verl.utils.errors import ConfigError, RolloutError, VerlError
+from verl.utils.logging import logger
+
+_SECTION = "actor_rollout_ref.rollout"
+
+Answer = TypeVar("Answer")
+# Called with the trajectories of every episode that has ended.
+OnEnd = Callable[[Sequence[Trajectory]], None]
+
+
+class AgentRunner:
+    """Agent loops, tools and interactions of a run, ready to play batches of episodes.
+
+    Args:
+        config: the section `rollout`.
+        tokenizer: the model's.
+
+    Raises ConfigError at once for a file, name or template that cannot work.
+    """
+
+    def __init__(self, config: RolloutConfig, tokenizer: Any) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        if config.agent.agent_loop_config_path is not None:
+            register_loops(config.agent.agent_loop_config_path)
+        agent_loops.get(config.agent_loop)
+
+        tools = build_tools(config)
+        boundary = ChatBoundary(tokenizer)
+        self.context = AgentContext(
+            config=config,
+            tokenizer=tokenizer,
+            boundary=boundary,
+            format=_format_of(config, tokenizer, boundary) if tools is not None else None,
+            tools=tools,
+            interactions=build_interactions(config),
+        )
+        logger.info("agents: %s", boundary.report())
+        self._loops: dict[str, AgentLoop] = {}
+
+    def play(
+        self, episodes: Sequence[Episode], client: EngineClient, on_end: OnEnd | None = None
+    ) -> list[Trajectory]:
+        """Play all episodes. Return their trajectories in the order of the episodes.
+
+        Args:
+            client: of an idle engine.
+            on_end: called whenever an episode has ended.
+        """
+        self.context.client = client
+        self.context.tally = Tally()
+        for name in {self.loop_name(episode) for episode in episodes}:
+            self._loop(name)
+        return run_in_loop(client.serve(self._play_all(episodes, on_end)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts and seconds of the last `play`, under verl's names."""
+        metrics: dict[str, float] = {}
+        tally = self.context.tally
+        for name, seconds in tally.seconds.items():
+            metrics[f"agent_loop/{name}/min"] = min(seconds)
+            metrics[f"agent_loop/{name}/max"] = max(seconds)
+            metrics[f"agent_loop/{name}/mean"] = sum(seconds) / len(seconds)
+        for name, count in sorted(tally.counts.items()):
+            metrics[f"agent_loop/{name}"] = float(count)
+        if self.context.tools is not None:
+            metrics |= self.context.tools.counts(reset=True)
+        return metrics
+
+    def loop_name(self, episode: Episode) -> str:
+        """Return the name of the loop that plays an episode."""
+        return str(episode.fields.get("agent_name") or self.config.agent_loop)
+
+    def check_rows(self, column: Column) -> None:
+        """Check a data set against what is configured; see `verl.agents.checks.check_rows`."""
+        check_rows(self.config, self.context.tools, self.context.interactions, column)
+
+    def close(self) -> None:
+        """End the processes and connections of tools and interactions."""
+        if self.context.tools is not None:
+            self.context.tools.close()
+        if self.context.interactions is not None:
+            self.context.interactions.close()
+
+    # ---------------------------------------------------------------- inner parts
+
+    def _loop(self, name: str) -> AgentLoop:
+        if name not in self._loops:
+            self._loops[name] = agent_loops.get(name)(self.context)
+        return self._loops[name]
+
+    async def _play_all(
+        self, episodes: Sequence[Episode], on_end: OnEnd | None
+    ) -> list[Trajectory]:
+        at_once = asyncio.Semaphore(self.config.agent.max_episodes or self.config.max_num_seqs)
+
+        async def play_one(episode: Episode) -> list[Trajectory]:
+            async with at_once:
+                trajectories = await self._play(episode)
+            if on_end is not None:
+                on_end(trajectories)
+            return trajectories
+
+        tasks = [asyncio.ensure_future(play_one(episode)) for episode in episodes]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        trajectories = []
+        for answer in answers:
+            trajectories += answer
+        return trajectories
+
+    async def _play(self, episode: Episode) -> list[Trajectory]:
+        """Play one episode. Where it fails, the configuration says what becomes of it."""
+        agent = self.config.agent
+        loop = self._loop(self.loop_name(episode))
+        try:
+            trajectories = await asyncio.wait_for(loop.play(episode), agent.episode_timeout_s)
+        except asyncio.TimeoutError:
+            return self._drop(episode, f"it took more than {agent.episode_timeout_s:g} s")
+        except RolloutError:
+            raise
+        except Exception as error:
+            if agent.on_error == "drop":
+                return self._drop(episode, f"{type(error).__name__}: {error}")
+            if isinstance(error, VerlError):
+                raise
+            raise RolloutError(
+                f"The agent loop '{self.loop_name(episode)}' raised {type(error).__name__}: "
+                f"{error} in sample {episode.row}. Fix the loop, or drop such episodes: "
+                f"{_SECTION}.agent.on_error=drop."
+            ) from error
+
+        if not trajectories:
+            return self._drop(episode, "it gave no trajectory")
+        if trajectories[0].is_dropped:
+            self.context.tally.counts["dropped"] += 1
+        return trajectories
+
+    def _drop(self, episode: Episode, why: str) -> list[Trajectory]:
+        counts = self.context.tally.counts
+        counts["dropped"] += 1
+        if counts["dropped"] == 1:
+            logger.warning("agents: sample %d is dropped: %s.", episode.row, why)
+        filler = self.tokenizer.pad_token_id
+        prompt_ids = list(episode.prompt_ids)[: self.config.prompt_length]
+        return [failed(episode.row, prompt_ids, filler, why)]
+
+
+def build_tools(config: RolloutConfig) -> ToolSet | None:
+    """Make the tools that the configuration names; None without any."""
+    turns = config.multi_turn
+    agent = config.agent
+    if turns.tool_config_path is None and turns.function_tool_path is None:
+        return None
+    return ToolSet.from_config(
+        tool_config_path=turns.tool_config_path,
+        function_tool_path=turns.function_tool_path,
+        max_parallel_calls=turns.max_parallel_calls,
+        max_tool_response_length=turns.max_tool_response_length,
+        tool_response_truncate_side=turns.tool_response_truncate_side,
+        timeout_s=agent.tool_timeout_s,
+        policy=agent.tool_error,
+        record_path=agent.record_path,
+        replay_path=agent.replay_path,
+    )
+
+
+def build_interactions(config: RolloutConfig) -> InteractionSet | None:
+    """Make the interactions that the configuration names; None without any."""
+    path = config.multi_turn.interaction_config_path
+    if path is None:
+        return None
+    return InteractionSet.from_config(path)
+
+
+def _format_of(config: RolloutConfig, tokenizer: Any, boundary: ChatBoundary) -> ToolFormat:
+    """Return the tool-call format that the configuration names or the chat template shows."""
+    asked = config.multi_turn.format
+    if not boundary.has_tools():
+        raise ConfigError(
+            "The tokenizer's chat template has no place for tools, so the model would never hear "
+            "of them. Set actor_rollout_ref.model.custom_chat_template to one that writes `tools`, "
+            f"or leave {_SECTION}.multi_turn.tool_config_path out."
+        )
+    name = asked or recognise_format(tokenizer.chat_template)
+    if name is None:
+        raise ConfigError(
+            "The chat template does not show how the model writes tool calls. Set "
+            f"{_SECTION}.multi_turn.format to one of: {', '.join(sorted(tool_formats))}."
+        )
+    return tool_format(name, tokenizer)
+
+
+def run_in_loop(work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Run a coroutine to its end, in a thread of its own where this one has a running loop.
+
+    Notebooks have one.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+
+    answer: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001  (raised again by `result`)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="verl-agents", daemon=True).start()
+    return answer.result()
+
+
+def episodes_of(columns: Mapping[str, Any], n: int, *, record_step: int) -> list[Episode]:
+    """Return n episodes for each row of object columns, with `raw_prompt` and `prompt_row`."""
+    episodes = []
+    for place, prompt_row in enumerate(columns["prompt_row"]):
+        fields = {name: values[place] for name, values in columns.items()}
+        for sample in range(n):
+            episode = Episode(
+                row=int(prompt_row) * n + sample,
+                messages=list(fields["raw_prompt"]),
+                prompt_ids=[int(token) for token in fields["raw_prompt_ids"]],
+                fields=fields,
+                record_step=record_step,
+            )
+            episodes.append(episode)
+    return episodes

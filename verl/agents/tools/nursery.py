@@ -1,0 +1,158 @@
+"""A process that forks helper processes, so that a replacement is there within milliseconds.
+
+It has imported all that a helper needs, runs no thread and no code of users, so its forks are safe;
+those of the trainer would not be. It answers requests on its socket, one byte each and a number:
+
+    s + a socket    fork a helper that serves this connection     -> its process id
+    r, process id   take note of the end of a helper              -> its exit code
+
+A helper's process id stays reserved until it is released, so that no other process is killed in its
+place.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from verl.rewards.helper import PACKAGE_ROOT, START_TIMEOUT_S
+
+_REQUEST = struct.Struct(">cq")
+_ANSWER = struct.Struct(">q")
+
+
+class NurseryError(RuntimeError):
+    """The nursery ended, or did not answer."""
+
+
+class Child:
+    """A helper process. `exit_code` is None until `kill`, and negative for a signal."""
+
+    def __init__(self, nursery: "Nursery", pid: int) -> None:
+        self.pid = pid
+        self.exit_code: int | None = None
+        self._nursery = nursery
+
+    def kill(self) -> None:
+        """Kill the process with all that it has started in its session, and wait for its end."""
+        if self.exit_code is None:
+            kill_session(self.pid)
+            self.exit_code = self._nursery.release(self.pid)
+
+
+class Nursery:
+    """The trainer's end of the process. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_TIMEOUT_S)
+        with theirs:
+            self.process = _start(theirs)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can fork."""
+        return self.process.poll() is None
+
+    def fork(self, connection: socket.socket) -> Child:
+        """Start a helper that serves a connection.
+
+        Raises:
+            NurseryError: the process has ended, or the machine allows no more processes.
+        """
+        pid = self._ask(b"s", 0, connection)
+        if pid <= 0:
+            raise NurseryError(f"no process can be started: {os.strerror(-pid)}")
+        return Child(self, pid)
+
+    def release(self, pid: int) -> int:
+        """Return the exit code of a helper that was killed; -9 where the nursery has ended."""
+        try:
+            return self._ask(b"r", pid)
+        except NurseryError:
+            return -signal.SIGKILL
+
+    def close(self) -> None:
+        """End the process. Helpers end with their connections."""
+        self._control.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _ask(self, request: bytes, number: int, connection: socket.socket | None = None) -> int:
+        files = [] if connection is None else [connection.fileno()]
+        try:
+            socket.send_fds(self._control, [_REQUEST.pack(request, number)], files)
+            answer = self._control.recv(_ANSWER.size, socket.MSG_WAITALL)
+        except OSError as error:
+            raise NurseryError(f"the process that starts helpers failed: {error}") from error
+        if len(answer) < _ANSWER.size:
+            raise NurseryError("the process that starts helpers has ended")
+        return _ANSWER.unpack(answer)[0]
+
+
+def kill_session(pid: int) -> None:
+    """Kill a process and all that it has started in its session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it may not have its own session yet
+        os.kill(pid, signal.SIGKILL)
+
+
+def serve(control: socket.socket, child_main: Callable[[socket.socket], Any]) -> None:
+    """Answer requests until the trainer's end is closed. Runs in the nursery.
+
+    Args:
+        child_main: called in each fork with its connection.
+    """
+    gc.freeze()  # so that helpers share the memory of modules
+    while True:
+        data, files, _, _ = socket.recv_fds(control, _REQUEST.size, 1)
+        if len(data) < _REQUEST.size:
+            return
+        request, number = _REQUEST.unpack(data)
+        if request == b"s":
+            answer = _fork(control, files[0], child_main)
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+        control.sendall(_ANSWER.pack(answer))
+
+
+def _fork(control: socket.socket, file: int, child_main: Callable[[socket.socket], Any]) -> int:
+    """Return the process id of a new helper, or a negative error number."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(file)
+        return -(error.errno or 1)
+    if pid > 0:
+        os.close(file)
+        return pid
+
+    status = 1
+    try:
+        control.close()
+        os.setsid()
+        child_main(socket.socket(fileno=file))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _start(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    paths = [PACKAGE_ROOT]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl.agents.tools.process_main", str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # prints of tools go to stderr
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C is for the trainer
+    )

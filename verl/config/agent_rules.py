@@ -1,0 +1,78 @@
+"""Contradictions and doubts about agent loops, tools and environments."""
+
+from collections.abc import Iterator
+
+from verl.config.multi_turn import MultiTurnConfig
+from verl.config.train import TrainConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def turns_have_an_answer(config: TrainConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    turns = rollout.multi_turn
+    agent = rollout.agent
+    answers = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
+    loops = (agent.agent_loop_config_path, agent.default_agent_loop, agent.environment.name)
+    if turns.enable and not any((*answers, *loops)):
+        yield (
+            f"{_ROLLOUT}.multi_turn.enable=True needs something that answers the model, got "
+            "nothing: no turn would follow the first. Set multi_turn.tool_config_path, "
+            "multi_turn.function_tool_path, multi_turn.interaction_config_path, "
+            "agent.environment.name or agent.agent_loop_config_path."
+        )
+
+    if agent.environment.name is not None and any(answers):
+        yield (
+            f"{_ROLLOUT}.agent.environment.name={agent.environment.name} answers the model itself, "
+            "so tools and interactions would never be reached. Leave either out."
+        )
+    if any(answers) and agent.default_agent_loop == "single_turn_agent":
+        yield (
+            f"{_ROLLOUT}.agent.default_agent_loop=single_turn_agent ends after one turn, so tools "
+            "and interactions would never be reached. Set it to tool_agent, or leave it out."
+        )
+    if agent.replay_path is not None and agent.record_path is not None:
+        yield (
+            f"{_ROLLOUT}.agent.replay_path and record_path are both set. Replay what was recorded, "
+            "or record anew."
+        )
+
+
+def turn_rewards_have_turns(config: TrainConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "turn_rloo" and not rollout.uses_agents:
+        yield (
+            "algorithm.adv_estimator=turn_rloo needs agent loops, got a rollout of one turn. "
+            "Configure tools, interactions or an environment, or use adv_estimator=rloo."
+        )
+    if algorithm.turn_rewards and not rollout.uses_agents:
+        yield (
+            "algorithm.turn_rewards=True needs agent loops, got a rollout of one turn. Configure "
+            "tools, interactions or an environment, or leave it out."
+        )
+    if algorithm.turn_rewards and rollout.multi_turn.use_inference_chat_template:
+        yield (
+            "algorithm.turn_rewards=True needs all turns of an episode in one row, which "
+            f"{_ROLLOUT}.multi_turn.use_inference_chat_template=True does not keep. Leave either "
+            "out."
+        )
+
+
+def agent_doubts(config: TrainConfig) -> Iterator[str]:
+    """Yield settings of turns that nothing reads."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.uses_agents:
+        return
+    plain = MultiTurnConfig()
+    for name in ("max_assistant_turns", "max_user_turns", "max_tokens_per_turn"):
+        value = getattr(rollout.multi_turn, name)
+        if value != getattr(plain, name):
+            yield (
+                f"{_ROLLOUT}.multi_turn.{name}={value} has no effect: no tools, interactions or "
+                "environment are configured."
+            )
+
+
+RULES = (turns_have_an_answer, turn_rewards_have_turns)

@@ -1,0 +1,219 @@
+"""The rows that agent loops give: parts of episodes, their scores, and their numbers."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.rollout.assemble import NO_TURN
+from verl.utils.errors import RewardError, RolloutError
+
+_MOST_BATCHES = 1_000_000  # of a validation
+
+
+def validation_record_step(global_step: int, batch_number: int) -> int:
+    """Return the `record_step` of a batch of validation: below 0, and each once in a run."""
+    return -(global_step * _MOST_BATCHES + batch_number + 1)
+
+
+def with_episodes(prompts: DataProto, played: DataProto, n: int) -> DataProto:
+    """Put the columns of the prompts next to the trajectories of their episodes.
+
+    Args:
+        prompts: (B,) prompts with `prompt_row`.
+        played: trajectories of `RolloutWorker.play_episodes`, in any order.
+        n: episodes of a prompt.
+
+    Returns the trajectories in the order of prompts, episodes and parts. A share of a rank that had
+    no prompt of its own is a copy; copies are left out. Raises RolloutError for a missing episode.
+    """
+    keys = list(zip(played.non_tensor_batch["episode"], played.non_tensor_batch["episode_part"]))
+    order: dict[tuple[int, int], int] = {}
+    for place in sorted(range(len(keys)), key=keys.__getitem__):
+        order.setdefault(keys[place], place)
+
+    place_of_row = {int(row): i for i, row in enumerate(prompts.non_tensor_batch["prompt_row"])}
+    prompt_of = [place_of_row[sample // n] for sample, _ in order]
+    episodes = {sample for sample, _ in order}
+    if len(episodes) != len(prompts) * n:
+        raise RolloutError(
+            f"Expected {len(prompts) * n} episodes from the agent loops, got {len(episodes)}."
+        )
+
+    trajectories = played.select_idxs(np.array(list(order.values())))
+    metrics = played.meta_info
+    joined = prompts.select_idxs(np.array(prompt_of)).union(trajectories)
+    joined.meta_info.update(metrics)
+    _compare_roles_apart(joined)
+    return with_given_scores(joined)
+
+
+def _compare_roles_apart(batch: DataProto) -> None:
+    """Give the rows of each role a `uid` of their own, so that roles are groups of their own."""
+    columns = batch.non_tensor_batch
+    uids = []
+    for uid, role in zip(columns["uid"], columns["agent_role"]):
+        uids.append(f"{uid}/{role}" if role else uid)
+    columns["uid"] = np.array(uids, dtype=object)
+
+
+def with_given_scores(batch: DataProto) -> DataProto:
+    """Add `rm_scores` where the agent loops give the scores themselves.
+
+    Raises RewardError where only some of them do: the others would have none.
+    """
+    rewards = batch.non_tensor_batch["agent_reward"]
+    is_learned = batch.batch["response_mask"].bool().any(-1).tolist()
+    given = []
+    for reward, counts in zip(rewards, is_learned):
+        if counts:
+            given.append(reward is not None)
+    if not any(given):
+        return batch
+    if not all(given):
+        raise RewardError(
+            f"{sum(given)} of {len(given)} episodes got a score from their agent loop, the others "
+            "none. Return reward_score from every episode, or from none, so that the reward "
+            "function scores all of them."
+        )
+    scores = [0.0 if reward is None else float(reward) for reward in rewards]
+    batch.batch["rm_scores"] = at_last_token(batch, scores)
+    return batch
+
+
+def at_last_token(batch: DataProto, scores: list[float]) -> torch.Tensor:
+    """Place one score for each row on its last real token, (B, R) fp32."""
+    width = batch.batch["responses"].shape[1]
+    lengths = batch.batch["attention_mask"][:, -width:].sum(-1)
+    placed = torch.zeros(batch.batch["responses"].shape)
+    placed[torch.arange(len(batch)), lengths - 1] = torch.tensor(scores)
+    return placed
+
+
+def with_scores_of_episodes(batch: DataProto) -> None:
+    """Give every part of an episode the score of its last part, which has the answer."""
+    played = _episodes_of_rows(batch)
+    if played is None:
+        return
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    last = dict(zip(played, scores))  # the last of each stays
+    batch.batch["token_level_scores"] = at_last_token(batch, [last[each] for each in played])
+
+
+def add_turn_rewards(batch: DataProto) -> None:
+    """Place the reward of every turn on its last token, in addition to the score of the episode.
+
+    A score that the agent loop gave is the sum of its turns' rewards already: the last token keeps
+    what they leave of it.
+    """
+    if episode_rows(batch) is not None:
+        raise RolloutError(
+            "algorithm.turn_rewards=True needs all turns of an episode in one row, but an agent "
+            "loop returned several outputs for one. Return one, or leave turn_rewards out."
+        )
+    scores = batch.batch["token_level_scores"]
+    turns = batch.batch["turn_of_token"]
+    columns = batch.non_tensor_batch
+    last = batch.batch["attention_mask"][:, -scores.shape[1] :].sum(-1) - 1
+
+    for row, rewards in enumerate(columns["turn_rewards"]):
+        for turn, reward in rewards.items():
+            own = (turns[row] == turn).nonzero()
+            if not len(own):
+                continue  # a dropped episode has no turn left
+            scores[row, int(own[-1])] += reward
+            if columns["agent_reward"][row] is not None:
+                scores[row, last[row]] -= reward
+
+
+@dataclass(frozen=True)
+class EpisodeRows:
+    """The rows of a batch in which some episodes have several.
+
+    Args:
+        last: (E,) row of the last part of each episode and role.
+        episode: (B,) number of a row's episode and role, an index into `last`.
+    """
+
+    last: torch.Tensor
+    episode: torch.Tensor
+
+
+def episode_rows(batch: DataProto) -> EpisodeRows | None:
+    """Return the rows of episodes; None where each row is an episode."""
+    played = _episodes_of_rows(batch)
+    if played is None:
+        return None
+    last: dict[tuple[Any, Any], int] = {}
+    for row, episode in enumerate(played):
+        last[episode] = row
+    numbers = {episode: number for number, episode in enumerate(last)}
+    return EpisodeRows(
+        last=torch.tensor(list(last.values())),
+        episode=torch.tensor([numbers[episode] for episode in played]),
+    )
+
+
+def _episodes_of_rows(batch: DataProto) -> list[tuple[Any, Any]] | None:
+    """Return the (episode, role) of every row; None where each row is an episode."""
+    columns = batch.non_tensor_batch
+    if "episode" not in columns or not any(columns["episode_part"]):
+        return None
+    return list(zip(columns["episode"], columns["agent_role"]))
+
+
+def whole_episodes(batch: DataProto) -> DataProto:
+    """Keep the last part of each episode, which has the answer."""
+    rows = episode_rows(batch)
+    return batch if rows is None else batch.select_idxs(rows.last.sort().values)
+
+
+def mini_batch_rows(batch: DataProto, mini_prompts: int | None, n: int, group: Any) -> int | None:
+    """Return the rows of a mini-batch where some episodes have several rows; else None.
+
+    The number of mini-batches stays that of the configuration: `mini_prompts` prompts of n samples.
+    The rows are a multiple of the shares that the worker group deals a batch to.
+    """
+    if mini_prompts is None or episode_rows(batch) is None:
+        return None
+    num_episodes = len(set(batch.non_tensor_batch["episode"]))
+    num_mini_batches = math.ceil(num_episodes / (mini_prompts * n))
+    rows = math.ceil(len(batch) / num_mini_batches)
+    return math.ceil(rows / group.num_shares) * group.num_shares
+
+
+def agent_metrics(batch: DataProto) -> dict[str, float]:
+    """Summarize the turns of a batch that agent loops played."""
+    if "num_turns" not in batch.non_tensor_batch:
+        return {}
+    turns = np.array(batch.non_tensor_batch["num_turns"], dtype=float)
+    metrics: dict[str, float] = {
+        "num_turns/min": float(turns.min()),
+        "num_turns/max": float(turns.max()),
+        "num_turns/mean": float(turns.mean()),
+    }
+    columns: Any = batch.batch
+    old = columns.get("old_log_probs", None)
+    if old is not None:
+        metrics |= turn_mismatch(columns["rollout_log_probs"], old, columns["turn_of_token"])
+    return metrics
+
+
+def turn_mismatch(
+    rollout: torch.Tensor, trainer: torch.Tensor, turns: torch.Tensor
+) -> dict[str, float]:
+    """Compare the log-probs of rollout and trainer, (B, R) each, turn by turn.
+
+    `training/turn_<k>/rollout_kl` is the mean of log p_rollout - log p_trainer over the tokens of
+    turn k, an estimate of the KL divergence; `rollout_diff_max` is the largest difference.
+    """
+    metrics = {}
+    for turn in sorted(set(turns.flatten().tolist()) - {NO_TURN}):
+        own = turns == turn
+        difference = (rollout - trainer)[own]
+        metrics[f"training/turn_{turn}/rollout_kl"] = difference.mean().item()
+        metrics[f"training/turn_{turn}/rollout_diff_max"] = difference.abs().max().item()
+    return metrics
