@@ -42,7 +42,7 @@ SUPERVISED = [
 REINFORCED = [
     "data.dataset_name=calculator",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    "actor_rollout_ref.actor.optim.lr=3e-4",
+    "actor_rollout_ref.actor.optim.lr=5e-4",
     "trainer.val_before_train=True",
     "trainer.num_threads=1",
 ]

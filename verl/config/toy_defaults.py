@@ -27,7 +27,7 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "toy",
     "trainer.total_training_steps": 10,
 }
-# For the packaged model alone: a learning rate that would wreck a large one.
+# For a packaged model alone: a learning rate that would wreck a large one.
 TOY_MODEL_DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": False,
     "actor_rollout_ref.actor.optim.lr": 5e-4,
@@ -51,14 +51,10 @@ CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "calculator",
     "trainer.total_training_steps": 60,
 }
-CALCULATOR_MODEL_DEFAULTS: dict[str, Any] = {
-    **TOY_MODEL_DEFAULTS,
-    "actor_rollout_ref.actor.optim.lr": 3e-4,
-}
 # Data set and its packaged model have the same name.
 _DEFAULTS = {
     TOY: (TOY_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
-    CALCULATOR: (CALCULATOR_DATA_DEFAULTS, CALCULATOR_MODEL_DEFAULTS),
+    CALCULATOR: (CALCULATOR_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
 }
 
 
