@@ -18,13 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import verl
 from verl.data.toy import calculator_demos
 
 GOAL = 0.3  # rise of the success with the tool
 LARGEST_WITHOUT = 0.05  # success that counts as none
 LONGEST_S = 600.0
-TOOL = Path(verl.__file__).parent / "agents" / "tools" / "calculator.py"
 SUCCESS = "val-core/calculator/reward/mean@4"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SUPERVISED = [
@@ -42,17 +40,17 @@ SUPERVISED = [
 REINFORCED = [
     "data.dataset_name=calculator",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    "actor_rollout_ref.actor.optim.lr=3e-4",
+    "actor_rollout_ref.actor.optim.lr=5e-4",
     "trainer.val_before_train=True",
     "trainer.num_threads=1",
 ]
 VARIANTS = {
-    "calculator": [
-        f"{MULTI_TURN}.enable=True",
-        f"{MULTI_TURN}.function_tool_path={TOOL}",
-        f"{MULTI_TURN}.max_assistant_turns=3",
+    "calculator": [],  # the defaults of the data set offer it
+    "no tools": [
+        f"{MULTI_TURN}.enable=False",
+        f"{MULTI_TURN}.function_tool_path=null",
+        f"{MULTI_TURN}.max_assistant_turns=null",
     ],
-    "no tools": [f"{MULTI_TURN}.enable=False"],
 }
 
 

@@ -7,7 +7,6 @@ the columns.
 """
 
 import copy
-import importlib
 import itertools
 import math
 import os
@@ -33,6 +32,7 @@ from verl.utils.column_dicts import (
     union_tensor_dict,
 )
 from verl.utils.errors import BatchError
+from verl.utils.lazy import lazy_names
 from verl.utils.pickling import pack_tensor_dict, unpack_tensor_dict
 from verl.utils.units import MIB
 
@@ -589,11 +589,7 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     return DataProto(batch=batch, non_tensor_batch=objects)
 
 
-def __getattr__(name: str) -> Any:
-    compat = importlib.import_module("verl.compat")
-    if name in compat.OLD_PATHS[__name__]:
-        return compat.find_old_name(__name__, name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy_names(__name__, {}, old_names=True)
 
 
 def _pick(mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:

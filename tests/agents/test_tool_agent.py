@@ -11,6 +11,10 @@ from verl.agents.runner import AgentRunner
 from verl.utils.errors import ConfigError, DataError
 
 TOOLS = '''
+from verl.agents.tools import function_tool
+
+
+@function_tool(isolation="thread")
 def add(a: int, b: int) -> str:
     """Add two numbers.
 
@@ -21,6 +25,7 @@ def add(a: int, b: int) -> str:
     return str(a + b)
 
 
+@function_tool(isolation="thread")
 def fail(reason: str) -> str:
     """Fail.
 

@@ -33,8 +33,6 @@ with warnings.catch_warnings():
         create_colocated_worker_raw_cls,
     )
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @ray.remote
 class Actor(Worker):

@@ -6,13 +6,12 @@ from verl.config import TrainConfig, load_config
 from verl.config.keys import keys_of, value_at
 from verl.config.toy_defaults import (
     CALCULATOR_DATA_DEFAULTS,
-    CALCULATOR_MODEL_DEFAULTS,
     TOY_DATA_DEFAULTS,
     TOY_MODEL_DEFAULTS,
 )
 
 TOY_DEFAULTS = {**TOY_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
-CALCULATOR_DEFAULTS = {**CALCULATOR_DATA_DEFAULTS, **CALCULATOR_MODEL_DEFAULTS}
+CALCULATOR_DEFAULTS = {**CALCULATOR_DATA_DEFAULTS, **TOY_MODEL_DEFAULTS}
 
 
 def test_the_toy_set_needs_nothing_else(log: pytest.LogCaptureFixture):

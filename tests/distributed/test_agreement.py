@@ -8,8 +8,6 @@ from verl.engine import agreement
 from verl.engine.microbatch import TokenBudget, plan_micro_batches
 from verl.utils.errors import DataError
 
-pytestmark = pytest.mark.timeout(120)
-
 SHAPES = [(5, 9), (2, 3), (12, 20), (7, 1)]
 BY_ROWS = TokenBudget(rows=2, phase="the pass for values")
 

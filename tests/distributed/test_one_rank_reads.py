@@ -14,8 +14,6 @@ from tests.tiny_models import save_tiny
 from verl.models.critic import CriticModel
 from verl.models.load import load_causal_lm
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.mark.parametrize(
     ("family", "settings"),

@@ -13,8 +13,6 @@ from tests.distributed.jobs import WHOLE, Setup
 from tests.distributed.ranks import Ranks
 from verl.engine.microbatch import TokenBudget
 
-pytestmark = pytest.mark.timeout(150)
-
 ALONE = Setup()
 SHAPES = [(5, 9), (2, 3), (12, 20), (7, 1), (3, 14)]
 UNEVEN = ((0, 1, 2, 4), (3,))  # with one row a micro-batch, four micro-batches against one

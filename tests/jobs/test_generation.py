@@ -20,8 +20,6 @@ from verl.jobs.generation import weights_fingerprint
 from verl.jobs.main_eval import main as main_eval
 from verl.jobs.main_generation import main
 
-pytestmark = pytest.mark.timeout(180)
-
 # Three batches: of four, four and two prompts.
 COMMAND = [
     "data.path=toy",

@@ -25,8 +25,6 @@ from verl.jobs.merge import compare, merge
 from verl.models.critic import CriticModel
 from verl.utils.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(150)
-
 TRAINING = [
     *(
         "ray",

@@ -33,8 +33,6 @@ from verl.jobs.sft_trainer import SFTTrainer
 from verl.utils.errors import ConfigError
 from verl.utils.logging import logger
 
-pytestmark = pytest.mark.timeout(180)
-
 LEARNING_RATE = 1e-3
 # Rows of different lengths, whose answers the packaged model does not know.
 ROWS = [

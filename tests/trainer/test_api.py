@@ -30,8 +30,6 @@ from verl.trainer import PPOTrainer, RLTrainer
 from verl.utils.errors import ConfigError, DataError, RewardError
 from verl.workers.reward_inputs import compute_reward
 
-pytestmark = pytest.mark.timeout(180)
-
 ASKED = ["3 + 11 = ?", "2 + 5 = ?", "6 + 6 = ?"]
 CHATS = [[{"role": "user", "content": text}] for text in ASKED]
 # The runs of tests.trainer.runs, in keywords.

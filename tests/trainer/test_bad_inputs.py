@@ -17,8 +17,6 @@ from verl.utils.entry import INTERRUPTED
 from verl.utils.logging import logger
 from verl.utils.sigterm import TERMINATED
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def toy_rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(toy_files()[0]).read_text().splitlines()]

@@ -19,8 +19,6 @@ from verl.trainer.algorithm import algorithm_in_words
 from verl.utils.errors import ModelError
 from verl.workers.teacher import check_same_vocabulary
 
-pytestmark = pytest.mark.timeout(180)
-
 ACTOR = "actor_rollout_ref.actor"
 LOSS = "distillation.distillation_loss"
 

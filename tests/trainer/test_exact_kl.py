@@ -11,8 +11,6 @@ from tests.trainer.test_ranks import train
 from verl.engine.microbatch import TokenBudget
 from verl.protocol import DataProto
 
-pytestmark = pytest.mark.timeout(180)
-
 ACTOR = "actor_rollout_ref.actor"
 FULL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
 

@@ -10,10 +10,8 @@ import torch
 from tests.trainer.runs import command_line, run, same_bits, step_lines, weights
 from verl.config import load_config
 from verl.trainer import PPOTrainer, RayPPOTrainer
-from verl.trainer.phases import phase
+from verl.utils.phases import phase
 from verl.workers import ActorWorker
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def train(kind: type[PPOTrainer], folder, *overrides: str, **parts) -> Any:
@@ -69,6 +67,31 @@ def test_a_phase_that_declares_what_it_reads_costs_no_pass(tmp_path, monkeypatch
     calls = calls_of(monkeypatch, "compute_log_prob")
     train(DeclaredAdvantages, tmp_path)
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("declaration", "expected"),
+    [("", [16, 16]), ("@phase(reads='token_level_rewards response_mask')", [])],
+    ids=["undeclared", "declared"],
+)
+def test_an_own_estimator_may_read_old_log_probs_unless_it_declares_its_columns(
+    tmp_path, monkeypatch, declaration: str, expected: list[int]
+):
+    name = f"test_{'declared' if declaration else 'undeclared'}"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl.algorithms.advantages import advantage_estimators\n"
+        "from verl.utils.phases import phase\n"
+        f"@advantage_estimators.register('{name}')\n"
+        f"{declaration}\n"
+        "def estimate(inputs):\n"
+        "    advantages = inputs.token_level_rewards.sum(-1, keepdim=True) * inputs.response_mask\n"
+        "    return advantages, advantages\n"
+    )
+    calls = calls_of(monkeypatch, "compute_log_prob")
+    own = [f"actor_rollout_ref.model.external_lib={file}", f"algorithm.adv_estimator={name}"]
+    train(PPOTrainer, tmp_path / "run", *own)
+    assert calls == expected
 
 
 class OwnAdvantages(PPOTrainer):

@@ -3,14 +3,11 @@
 import gc
 import sys
 
-import pytest
 import torch
 
 from tests.trainer.runs import PPO, run
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils import timeline
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_trainer_keeps_nothing_of_the_steps_that_are_over(tmp_path, monkeypatch):

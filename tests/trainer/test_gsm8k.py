@@ -14,7 +14,6 @@ from tests.shared_files import SHARED, needs_shared
 from tests.trainer.runs import run, step_lines
 
 pytestmark = [
-    pytest.mark.timeout(200),
     needs_shared("models/qwen2-tokenizer"),
     needs_shared("data/gsm8k"),
 ]
@@ -116,11 +115,13 @@ def test_the_files_have_all_rows(parquet):
     ids=["grpo", "ppo"],
 )
 def test_two_steps_report_every_metric(tmp_path, parquet, model, algorithm, expected):
-    few = tmp_path / "few.parquet"
-    pq.write_table(pq.read_table(parquet / "test.parquet").slice(0, 3), few)
+    few = {}
+    for split, rows in (("train", 100), ("test", 3)):
+        few[split] = tmp_path / f"{split}.parquet"
+        pq.write_table(pq.read_table(parquet / f"{split}.parquet").slice(0, rows), few[split])
     command = [
-        f"data.train_files={parquet / 'train.parquet'}",
-        f"data.val_files={few}",
+        f"data.train_files={few['train']}",
+        f"data.val_files={few['test']}",
         "data.train_batch_size=4",
         "data.max_prompt_length=256",
         "data.max_response_length=16",

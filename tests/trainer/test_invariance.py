@@ -7,8 +7,6 @@ from tests.trainer.runs import PPO, run, step_lines, weights, without_times
 from tests.trainer.test_extending import train
 from verl.trainer import PPOTrainer
 
-pytestmark = pytest.mark.timeout(60)
-
 KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.entropy_coeff=0.01"]
 
 

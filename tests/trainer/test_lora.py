@@ -1,12 +1,9 @@
 """Whole runs with adapters, by the command line."""
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.trainer.runs import run, same_bits, step_lines, without_times
-
-pytestmark = pytest.mark.timeout(120)
 
 LORA = ["actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32"]
 RUN = [

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.trainer.runs import metric_lines, run, step_lines
 from tests.trainer.test_bad_inputs import reward_file
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

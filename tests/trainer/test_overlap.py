@@ -20,9 +20,8 @@ from verl.config import load_config
 from verl.rewards.manager import NaiveRewardManager
 from verl.trainer import PPOTrainer
 from verl.trainer.dapo import DAPOTrainer
+from verl.utils.phases import phase
 from verl.workers import CriticWorker
-
-pytestmark = pytest.mark.timeout(60)
 
 KL = [
     *PPO,
@@ -148,6 +147,7 @@ def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kin
         began.append("reward is done")
         return original_call(self, data, return_dict)
 
+    patient.__dict__.update(original_call.__dict__)
     monkeypatch.setattr(NaiveRewardManager, "__call__", patient)
     trainer = kind(
         load_config(command_line(tmp_path, *PPO, "trainer.max_steps=1", "trainer.test_freq=-1"))
@@ -158,8 +158,27 @@ def test_who_replaces_a_phase_gets_the_plain_sequence(tmp_path, monkeypatch, kin
     assert began == (plain if kind is not PPOTrainer else plain[::-1])
 
 
-class OwnManager(NaiveRewardManager):  # pyright: ignore[reportGeneralTypeIssues]
-    """May do anything to a batch."""
+class OwnName(NaiveRewardManager):
+    """Replaces no method, so every declaration stands."""
+
+
+class OwnManager(NaiveRewardManager):
+    """May do anything to a batch: it declares nothing."""
+
+    def __call__(self, data, return_dict=False):
+        return super().__call__(data, return_dict)
+
+
+class DeclaredManager(NaiveRewardManager):
+    @phase(reads="responses attention_mask")
+    def __call__(self, data, return_dict=False):
+        return super().__call__(data, return_dict)
+
+
+class WritingManager(NaiveRewardManager):
+    @phase(reads="responses attention_mask", writes="response_mask")
+    def score(self, samples, data):
+        return super().score(samples, data)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +188,10 @@ class OwnManager(NaiveRewardManager):  # pyright: ignore[reportGeneralTypeIssues
         (DAPOTrainer, NaiveRewardManager, True),
         (OwnScore, NaiveRewardManager, False),
         (OwnGeneration, NaiveRewardManager, False),
+        (PPOTrainer, OwnName, True),
         (PPOTrainer, OwnManager, False),
+        (PPOTrainer, DeclaredManager, True),
+        (PPOTrainer, WritingManager, False),
     ],
 )
 def test_responses_wait_for_their_batch_where_a_users_own_code_may_change_it(

@@ -6,8 +6,6 @@ import pytest
 
 from tests.trainer.runs import metric_lines, run
 
-pytestmark = pytest.mark.timeout(120)
-
 # Weights, sleep and checks come from LocalEngine; the rest is one sample at a time.
 VERBS = """
 import numpy as np

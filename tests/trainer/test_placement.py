@@ -18,8 +18,6 @@ from verl.single_controller import Dispatch, Worker, register
 from verl.trainer import pools
 from verl.utils.errors import ConfigError, WorkerError
 
-pytestmark = pytest.mark.timeout(180)
-
 KL = ["algorithm.use_kl_in_reward=True", "trainer.max_steps=2"]
 APART = [
     "trainer.placement.actor=[0]",

@@ -17,8 +17,6 @@ from tests.trainer.test_overlap import scoring_begins_within_generation
 from verl.checkpoint.manager import CheckpointManager
 from verl.trainer.main_ppo import main
 
-pytestmark = pytest.mark.timeout(180)
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 # Odd numbers: three prompts for two ranks in generation, four mini-batches, whose rows the ranks do
 # divide.

@@ -32,8 +32,6 @@ from verl.engine.memory import PassGuard
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.utils.errors import OutOfMemoryError, WorkerError
 
-pytestmark = pytest.mark.timeout(120)
-
 LAST = 4
 VALIDATION = Path(__file__).parent / "two_prompts.jsonl"
 REWARD = Path(__file__).parent / "fine_reward.py"

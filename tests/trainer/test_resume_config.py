@@ -18,7 +18,6 @@ from verl.jobs.main_merge import main as model_merger
 from verl.trainer.api import RLTrainer
 from verl.utils.logging import logger
 
-pytestmark = pytest.mark.timeout(120)
 FIRST = ["trainer.save_freq=1", "trainer.test_freq=-1", "trainer.max_steps=1"]
 LONGER = [*FIRST[:2], "trainer.max_steps=2"]
 ESTIMATOR = "algorithm.adv_estimator"

@@ -11,8 +11,6 @@ from tests.trainer.runs import TOY, run, step_lines, write_lines
 from verl.models.reward_model import RewardModel
 from verl.workers.reward_inputs import compute_reward
 
-pytestmark = pytest.mark.timeout(60)
-
 QUESTIONS = ("Say yes", "1 + 1", "Who?", "A long one, is it not?", "Count")
 
 

@@ -17,8 +17,6 @@ from verl.trainer import PPOTrainer
 from verl.trainer.main_ppo import main
 from verl.utils.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(180)
-
 STEPS = ["trainer.max_steps=3", "trainer.save_freq=3", "trainer.test_freq=2"]
 APART = "trainer.placement.rollout=[1]"
 

@@ -12,8 +12,6 @@ from verl.trainer.metrics import write_timeline
 from verl.utils import timeline
 from verl.utils.timeline import Recorded, Span, write_trace
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def rows_of(path) -> dict[tuple[str, str], list[dict]]:
     """The spans of a trace, by the names of their process and row."""

@@ -6,8 +6,6 @@ import pytest
 
 from tests.trainer.runs import PPO, TOY, metric_lines, run, same_bits, step_lines, weights
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_ten_steps_print_ten_lines_and_the_end(tmp_path, capfd):
     assert (

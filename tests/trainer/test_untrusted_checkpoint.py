@@ -14,7 +14,6 @@ from tests.trainer.runs import PPO, run
 from verl.checkpoint.manifest import MANIFEST, write_manifest
 from verl.jobs.main_merge import main as model_merger
 
-pytestmark = pytest.mark.timeout(120)
 RUNS = {"ppo": PPO, "lora": ["actor_rollout_ref.model.lora_rank=2"]}
 COMMAND = ["trainer.save_freq=1", "trainer.max_steps=1", "trainer.test_freq=-1"]
 

@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.distributed.ranks import Ranks
 
 BENCH = str(Path(__file__).resolve().parents[2] / "bench")
@@ -35,7 +33,6 @@ def test_it_runs_alone():
     check(run_tiny(), 1)
 
 
-@pytest.mark.timeout(150)
 def test_it_runs_on_two_ranks(two_ranks: Ranks):
     for answer in two_ranks.call(run_tiny):
         check(answer, 2)

@@ -17,8 +17,6 @@ from verl.models.critic import CriticModel
 from verl.models.packed import PackedBatch, PackedValueModel, PaddedValueModel
 from verl.utils.errors import ConfigError, ModelError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def batch() -> PackedBatch:
     return PackedBatch.from_rows(*padded_rows(), RESPONSE_LENGTH)

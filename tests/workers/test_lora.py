@@ -19,8 +19,6 @@ from tests.workers.batches import (
 from verl.models.lora import adapted_layers
 from verl.rollout.types import SamplingParams
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def settings(tmp_path):

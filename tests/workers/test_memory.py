@@ -16,7 +16,6 @@ from tests.workers.batches import (
 from verl.rollout.types import SamplingParams
 from verl.utils.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.timeout(60)
 SHORTAGE = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
 )

@@ -18,8 +18,6 @@ from tests.workers.batches import (
 from verl.columns import COLUMNS
 from verl.rollout.types import SamplingParams
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

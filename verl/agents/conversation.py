@@ -94,13 +94,13 @@ class Conversation:
         """
         history = self.messages
         self.messages = [*history, reply, *new]
+        drawn = self._current.segments[-1].token_ids
         is_rewritten = self.follow_template and self.boundary.rewrites(
-            history, reply, new, self.tools
+            history, reply, new, self.tools, drawn=drawn
         )
         if is_rewritten:
             return self._begin_again()
 
-        drawn = self._current.segments[-1].token_ids
         added = self.boundary.extension(history, reply, new, self.tools, drawn=drawn)
         if len(added) >= self.room:
             return False

@@ -32,11 +32,14 @@ class AgentRunner:
     Args:
         config: the section `rollout`.
         tokenizer: the model's.
+        stop_ids: tokens that end a turn, in addition to the tokenizer's own.
 
     Raises ConfigError at once for a file, name or template that cannot work.
     """
 
-    def __init__(self, config: RolloutConfig, tokenizer: Any) -> None:
+    def __init__(
+        self, config: RolloutConfig, tokenizer: Any, *, stop_ids: Sequence[int] = ()
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         if config.agent.agent_loop_config_path is not None:
@@ -44,7 +47,7 @@ class AgentRunner:
         agent_loops.get(config.agent_loop)
 
         tools = build_tools(config)
-        boundary = ChatBoundary(tokenizer)
+        boundary = ChatBoundary(tokenizer, stop_ids=[*stop_ids, *config.stop_token_ids])
         self.context = AgentContext(
             config=config,
             tokenizer=tokenizer,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
+from verl.utils.phases import phase
 from verl.utils.registry import Registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -58,6 +59,7 @@ def formula(text: str) -> Callable[[Function], Function]:
     "sum over k of (gamma lam)^k (r + gamma V' - V), gamma = {gamma}, lam = {lam}; whitened over "
     "all tokens"
 )
+@phase(reads="token_level_rewards response_mask values")
 def gae(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """Generalised advantage estimation, eqs. (11) and (16) of Schulman et al. 2016
     (arXiv:1506.02438).

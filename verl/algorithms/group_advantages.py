@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula
 from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
+from verl.utils.phases import phase
 
 Advantages = tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]
 
@@ -82,6 +83,7 @@ def grpo_advantages(
 
 @advantage_estimators.register("grpo")
 @formula("r - mean of the group{by_std}")
+@phase(reads="token_level_rewards response_mask uid")
 def grpo(inputs: AdvantageInputs) -> Advantages:
     """Group-relative advantages, section 4.1.2 of Shao et al. 2024 (arXiv:2402.03300).
 
@@ -115,6 +117,7 @@ def passk_advantages(
 
 @advantage_estimators.register("grpo_passk")
 @formula("best r - second best r of the group for the best response, 0 for the others{by_std}")
+@phase(reads="token_level_rewards response_mask uid")
 def grpo_passk(inputs: AdvantageInputs) -> Advantages:
     """Pass@k training: only the best response of a group counts, Tang et al. 2025
     (arXiv:2503.19595).
@@ -136,6 +139,7 @@ def rloo_advantages(scores: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Fl
 
 @advantage_estimators.register("rloo")
 @formula("r - mean of the group's other rewards")
+@phase(reads="token_level_rewards response_mask uid")
 def rloo(inputs: AdvantageInputs) -> Advantages:
     """Leave-one-out advantages, Ahmadian et al. 2024 (arXiv:2402.14740).
 
@@ -146,6 +150,7 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
 @advantage_estimators.register("opo")
 @formula("r - (sum of length r / sum of length over the group)")
+@phase(reads="token_level_rewards response_mask uid")
 def opo(inputs: AdvantageInputs) -> Advantages:
     """On-policy RL with the optimal baseline, Hao et al. 2025 (arXiv:2505.23585).
 
@@ -176,6 +181,7 @@ def gpg_advantages(
 
 @advantage_estimators.register("gpg")
 @formula("B / (B - M) (r - mean of the group), M rows being of groups without spread")
+@phase(reads="token_level_rewards response_mask uid")
 def gpg(inputs: AdvantageInputs) -> Advantages:
     """Group policy gradient, Chu et al. 2025 (arXiv:2504.02546), with F_norm = 1.
 
@@ -189,6 +195,7 @@ def gpg(inputs: AdvantageInputs) -> Advantages:
 
 @advantage_estimators.register("reinforce_plus_plus_baseline")
 @formula("(r - mean of the group), whitened over all tokens")
+@phase(reads="token_level_rewards response_mask uid")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
     """REINFORCE++ with the group's mean as baseline, Hu et al. 2025 (arXiv:2501.03262).
 
@@ -203,6 +210,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Advantages:
 
 @advantage_estimators.register("optimal_token_baseline")
 @formula("G_t - sum of W_t G_t / sum of W_t over the group, W_t = sum to t of |grad_y log pi|^2")
+@phase(reads="token_level_rewards response_mask uid old_log_probs sum_pi_squared")
 def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
     """Optimal token baseline, Li et al. 2026 (arXiv:2602.07078), with the logit-gradient proxy.
 
@@ -243,6 +251,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
     "sum over kinds of reward of w (r - mean of the group) / (std of the group + 1e-6); whitened "
     "over the rows"
 )
+@phase(reads="token_level_rewards response_mask uid")
 def gdpo(inputs: AdvantageInputs) -> Advantages:
     """Group reward-decoupled normalisation, Liu et al. 2026 (arXiv:2601.05242).
 

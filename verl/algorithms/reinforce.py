@@ -12,10 +12,12 @@ from verl.algorithms.advantages import (
 )
 from verl.algorithms.masked import masked_whiten
 from verl.utils.errors import ConfigError
+from verl.utils.phases import phase
 
 
 @advantage_estimators.register("reinforce_plus_plus")
 @formula("sum of the rewards from here on, discounted by gamma = {gamma}; whitened over all tokens")
+@phase(reads="token_level_rewards response_mask")
 def reinforce_plus_plus(
     inputs: AdvantageInputs,
 ) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
@@ -34,6 +36,7 @@ def reinforce_plus_plus(
 
 @advantage_estimators.register("remax")
 @formula("sum of the rewards from here on - score of the greedy response")
+@phase(reads="token_level_rewards response_mask reward_baselines")
 def remax(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """ReMax, Li et al. 2023 (arXiv:2310.10505).
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from verl.algorithms import advantages, group_advantages, reinforce
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators
 from verl.algorithms.group_advantages import group_ids
 from verl.algorithms.padded import PaddedEstimator, PaddedPolicyLoss, padded_signature
@@ -14,7 +15,6 @@ from verl.compat import signatures
 from verl.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.utils.errors import ConfigError
 from verl.utils.registry import RegistryDict, nearest_names, plain
-from verl.utils.user_parts import is_our_own
 
 Function = Callable[..., Any]
 
@@ -34,16 +34,18 @@ class AdvantageEstimator(str, Enum):
     GDPO = "gdpo"
 
 
-_ESTIMATORS: dict[str, Function] = {
-    "gae": signatures.compute_gae_advantage_return,
-    "grpo": signatures.compute_grpo_outcome_advantage,
-    "grpo_passk": signatures.compute_grpo_passk_outcome_advantage,
-    "rloo": signatures.compute_rloo_outcome_advantage,
-    "opo": signatures.compute_opo_outcome_advantage,
-    "gpg": signatures.compute_gpg_outcome_advantage,
-    "reinforce_plus_plus": signatures.compute_reinforce_plus_plus_outcome_advantage,
-    "reinforce_plus_plus_baseline": signatures.compute_reinforce_plus_plus_baseline_outcome_advantage,
-    "remax": signatures.compute_remax_outcome_advantage,
+_SIGNATURES: dict[Function, Function] = {
+    advantages.gae: signatures.compute_gae_advantage_return,
+    group_advantages.grpo: signatures.compute_grpo_outcome_advantage,
+    group_advantages.grpo_passk: signatures.compute_grpo_passk_outcome_advantage,
+    group_advantages.rloo: signatures.compute_rloo_outcome_advantage,
+    group_advantages.opo: signatures.compute_opo_outcome_advantage,
+    group_advantages.gpg: signatures.compute_gpg_outcome_advantage,
+    reinforce.reinforce_plus_plus: signatures.compute_reinforce_plus_plus_outcome_advantage,
+    group_advantages.reinforce_plus_plus_baseline: (
+        signatures.compute_reinforce_plus_plus_baseline_outcome_advantage
+    ),
+    reinforce.remax: signatures.compute_remax_outcome_advantage,
 }
 
 
@@ -51,9 +53,7 @@ def _estimator(name: str) -> Function:
     estimator = advantage_estimators.get(name)
     if isinstance(estimator, PaddedEstimator):
         return estimator.function
-    if name in _ESTIMATORS and is_our_own(estimator):
-        return _ESTIMATORS[name]
-    return _by_names(estimator)
+    return _SIGNATURES.get(estimator) or _by_names(estimator)
 
 
 @functools.cache

@@ -148,7 +148,7 @@ class RewardModelConfig:
     launch_reward_fn_async: bool | None = setting(
         None,
         "score responses during generation and during passes for log-probs and values; null: "
-        "where the manager is not your own and thus leaves the batch as it is; never with "
+        "where the manager declares that it leaves the batch as it is, as ours do; never with "
         "on_error=drop",
     )
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)

@@ -2,12 +2,14 @@
 cores."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verl.utils.logging import logger
 
 TOY = "toy"
 CALCULATOR = "calculator"
+_TOOL = Path(__file__).parents[1] / "agents" / "tools" / "calculator.py"
 
 # For the ten prompts, whatever model answers them.
 TOY_DATA_DEFAULTS: dict[str, Any] = {
@@ -27,7 +29,7 @@ TOY_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "toy",
     "trainer.total_training_steps": 10,
 }
-# For the packaged model alone: a learning rate that would wreck a large one.
+# For a packaged model alone: a learning rate that would wreck a large one.
 TOY_MODEL_DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": False,
     "actor_rollout_ref.actor.optim.lr": 5e-4,
@@ -43,6 +45,9 @@ CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 8,
     "data.max_prompt_length": 64,
     "data.max_response_length": 96,  # call, result and answer together
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": str(_TOOL),
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 3,
     "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
     "actor_rollout_ref.rollout.val_kwargs.n": 4,
@@ -51,14 +56,10 @@ CALCULATOR_DATA_DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "calculator",
     "trainer.total_training_steps": 60,
 }
-CALCULATOR_MODEL_DEFAULTS: dict[str, Any] = {
-    **TOY_MODEL_DEFAULTS,
-    "actor_rollout_ref.actor.optim.lr": 3e-4,
-}
 # Data set and its packaged model have the same name.
 _DEFAULTS = {
     TOY: (TOY_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
-    CALCULATOR: (CALCULATOR_DATA_DEFAULTS, CALCULATOR_MODEL_DEFAULTS),
+    CALCULATOR: (CALCULATOR_DATA_DEFAULTS, TOY_MODEL_DEFAULTS),
 }
 
 

@@ -1,2 +1,4 @@
-"""What a run will need and what it took, told from outside. This room looks down into all below it
-and owns nothing."""
+"""Predict and measure the needs of a run: memory, software, links between machines.
+
+The room reads all rooms below it; no state of a run lives here.
+"""

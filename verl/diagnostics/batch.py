@@ -25,7 +25,7 @@ class BatchPlan:
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> "BatchPlan":
-        """Raises ConfigError where the ranks cannot be dealt rows evenly."""
+        """Size the batches of a run. Raises ConfigError where ranks do not divide the rows."""
         actor = config.actor_rollout_ref.actor
         rollout = config.actor_rollout_ref.rollout
         data = config.data

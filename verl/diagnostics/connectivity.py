@@ -60,7 +60,7 @@ def test_ray_connectivity(
     """Measure every pair of nodes in both directions, by Ray's calls and objects; `print` the result.
 
     Args:
-        megabytes: of the object whose transfer is timed.
+        megabytes: size of the object to transfer.
         rounds: of empty calls; the median counts.
         deadline_s: for one pair.
         ray_init: of `ray.init`, as `address="auto"`; an initialised Ray is used as it is. Without

@@ -43,7 +43,7 @@ class Placement:
     ranks: int
     ranks_a_host: int
     device: torch.device  # its kind alone
-    device_bytes: int | None  # None: not known, or a CPU, whose memory is the host's
+    device_bytes: int | None  # None: unknown, or a CPU, which uses the host's memory
 
     @property
     def on_cuda(self) -> bool:

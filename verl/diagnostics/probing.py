@@ -41,7 +41,7 @@ SUSPECTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A visible GPU. Sizes are bytes, `peers` the numbers of GPUs whose memory it reads directly."""
+    """A visible GPU. Sizes are in bytes; `peers` numbers the GPUs that it reads directly."""
 
     name: str
     capability: Sequence[int]
@@ -76,7 +76,7 @@ class Probed:
 
 
 def probe(installed: Iterable[str]) -> Probed:
-    """Load and call what is installed (canonical names) in a process of its own."""
+    """Load and call the installed packages (canonical names) in a process of their own."""
     asked = [
         f"{name}={','.join(SUSPECTS[name])}" for name in sorted(set(SUSPECTS) & set(installed))
     ]

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from verl.config import (
     MicroBatch,
@@ -115,49 +116,39 @@ class Work(NamedTuple):
     predictions: int  # of them
 
 
+# Of each phase: its section, the first word of its keys there, and the reader of its size of passes.
+_SIZED_BY: dict[str, tuple[str, str, Callable[[Any], MicroBatch]]] = {
+    "old log-probs": ("actor_rollout_ref.rollout", "log_prob", log_prob_micro_batch),
+    "reference log-probs": ("actor_rollout_ref.ref", "log_prob", log_prob_micro_batch),
+    "teacher log-probs": ("distillation", "log_prob", log_prob_micro_batch),
+    "values": ("critic", "forward", value_micro_batch),
+    "actor update": ("actor_rollout_ref.actor", "ppo", update_micro_batch),
+    "critic update": ("critic", "ppo", update_micro_batch),
+}
+
+
 def work_of(config: TrainConfig, batch: BatchPlan, phase: str) -> Work:
     """Return the work of a phase; an update has the rows of a mini-batch."""
-    roles = config.actor_rollout_ref
-    critic = config.critic
     if phase == "scores":
         # Its own tokenizer and chat template may make a little more or less of a row.
         longest = min(batch.longest, config.reward_model.max_length or batch.longest)
         keys = ("reward_model", "forward_max_token_len_per_gpu", "micro_batch_size_per_gpu")
         return Work(*keys, reward_micro_batch(config.reward_model), batch.rows, longest, 1)
 
-    section, use, micro_batch, mini_prompts = {
-        "old log-probs": (
-            "actor_rollout_ref.rollout",
-            "log_prob",
-            log_prob_micro_batch(roles.rollout),
-            None,
-        ),
-        "reference log-probs": (
-            "actor_rollout_ref.ref",
-            "log_prob",
-            log_prob_micro_batch(roles.ref),
-            None,
-        ),
-        "teacher log-probs": (
-            "distillation",
-            "log_prob",
-            log_prob_micro_batch(config.distillation),
-            None,
-        ),
-        "values": ("critic", "forward", value_micro_batch(critic), None),
-        "actor update": (
-            "actor_rollout_ref.actor",
-            "ppo",
-            update_micro_batch(roles.actor),
-            roles.actor.ppo_mini_batch_size,
-        ),
-        "critic update": ("critic", "ppo", update_micro_batch(critic), critic.ppo_mini_batch_size),
-    }[phase]
-    keys = (section, f"{use}_max_token_len_per_gpu", f"{use}_micro_batch_size_per_gpu")
+    section, use, micro_batch_of = _SIZED_BY[phase]
+    settings = attrgetter(section)(config)
+    prompts = batch.prompts
+    if phase.endswith("update"):
+        prompts = settings.ppo_mini_batch_size or batch.prompts
 
-    rows = (mini_prompts or batch.prompts) * batch.samples
     return Work(
-        *keys, micro_batch, rows, batch.longest, round(batch.longest * (1 - batch.prompt_share))
+        section=section,
+        tokens_key=f"{use}_max_token_len_per_gpu",
+        rows_key=f"{use}_micro_batch_size_per_gpu",
+        micro_batch=micro_batch_of(settings),
+        rows=prompts * batch.samples,
+        longest=batch.longest,
+        predictions=round(batch.longest * (1 - batch.prompt_share)),
     )
 
 

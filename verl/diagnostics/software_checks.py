@@ -123,7 +123,7 @@ def probe_ended(world: World) -> Iterator[Finding]:
     step, how = world.probed.died_at
     fixes = {
         "torch_error": f"pip install --force-reinstall {_TORCH}",
-        "nccl_error": "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 verl doctor  # whether peer access is what hangs",
+        "nccl_error": "NCCL_DEBUG=INFO NCCL_P2P_DISABLE=1 verl doctor  # does peer access hang?",
     }
     fix = fixes.get(step, "nvidia-smi  # if it hangs too: restart the driver or the machine")
     evidence = f"the step '{step}' ended it: {how}; later steps were not tried"

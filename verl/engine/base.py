@@ -39,7 +39,7 @@ from verl.utils.peaks import phase_peaks
 from verl.weight_sync.fingerprint import FingerprintLog
 from verl.weight_sync.shards import gathered
 
-# Engines whose memory lies on the same device.
+# The engines of this process, which share its device.
 _engines: "weakref.WeakSet[TrainEngine]" = weakref.WeakSet()
 
 # (outputs of the module, packed columns, row number of each token) -> LossOutput
@@ -60,7 +60,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Pending:
-    """The mini-batch whose gradients wait for `step`, kept to find rows that are not finite."""
+    """A mini-batch with gradients that wait for `step`, kept to find rows that are not finite."""
 
     mini_batch: MiniBatch
     plan: list[list[int]]
@@ -82,8 +82,8 @@ class TrainEngine:
     are shares of the whole mini-batch's, so gradients are summed over the ranks; metrics, the
     gradient's norm, skipped steps and offenders are the same on all.
 
-    Parallelism is applied from outside: LoRA by the worker, before this engine, then what
-    `apply_to_module` does, then the optimizer, and off-load of parameters and moments.
+    Parallelism is applied from outside, in this order: LoRA (by the worker, before this engine),
+    `apply_to_module`, the optimizer, off-load of parameters and moments.
 
     Args:
         module: wrapper with the Hugging Face module as attribute `model`; moved to the device and
@@ -369,7 +369,7 @@ class TrainEngine:
         return self._checkpoints.is_done(wait=wait)
 
     def load(self, folder: Path, *, optimizer: bool = True, extra: bool = True) -> None:
-        """Load what `save` wrote, bit for bit: weights, and as asked moments and schedule position.
+        """Load a checkpoint of `save`, bit for bit: weights, moments and position in the schedule.
 
         Learning rate, decay and the shape of the schedule are those of this engine's configuration.
         """

@@ -40,7 +40,7 @@ class Meter(Protocol):
         ...
 
     def start(self) -> None:
-        """Begin to count what `taken` returns."""
+        """Begin to count for `taken`."""
         ...
 
     def taken(self) -> int:
@@ -99,7 +99,8 @@ class AutomaticBudgets:
     ) -> TokenBudget:
         """Return the budget of a call over rows of these lengths.
 
-        It is the given one, or what fits, at least the longest row of all ranks.
+        It is the given one or, where that sets no size, the one that fits: at least the longest
+        row of all ranks.
 
         Args:
             predict: bytes of a pass by its tokens.
@@ -167,9 +168,9 @@ def _rounded(tokens: float) -> int:
 
 
 def largest_that_fits(predict: Callable[[int], int], room: float) -> int:
-    """Return the tokens whose predicted bytes are within `room`.
+    """Return the most tokens with predicted bytes within `room`.
 
-    A multiple of TOKEN_STEP, at most MOST_TOKENS.
+    They are a multiple of TOKEN_STEP, at most MOST_TOKENS.
     """
     low = 1
     high = MOST_TOKENS // TOKEN_STEP

@@ -1,7 +1,7 @@
 """`torch.compile` of decoder layers, from outside: after checkpointing, before sharding.
 
 Each layer's `forward` is compiled on its own. All layers of one kind have the same code and the
-same shapes, so they share what the first one compiled; the number of tokens is symbolic, so batches
+same shapes, so they share the graphs of the first one; the number of tokens is symbolic, so batches
 do too. Packed attention stays outside the graphs: it reads the batch's layout from its
 `PackingSlot`, which would otherwise be a constant of the graph. That is one graph break, which
 leaves four graphs a layer: norm, projections with RoPE, output projection, the rest. FSDP2's hooks

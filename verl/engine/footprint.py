@@ -148,7 +148,7 @@ class EngineFootprint:
         self.shape = shape
         self.setup = setup
 
-    # ---------------------------------------------------------------- what stays
+    # ---------------------------------------------------------------- resident bytes
 
     @cached_property
     def parameters(self) -> int:
@@ -274,8 +274,8 @@ class EngineFootprint:
         """Return the bytes of a token that autograd keeps in a layer that does not recompute.
 
         Compiled and eager: the residual before attention and after it, 2H; the inputs of the
-        projections, of o_proj (which is attention's output) and of the MLP's three matrices,
-        whose weights need them for their gradients; rotated queries, keys and values, and one
+        projections, of o_proj (which is attention's output) and of the MLP's three matrices, for
+        the gradients of their weights; rotated queries, keys and values, and one
         log-sum-exp a head, for attention's kernel. Compiled layers keep no other result of
         element-wise work: it is made again. The product of gate and up is input of a matrix
         product, which is why that one is kept. Eager layers keep of each norm, instead of the

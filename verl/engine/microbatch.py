@@ -47,7 +47,7 @@ class TokenBudget:
 class SharedPrompts(NamedTuple):
     """Which of B rows compute their prompt together, if they stand in one micro-batch."""
 
-    number: Sequence[int]  # (B,) equal for rows whose prompt is shared
+    number: Sequence[int]  # (B,) equal for rows that share a prompt
     lengths: Sequence[int]  # (B,) tokens of each row's prompt
 
 

@@ -24,8 +24,11 @@ from verl.rewards.rules import calls_at_once, default_compute_score, find_rule, 
 from verl.rewards.texts import describe_error, format_traceback, on_one_line, text_of
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.logging import logger
+from verl.utils.phases import phase
 from verl.utils.timeline import note_span
 
+# Columns that the managers read; none is written.
+READ = "prompts responses attention_mask rm_scores data_source reward_model extra_info"
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 
 OnError = Literal["stop", "zero", "drop", "retry"]
@@ -91,7 +94,13 @@ class RewardManager:
             RewardError, "zero" scores it 0, "drop" scores it 0 and lists its row in "dropped", so
             that the trainer leaves it out, "retry" calls again up to `max_retries` times and drops
             what fails still.
+
+    A subclass that replaces one of the methods in `DECLARED` declares what that reads and writes
+    (`verl.utils.phases.phase`). Without a declaration it is taken to change the batch, so that the
+    reward overlaps with nothing.
     """
+
+    DECLARED = ("__call__", "read", "columns_of", "score", "call", "print_examples")
 
     def __init__(
         self,
@@ -131,6 +140,7 @@ class RewardManager:
 
         self._begun: _Begun | None = None
 
+    @phase(reads=READ)
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
         """Score every response.
 
@@ -168,6 +178,7 @@ class RewardManager:
             "dropped": result.dropped,
         }
 
+    @phase(reads=READ)
     def read(self, data: DataProto) -> list[Sample]:
         """Decode the responses and gather what belongs to them."""
         lengths = self._response_mask(data).sum(-1).tolist()
@@ -190,6 +201,7 @@ class RewardManager:
             for row, columns in enumerate(self.columns_of(data))
         ]
 
+    @phase(reads=READ)
     def columns_of(self, data: DataProto) -> list[dict[str, Any]]:
         """What the function gets of each row beside its text."""
         columns = data.non_tensor_batch
@@ -230,6 +242,7 @@ class RewardManager:
             self._begun = None
             begun.calls.drop()
 
+    @phase(reads=READ)
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
         """Call the function for every sample and apply `on_error` where that gives no score."""
         if self.by_rule:
@@ -295,6 +308,7 @@ class RewardManager:
 
         return result
 
+    @phase()
     def call(
         self,
         samples: Sequence[Sample],
@@ -340,6 +354,7 @@ class RewardManager:
         self._process = function
         self._caller = Caller(function, math.inf)
 
+    @phase(reads=READ)
     def print_examples(
         self, samples: Sequence[Sample], scores: Sequence[float], data: DataProto
     ) -> None:

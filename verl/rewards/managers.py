@@ -8,7 +8,7 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.rewards.calls import Outcome
 from verl.rewards.fields import shown
-from verl.rewards.manager import NaiveRewardManager, RewardManager, Sample, Scores
+from verl.rewards.manager import READ, NaiveRewardManager, RewardManager, Sample, Scores
 from verl.rewards.processes import ProcessFunction
 from verl.rewards.registry import (
     REWARD_MANAGER_REGISTRY,
@@ -18,6 +18,7 @@ from verl.rewards.registry import (
 )
 from verl.rewards.sandbox.runner import count_cores
 from verl.utils.errors import ConfigError, RewardError
+from verl.utils.phases import phase
 
 __all__ = [
     "REWARD_MANAGER_REGISTRY",
@@ -46,6 +47,7 @@ class BatchRewardManager(RewardManager):
         """See `RewardManager.ahead`; one call needs the whole batch."""
         return super().ahead(prompts, samples_each, first_sample) if self.by_rule else nullcontext()
 
+    @phase()
     def call(
         self,
         samples: Sequence[Sample],
@@ -138,6 +140,7 @@ class DAPORewardManager(RewardManager):
                 f"{self.buffer_len} and {max_resp_len}. The paper has 4096 of 20480."
             )
 
+    @phase(reads=READ)
     def score(self, samples: Sequence[Sample], data: DataProto) -> Scores:
         result = super().score(samples, data)
         if not self.buffer_len:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.phases import phase
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.trainer.setup import group_numbers
 from verl.utils.errors import ConfigError, DataError
 from verl.utils.logging import logger
+from verl.utils.phases import phase
 
 
 class DAPOTrainer(PPOTrainer):

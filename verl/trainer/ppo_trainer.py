@@ -43,14 +43,13 @@ from verl.trainer.episodes import (
 from verl.trainer.flat_rewards import FlatRewards
 from verl.trainer.frozen_models import connect_frozen_models
 from verl.trainer.metrics import data_metrics, timing_metrics, write_timeline
-from verl.trainer.phases import declared_phases, may_overlap, phase
 from verl.trainer.pools import dealt_by_prompts, join_pool
 from verl.trainer.run import TrainingRun
 from verl.trainer.validation import validation_metrics
 from verl.trainer.weights import ActorRolloutGroups, ColocatedLink, RemoteLink, WeightLink
 from verl.utils.errors import RewardError
 from verl.utils.logging import logger
-from verl.utils.user_parts import is_our_own
+from verl.utils.phases import declared_phase, declared_phases, may_overlap, phase
 from verl.workers import (
     ActorWorker,
     CriticWorker,
@@ -470,8 +469,10 @@ class PPOTrainer(TrainingRun[TrainConfig]):
         phases = declared_phases(type(self), *names)
         if phases is None or any("old_log_probs" in each.reads for each in phases):
             return True
-        may_be_read = self.reads_old_log_probs or not is_our_own(self.estimator)
-        return self.config.needs_old_log_probs or may_be_read
+        estimator = declared_phase(self.estimator)
+        if estimator is None or "old_log_probs" in estimator.reads:
+            return True
+        return self.config.needs_old_log_probs or self.reads_old_log_probs
 
     @phase(
         reads="token_level_scores response_mask ref_log_prob values uid",

@@ -9,9 +9,9 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer import setup
-from verl.trainer.phases import phase
 from verl.trainer.ppo_trainer import GENERATED, PPOTrainer
 from verl.utils.errors import RewardError
+from verl.utils.phases import phase
 
 
 class ReMaxTrainer(PPOTrainer):

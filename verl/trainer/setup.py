@@ -28,7 +28,7 @@ from verl.rollout.types import SamplingParams
 from verl.utils.errors import ConfigError, RewardError
 from verl.utils.imports import import_user_code
 from verl.utils.logging import logger, say_once
-from verl.utils.user_parts import is_our_own
+from verl.utils.phases import declared_phase, declared_phases, phase
 from verl.workers.actor import model_source
 
 ALL_DROPPED = (
@@ -113,6 +113,7 @@ def reward_input_tokenizer(config: TrainConfig, tokenizer: Any) -> Any:
 class NoReward:
     """Scores every response 0, for a run that learns from a teacher alone."""
 
+    @phase(reads="responses")
     def __call__(self, batch: DataProto, return_dict: bool = False) -> Any:
         """Return zeros (B, R)."""
         scores = torch.zeros(batch.batch["responses"].shape)
@@ -176,18 +177,29 @@ def build_loaders(
 def leaves_batch_alone(config: RewardModelConfig, reward_fn: Any) -> bool:
     """Check whether log-probs and values can be computed during the reward.
 
-    The reward must not write into the batch, as a user's own manager may, nor drop samples from it.
+    The reward must declare that it does not write into the batch, and must not drop samples from it.
     """
     if config.on_error in ("drop", "retry"):
         return False
-    asked = config.launch_reward_fn_async
-    return is_our_own(type(reward_fn)) if asked is None else asked
+    if config.launch_reward_fn_async is not None:
+        return config.launch_reward_fn_async
+    return _declares_no_change(reward_fn)
 
 
 def scores_row_by_row(config: RewardModelConfig, reward_fn: Any) -> bool:
-    """Check whether responses can be scored as they finish: by a built-in manager and no model."""
-    is_ours = isinstance(reward_fn, RewardManager) and is_our_own(type(reward_fn))
-    return is_ours and not config.enable and leaves_batch_alone(config, reward_fn)
+    """Check whether responses can be scored as they finish: by a declared manager and no model."""
+    if config.enable or not isinstance(reward_fn, RewardManager):
+        return False
+    return _declares_no_change(reward_fn) and leaves_batch_alone(config, reward_fn)
+
+
+def _declares_no_change(reward_fn: Any) -> bool:
+    """Check the declarations of a reward: a function's, or those of a manager's methods."""
+    if isinstance(reward_fn, RewardManager):
+        phases = declared_phases(type(reward_fn), *RewardManager.DECLARED)
+        return phases is not None and all(each.leaves_batch_alone for each in phases)
+    declared = declared_phase(reward_fn)
+    return declared is not None and declared.leaves_batch_alone
 
 
 def check_rows(dataset: RLDataset, manager: RewardManager) -> None:

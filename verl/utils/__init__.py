@@ -1,7 +1,8 @@
-"""Small tools that know nothing of the rest of the package. What looks into all of it is offered
-here by name alone."""
+"""Small tools that know nothing of the rest of the package.
 
-import importlib
+A few public tools that inspect the whole package are offered here as well, and load on first use.
+"""
+
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.lazy import lazy_names
@@ -11,18 +12,12 @@ if TYPE_CHECKING:
     profile_memory: Any
     test_ray_connectivity: Any
 
-_find = lazy_names(
+__getattr__ = lazy_names(
     __name__,
     {
         "check_env": "verl.diagnostics.doctor",
         "profile_memory": "verl.diagnostics.profile",
         "test_ray_connectivity": "verl.diagnostics.connectivity",
     },
+    old_names=True,
 )
-
-
-def __getattr__(name: str) -> Any:
-    compat = importlib.import_module("verl.compat")
-    if name in compat.OLD_PATHS[__name__]:
-        return compat.find_old_name(__name__, name)
-    return _find(name)

@@ -30,7 +30,7 @@ from verl.engine.memory import shortage_of
 from verl.protocol import DataProto
 from verl.utils.errors import AlgorithmError
 from verl.utils.logging import say_once
-from verl.utils.user_parts import NamedPart, is_our_own
+from verl.utils.user_parts import NamedPart
 
 Columns = dict[str, torch.Tensor]
 
@@ -231,7 +231,7 @@ class PolicyObjective(Objective):
                 f"{self.part} must return a loss that depends on inputs.log_probs, or nothing is "
                 "learnt, got one without a gradient (was it detached?)."
             )
-        if self._is_looking_for_offenders and not is_our_own(self.policy_loss):
+        if self._is_looking_for_offenders:
             self._warn_of_non_finite(loss, inputs)
         return policy
 
@@ -243,7 +243,7 @@ class PolicyObjective(Objective):
         return kl_penalty(outputs["log_probs"], columns["ref_log_prob"], kind)
 
     def _warn_of_non_finite(self, loss: torch.Tensor, inputs: PolicyLossInputs) -> None:
-        """Warn where a user's loss is not finite for finite inputs."""
+        """Warn where the loss is not finite for finite inputs."""
         read = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.weights)
         if not loss.isfinite() and all(column.isfinite().all() for column in read):
             say_once(

@@ -22,6 +22,7 @@ from verl.rollout import (
     generate,
     trajectories_of,
 )
+from verl.rollout.stopping import end_of_sequence_ids
 from verl.rollout.trajectory import Trajectory
 from verl.rollout.types import Completion, Request, Room, SamplingParams
 from verl.single_controller import Dispatch, Worker, note_progress, register, tell
@@ -95,7 +96,8 @@ class RolloutWorker(Worker):
         self._weights_version = 0
         self.agents: AgentRunner | None = None
         if config.rollout.uses_agents:
-            self.agents = AgentRunner(config.rollout, tokenizer)
+            stop_ids = end_of_sequence_ids(model, tokenizer)
+            self.agents = AgentRunner(config.rollout, tokenizer, stop_ids=stop_ids)
 
     @property
     def data_rank(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.conversation import Conversation, Message
-from verl.agents.formats import ParsedReply, ToolCall
+from verl.agents.formats import ParsedReply, ToolCall, new_call_id
 from verl.agents.interactions import InteractionSession
 from verl.agents.loops.base import AgentContext, Episode, agent_loops
 from verl.agents.tools import ToolResult, ToolSession
@@ -110,7 +110,7 @@ class ToolAgentLoop:
         play.seconds["generate_sequences"] += time.perf_counter() - started
 
         parsed = await self.context.parse(drawn.token_ids, play.schemas)
-        reply = message_of(parsed)
+        reply = message_of(parsed, turn=conversation.turns - 1)
         play.ended_by = self._reason_to_end(play, drawn.finish_reason, parsed)
         if play.ended_by:
             conversation.add_reply(reply)
@@ -156,12 +156,17 @@ class ToolAgentLoop:
         play.calls += len(calls)
 
         messages: list[Message] = []
-        for call, result in zip(calls, results):
+        for number, (call, result) in enumerate(zip(calls, results)):
             self._note_result(play, result)
-            message: Message = {"role": "tool", "content": result.text, "name": call.name}
-            if call.call_id is not None:
-                message["tool_call_id"] = call.call_id
-            messages.append(message)
+            call_id = call.call_id or new_call_id(turn, number)
+            messages.append(
+                {
+                    "role": "tool",
+                    "content": result.text,
+                    "name": call.name,
+                    "tool_call_id": call_id,
+                }
+            )
         return messages
 
     def _note_result(self, play: _Play, result: ToolResult) -> None:
@@ -202,18 +207,20 @@ class ToolAgentLoop:
         return trajectories
 
 
-def message_of(parsed: ParsedReply) -> Message:
+def message_of(parsed: ParsedReply, turn: int) -> Message:
     """Return a drawn turn as a message, with its sound tool calls in the shape of the template."""
     message: Message = {"role": "assistant", "content": parsed.content}
     calls = []
-    for call in parsed.calls:
+    for number, call in enumerate(parsed.calls):
         if call.arguments is None:
             continue
-        function = {"name": call.name, "arguments": call.arguments}
-        entry: dict[str, Any] = {"type": "function", "function": function}
-        if call.call_id is not None:
-            entry["id"] = call.call_id
-        calls.append(entry)
+        calls.append(
+            {
+                "type": "function",
+                "id": call.call_id or new_call_id(turn, number),
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+        )
     if calls:
         message["tool_calls"] = calls
     return message
