@@ -11,8 +11,10 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from verl.agents.loops import Episode
 from verl.agents.runner import AgentRunner
 from verl.config.gateway import GatewayConfig
+from verl.config.load import load_config
 from verl.config.rollout import RolloutConfig
 from verl.rollout import assemble
+from verl.utils.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -52,3 +54,12 @@ def test_episodes_of_a_batch_become_rows(tmp_path: Path, at_once: int):
         assert [float(each) for each in trained[[0, 2, 3]]] == [
             played[row].reward for row in (0, 2, 3)
         ]
+
+
+def test_one_agent_alone_can_be_named():
+    agent = "actor_rollout_ref.rollout.agent.gateway"
+    argv = ["data.dataset_name=toy", "actor_rollout_ref.model.path=toy", "data.train_batch_size=4"]
+    with pytest.raises(ConfigError, match="both name an agent"):
+        load_config([*argv, f"{agent}.path=a.py", f"{agent}.command=b"])
+    config = load_config([*argv, f"{agent}.path=a.py"])
+    assert config.actor_rollout_ref.rollout.uses_agents
