@@ -54,7 +54,7 @@ def test_phases_overlap_where_no_order_shows(first: dict, second: dict, expected
     assert may_overlap(one, other) is expected
 
 
-@pytest.mark.parametrize("name", [*AdvantageEstimator, "optimal_token_baseline"])
+@pytest.mark.parametrize("name", [*AdvantageEstimator, "optimal_token_baseline", "turn_rloo"])
 def test_every_estimator_of_the_package_declares_columns_that_exist(name: str):
     found = declared_phase(advantage_estimators.get(name))
     assert found is not None

@@ -6,12 +6,14 @@ from torch import Tensor
 
 from verl.algorithms.advantages import AdvantageInputs, advantage_estimators, formula
 from verl.utils.errors import ConfigError
+from verl.utils.phases import phase
 
 
 @advantage_estimators.register("turn_rloo")
 @formula(
     "rewards from turn k on - mean of the same of the group's other samples that have a turn k"
 )
+@phase(reads="token_level_rewards response_mask uid turn_of_token")
 def turn_rloo(inputs: AdvantageInputs) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B R"]]:
     """Leave-one-out advantages of every turn: RLOO (arXiv:2402.14740) on rewards to go.
 

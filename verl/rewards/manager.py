@@ -28,7 +28,7 @@ from verl.utils.phases import phase
 from verl.utils.timeline import note_span
 
 # Columns that the managers read; none is written.
-READ = "prompts responses attention_mask rm_scores data_source reward_model extra_info"
+READ = "prompts responses attention_mask rm_scores data_source reward_model extra_info agent_info"
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 
 OnError = Literal["stop", "zero", "drop", "retry"]
