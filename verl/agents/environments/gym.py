@@ -1,4 +1,4 @@
-"""Environments with gym's methods, whose observations and actions are texts."""
+"""Environments with gym's methods that observe texts and act on texts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -24,7 +24,7 @@ _KEYS = ("name", "config", "timeout_s")
 def open_environment(
     chosen: str | Mapping[str, Any], *, folder: Path | None = None
 ) -> EnvironmentSession:
-    """Return a session, not yet begun, whose `reset` makes an environment of its own.
+    """Return a session, not yet begun. Its `reset` makes an environment of its own.
 
     Args:
         chosen: a name as `make_environment` takes it, or {"name", "config", "timeout_s"}: keywords
@@ -62,7 +62,7 @@ def make_environment(name: str, folder: Path | None = None, **config: Any) -> An
     Args:
         name: a registered name, or "package.module.Class" or "file.py:Class" of a user's class in
             verl's, gym's or SkyRL-gym's shape.
-        folder: where a relative file may lie, besides the working directory.
+        folder: where a relative file is looked for after the working directory.
         config: keywords of the class.
 
     Raises:

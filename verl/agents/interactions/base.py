@@ -5,7 +5,7 @@ from uuid import uuid4
 
 
 class BaseInteraction:
-    """A simulated user. One object serves all conversations of a run, told apart by instance id.
+    """A simulated user. One object serves all conversations of a run; an id distinguishes them.
 
     Methods may be coroutines or plain functions. Coroutines share one event loop; each plain call
     gets a thread. Either way, code that blocks does not delay the rollout.
