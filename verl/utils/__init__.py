@@ -1,5 +1,7 @@
-"""Small tools that know nothing of the rest of the package. What looks into all of it is offered
-here by name alone."""
+"""Small tools that depend on no other room.
+
+Checks of the whole package (`check_env`, ...) are public here as well; they load on first use.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -6,8 +6,10 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names live in other modules: `homes` is {name:
-    module}."""
+    """Make the `__getattr__` of a package that exports names of other modules.
+
+    `homes` is {name: module}.
+    """
 
     def get(name: str) -> Any:
         if name in homes:

@@ -1,4 +1,4 @@
-"""What a user registers by name: whose it is, and errors that name it."""
+"""Errors of functions that a user registers by name."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,13 +10,13 @@ from verl.utils.errors import AlgorithmError, VerlError, line_in
 
 
 def is_our_own(function: Callable[..., Any]) -> bool:
-    """Whether a registered function comes with this package, so that we know what it reads."""
+    """Return whether a registered function comes with this package, so its inputs are known."""
     return getattr(function, "__module__", "").startswith("verl.")
 
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A registered function as errors tell of it."""
+    """A registered function, with the description that errors use."""
 
     kind: str
     name: str
@@ -31,9 +31,11 @@ class NamedPart:
 
     @contextmanager
     def told(self, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-        """What a user's function raises within is an AlgorithmError with its name, file and line.
-        Errors on purpose, those that `passes` knows, and those of our own functions stay what they
-        are."""
+        """Turn an exception of a user's function into AlgorithmError with its name, file and line.
+
+        Errors of this package, errors that `passes` accepts, and errors of our own functions are
+        raised as they are.
+        """
         try:
             yield
         except Exception as error:
@@ -42,20 +44,20 @@ class NamedPart:
             line = line_in(error, self._file)
             where = "" if line is None else f" in line {line}"
             raise AlgorithmError(
-                f"{self} raised {type(error).__name__}{where}: {error}. Mend it; VERL_TRACEBACK=1 "
-                "shows the way there."
+                f"{self} raised {type(error).__name__}{where}: {error}. Fix the function; "
+                "VERL_TRACEBACK=1 shows the traceback."
             ) from error
 
     def must_return(self, expected: str, got: Any) -> AlgorithmError:
-        """The error for an answer of another kind or shape."""
-        return AlgorithmError(f"{self} must return {expected}, got {in_words(got)}.")
+        """Return the error for a result of the wrong type or shape."""
+        return AlgorithmError(f"{self} must return {expected}, got {describe_value(got)}.")
 
 
-def in_words(value: Any) -> str:
-    """What a value is, with the shapes of tensors."""
+def describe_value(value: Any) -> str:
+    """Describe a value by its type, and tensors by their shapes as well."""
+    name = type(value).__name__
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(in_words, value))}"
+        return f"a {name} of {len(value)}: {', '.join(map(describe_value, value))}"
+
     shape = getattr(value, "shape", None)
-    return (
-        type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-    )
+    return name if shape is None else f"{name} of shape {tuple(shape)}"
