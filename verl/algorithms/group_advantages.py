@@ -245,7 +245,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Advantages:
     "over the rows"
 )
 def gdpo(inputs: AdvantageInputs) -> Advantages:
-    """Group reward-decoupled normalisation, Liu et al. 2026 (arXiv:2601.05242).
+    """Group reward-decoupled normalization, Liu et al. 2026 (arXiv:2601.05242).
 
         A_i^k = (r_i^k - mean_group r^k) / (std_group r^k + 1e-6)      for each kind k of reward
         A_i   = (S_i - mean_batch S) / (std_batch S + 1e-6),           S_i = sum_k w_k A_i^k

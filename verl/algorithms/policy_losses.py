@@ -194,7 +194,7 @@ def cispo(
 @policy_losses.register("sapo")
 @formula("-4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos} where A > 0, else {tau_neg}")
 def sapo(inputs: PolicyLossInputs, *, tau_pos: float, tau_neg: float, **_: Any) -> PolicyLossOutput:
-    """Soft adaptive policy optimisation, Gao et al. 2025 (arXiv:2511.20347).
+    """Soft adaptive policy optimization, Gao et al. 2025 (arXiv:2511.20347).
 
         L = -f(r) A, f(r) = 4 / tau * sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg
 

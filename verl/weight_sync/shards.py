@@ -168,7 +168,7 @@ def _add_up(buckets: Sequence[_Bucket], values: Sequence[Tensor]) -> None:
 def _buckets(
     named_tensors: NamedTensors, most_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[_Bucket]:
-    """Group neighbours of one dtype and sharding into buckets of at most `most_bytes`."""
+    """Group neighbors of one dtype and sharding into buckets of at most `most_bytes`."""
     bucket: _Bucket | None = None
     for name, tensor in named_tensors:
         mesh, axis = _sharding(tensor)
